@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Literal
 
 from rich import box
@@ -90,7 +91,7 @@ def print_table(table: Table, console: Console) -> None:
         # The name of a variant is never broken.
         is_left = index == 0 or column.is_text
         rich.add_column(
-            column.label,
+            column.label if column.is_text else fill(column.label, 9, break_long_words=False),
             justify="left" if is_left else "right",
             no_wrap=not column.is_text,
             overflow="fold" if is_left else "ellipsis",

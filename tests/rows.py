@@ -1,5 +1,6 @@
 """Rows that tell their own index, and loaders over them, for one process or for several."""
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
+    stream_layout,
     window_reads,
 )
 from lightning_memmap.placement import (
@@ -298,6 +300,7 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
 
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_read_pieces", not_called)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
     monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")

@@ -90,20 +90,19 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
         assert variant["parity"]["rows"] == [6, 6]
         assert len(variant["check_losses"]) == 6
         assert variant["figures"]["samples_per_s"][0] > 0
-        assert len(variant["timed_losses"]) == 2 + 8
     # Sums of other parts of the batch are rounded otherwise: not the same floats, but near them.
     assert ddp["parity"]["weight_difference"] < 1e-4
     # Rank 0 has started what stands for rank 1, as it would a worker.
-    assert [p["process"] for p in ddp["processes"]][:2] == ["rank 0", "rank 1"]
+    assert ddp["figures"]["num_processes"][0] >= 2
     # In fresh processes nothing but this model is alive.
     state = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES,
              "optimizer": 2 * PARAMETER_BYTES + 4 * 4}  # fmt: skip
-    assert auto["footprint"]["model"] == {"rank 0, cpu": state}
-    assert ddp["footprint"]["model"] == {"rank 0, cpu": state, "rank 1, cpu": state}
+    assert auto["model_bytes"] == {"rank 0, cpu": state}
+    assert ddp["model_bytes"] == {"rank 0, cpu": state, "rank 1, cpu": state}
     # A ring of two sends the gradients once from each, and Lightning tells of its stop signal.
-    reduced = [edge for edge in ddp["footprint"]["edges"] if edge["what"] == "allreduce"]
-    assert [edge["num_bytes"] for edge in reduced] == [PARAMETER_BYTES] * 2
-    assert auto["figures"]["moved_bytes"] == [0]
+    sent = ddp["figures"]["communication_bytes"][0]
+    assert 2 * PARAMETER_BYTES <= sent < 2 * PARAMETER_BYTES + 100
+    assert auto["figures"]["communication_bytes"] == [0]
     left_out = {"trainer.strategy", "trainer.max_epochs", "trainer.callbacks"}
     assert set(report["left_out"]) == left_out
     assert report["command"].startswith("lightning-memmap compare --config")
@@ -148,7 +147,6 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path
         (["--variants", "dpp"], "'dpp' is unknown"),
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
-        (["--scaling", "a"], "scaling='a'"),
         (["--config", "other.yaml"], "--config is given 2 times"),
         (["--out", "tests"], "holds something other than"),
     ],

@@ -17,9 +17,9 @@ from lightning_memmap.arguments import (
     print_error,
 )
 from lightning_memmap.commands.found_stores import stores_in, stores_or_errors
+from lightning_memmap.commands.image_tables import image_tables
 from lightning_memmap.commands.store_info import print_info
 from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
-from lightning_memmap.compare.render.image_tables import image_tables
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.store import (
     append_store,

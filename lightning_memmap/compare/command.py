@@ -1,18 +1,16 @@
 """``lightning-memmap compare``."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
-from lightning_memmap.compare.render.tables import regression_table
-from lightning_memmap.compare.render.terminal import print_report
-from lightning_memmap.compare.report.regression import check_regression
-from lightning_memmap.compare.report.report import Report, read_report
-from lightning_memmap.compare.run.comparison import Comparison
-from lightning_memmap.compare.run.plan import ComparisonOptions
+from lightning_memmap.compare.config import ComparisonOptions
+from lightning_memmap.compare.report import Report, check_regression, read_report
+from lightning_memmap.compare.runner import Comparison
+from lightning_memmap.compare.tables import all_tables, regression_table
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.tables import print_table
 
@@ -81,9 +79,22 @@ def compare(args: list[str]) -> int:
     return report.exit_code
 
 
+def print_report(report: Report, console: Console) -> None:
+    """Print the tables of a report."""
+    settings = report.settings
+    console.print(
+        f"\n[bold]{settings['global_batch']} rows a step[/], {settings['devices']}"
+        f" {settings['accelerator']} devices, {settings['steps']} steps after"
+        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} runs of each variant",
+        highlight=False,
+    )
+    for table in all_tables(report):
+        print_table(table, console)
+
+
 def _write_html(report: Report, path: Path, console: Console) -> None:
     try:
-        from lightning_memmap.compare.render.html import render_html
+        from lightning_memmap.compare.page import render_html
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "jinja2"):
             raise

@@ -12,12 +12,15 @@ from lightning_memmap.loading.decoding import ImageDecoder, Images, default_thre
 from lightning_memmap.loading.resident import copied_rows, mapped_rows
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream_layout import StreamLayout
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_of_any, largest_window
-from lightning_memmap.loading.window_layout import WindowLayout
-from lightning_memmap.loading.window_places import LOOKUP_BYTES, PlacedLayout
 from lightning_memmap.loading.window_rows import WindowRows, window_rows
-from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.loading.window_sizes import (
+    LOOKUP_BYTES,
+    largest_of_any,
+    largest_window,
+    largest_window_steps,
+)
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import (
     Integers,
@@ -195,35 +198,25 @@ class _SourceMaker:
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
             place = device if is_copied else None
             found = window_rows(self.store, pairs, self.placement.pool, shards, place)
-            return self._streamed_windows(found, shards) if residency is Residency.STREAM else found
+            return self._streamed(shards, found) if residency is Residency.STREAM else found
         if residency is Residency.STREAM and self.columns:
-            return self._streamed_rows(shards)
+            return self._streamed(shards)
         if residency is Residency.MMAP or not self.columns:
             return mapped_rows(self.opened, self._offsets)
         return copied_rows(self.opened, self._offsets, shards, device)
 
-    def _streamed_rows(self, shards: list[int]) -> StreamedRows:
-        windows = self.placement.size.windows
-        of_rows = (
+    def _streamed(self, shards: list[int], series: WindowRows | None = None) -> StreamedRows:
+        windows, opened = self.placement.size.windows, enumerate(self.opened)
+        files = open_row_files(self.store, self.columns, self.cut)
+        layout = StreamLayout(
             [column.field for column in self.columns],
-            open_row_files(self.store, self.columns),
-            {index: each for index, each in enumerate(self.opened) if isinstance(each, ItemRows)},
+            files,
+            {index: each for index, each in opened if isinstance(each, ItemRows)},
             self._offsets,
+            held=shards,
+            windows=windows,
+            series=series,
         )
-        if windows.has_runs:
-            runs = WindowLayout(*of_rows, shards=shards, window=windows.longest)
-            self._warn_of_waste(runs.share_used([range(windows.longest)]), windows)
-            return StreamedRows(runs, windows.rows)
-        layout = PlacedLayout(*of_rows, held=shards, windows=windows)
-        self._warn_of_waste(layout.share_used(windows), windows)
-        return StreamedRows(layout, windows.rows)
-
-    def _streamed_windows(self, mapped: WindowRows, shards: list[int]) -> StreamedRows:
-        windows = self.placement.size.windows
-        cut = [column for column in self.columns if column.field.name in self.cut]
-        files = open_row_files(self.store, cut, in_steps=True)
-        fields = [column.field for column in self.columns]
-        layout = SeriesLayout(fields, files, mapped, held=shards, windows=windows)
         self._warn_of_waste(layout.share_used(windows), windows)
         return StreamedRows(layout, windows.rows)
 
@@ -286,7 +279,9 @@ def largest_window_bytes(
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
     pool, rows = windows.sampler.pool, windows.longest
-    total = 0 if windows.has_runs else len(held) * rows * LOOKUP_BYTES
+    offsets, is_cut = StoreOffsets.into(store, pool), isinstance(pool.rows, WindowedRows)
+    is_looked_up = not windows.has_runs or not (is_cut or offsets.starts is not None)
+    total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
         num_bytes = sum(field.step_bytes for field in needed if field.name in pool.rows.fields)
         return total + num_bytes * largest_window_steps(held, windows)
@@ -294,7 +289,6 @@ def largest_window_bytes(
     total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
     if not variable:
         return total
-    offsets = StoreOffsets.into(store, pool)
     largest = largest_window if windows.has_runs else largest_of_any
     for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import Leaf, fixed_fields, released_error
+from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
 from lightning_memmap.loading.variable_rows import joined_rows
-from lightning_memmap.loading.window_memory import Layout, WindowMemory
 from lightning_memmap.loading.window_reader import WindowReader
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
@@ -32,10 +32,10 @@ class StreamedRows:
 
     device = torch.device("cpu")
 
-    def __init__(self, layout: Layout, window: int) -> None:
+    def __init__(self, layout: StreamLayout, window: int) -> None:
         self._layout = layout
         self._window = window
-        self._idle: list[WindowMemory] = []
+        self._idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[StreamedEpoch] = weakref.WeakSet()
         #: Whether the memory was freed.
         self.is_released = False
@@ -94,11 +94,11 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StreamLayout,
         windows: ReadWindows,
         epoch: int,
         position: int,
-        idle: list[WindowMemory],
+        idle: list[StreamMemory],
     ) -> None:
         self.fields = [(field.shape, field.dtype) for field in layout.fields]
         self.row_bytes = layout.row_bytes
@@ -108,7 +108,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._epoch = epoch
         self._idle = idle
         self._number = windows.number_of(position) - 1
-        self._window: WindowMemory | None = None
+        self._window: StreamMemory | None = None
         self._is_closed = False
         self._start()
 
@@ -197,7 +197,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._end: Any = weakref.finalize(self, self._reader.end)
         self._reader.start()
 
-    def _window_of(self, number: int) -> WindowMemory:
+    def _window_of(self, number: int) -> StreamMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
         if self._is_closed:
             raise released_error()

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from time import monotonic
 
 from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.window_memory import Layout, WindowMemory
+from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
 from lightning_memmap.loading.window_reads import Read
 from lightning_memmap.sampling import ReadWindows
 
@@ -22,7 +22,7 @@ _PATIENCE_S = 10.0
 class _Unread:
     """A window with unfinished reads: ``left`` of them, and those that are yet to be planned."""
 
-    memory: WindowMemory
+    memory: StreamMemory
     left: int = 0
     is_planned: bool = False
 
@@ -44,20 +44,20 @@ class WindowReader:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StreamLayout,
         windows: ReadWindows,
         epoch: int,
         numbers: Sequence[int],
-        idle: list[WindowMemory],
+        idle: list[StreamMemory],
         num_buffers: int,
     ) -> None:
         #: Memory for windows; None stands for memory yet to be allocated, and wakes a thread at
         #: the end.
-        self.free: SimpleQueue[WindowMemory | None] = SimpleQueue()
+        self.free: SimpleQueue[StreamMemory | None] = SimpleQueue()
         #: Windows in their order, or why a thread failed.
-        self.ready: SimpleQueue[WindowMemory | BaseException] = SimpleQueue()
+        self.ready: SimpleQueue[StreamMemory | BaseException] = SimpleQueue()
         #: All memory for windows.
-        self.memory: list[WindowMemory] = []
+        self.memory: list[StreamMemory] = []
         for _ in numbers[:num_buffers]:
             memory = idle.pop() if idle else None
             if memory is not None:

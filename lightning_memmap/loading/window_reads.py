@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lightning_memmap.sampling import Integers
@@ -68,25 +67,6 @@ def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> It
         last = min(first + _READ_BYTES, end)
         block = memory[first - begin : file.whole_blocks(last) - begin]
         yield partial(_read_in_place, file, first, last, block)
-
-
-def reads_to_copy(file: RowFile, rows: range, place: int, target: Tensor) -> Iterator[Read]:
-    """Reads to scratch memory, from which rows are copied.
-
-    Args:
-        file: The file.
-        rows: Rows of it.
-        place: Where the first one goes.
-        target: The memory, uint8 of shape (places, row bytes).
-
-    Yields:
-        The reads.
-    """
-    step = max(1, _READ_BYTES // file.row_bytes)
-    for first in range(rows.start, rows.stop, step):
-        count = min(step, rows.stop - first)
-        yield partial(_read_and_copy, file, first, count, target[place : place + count])
-        place += count
 
 
 class Pieces(NamedTuple):
@@ -166,13 +146,6 @@ def _read_in_place(
     file.read_bytes(begin, end, memory)
 
 
-def _read_and_copy(
-    file: RowFile, first: int, num_rows: int, target: Tensor, scratch: memoryview
-) -> None:
-    rows = torch.frombuffer(file.read_rows(first, num_rows, scratch), dtype=torch.uint8)
-    target.copy_(rows.view(num_rows, -1))
-
-
 def _read_pieces(
     file: RowFile,
     begins: Integers,
@@ -184,4 +157,9 @@ def _read_pieces(
     first, size = int(begins[0]), file.row_bytes
     data = np.frombuffer(file.read_rows(first, int(ends[-1]) - first, scratch), np.uint8)
     lengths = (ends - begins) * size
+    if len(lengths) == 1:
+        # numpy lets other threads run meanwhile.
+        place = int(places[0]) * size
+        memory[place : place + len(data)] = data
+        return
     copy_segments(data, (begins - first) * size, memory, places * size, lengths)

@@ -73,7 +73,9 @@ class WindowRows(RandomAccessRows):
             None if steps is None else windows_over(steps, line.length) for steps in cut
         ]
         self._others = others
-        self._line, self._offsets = line, offsets
+        self.line, self._offsets = line, offsets
+        #: Which fields are cut.
+        self.is_cut = [steps is not None for steps in cut]
         #: By series, what is added to the place of a window on the line, in strides, to find the
         #: step at which it begins.
         self.shifts = places.begins - (line.ends - line.counts) * line.stride
@@ -82,6 +84,13 @@ class WindowRows(RandomAccessRows):
         here = here[np.argsort(places.starts[here])]
         self._starts = send(torch.from_numpy(places.starts[here]), device)
         self._rows = send(torch.from_numpy(places.rows[here]), device)
+
+    @property
+    def num_places(self) -> int:
+        """One more than the last step of the files."""
+        line = self.line
+        begins = (line.ends - line.counts) * line.stride + self.shifts
+        return int((begins + line.steps.array).max()) + 1
 
     @override
     def release(self) -> None:
@@ -93,11 +102,11 @@ class WindowRows(RandomAccessRows):
         places = self._offsets.locate(sampler, epoch, positions)
         shifts = self.shifts
         if len(shifts) > 1:
-            if self._line.num_rows <= TABLE_ROWS:
+            if self.line.num_rows <= TABLE_ROWS:
                 # No place is outside: "wrap" is the fastest mode.
                 return self._begins.take(places, mode="wrap").astype(np.int64)
-            shifts = shifts[self._line.in_series(places).series]
-        places *= self._line.stride
+            shifts = shifts[self.line.in_series(places).series]
+        places *= self.line.stride
         places += shifts
         return places
 
@@ -107,8 +116,8 @@ class WindowRows(RandomAccessRows):
 
         To search for a window's series takes as long as to copy a short window.
         """
-        begins = np.repeat(self.shifts, self._line.counts)
-        stride = self._line.stride
+        begins = np.repeat(self.shifts, self.line.counts)
+        stride = self.line.stride
         begins += np.arange(0, len(begins) * stride, stride)
         return begins.astype(np.min_scalar_type(int(begins.max())))
 

@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -136,13 +135,18 @@ class Build:
         fields = replace(options.fields, forms={**nullable, **options.fields.forms})
         probes = take_probes(workers, num_rows, fields)
         classes = _class_names(dataset)
-        schema = probes[0].schema
-        plan = StorePlan(path, num_rows, options.shards_of(num_rows), schema, classes, in_parts)
+        num_shards = options.shards_of(num_rows)
+        plan = StorePlan(path, num_rows, num_shards, probes.schema, classes, in_parts)
         plan.check()
-        digests = tuple((probe.row, probe.digest) for probe in probes)
-        row_s = median(probe.duration_s for probe in probes)
-        row_bytes = max(probe.num_bytes for probe in probes)
-        return cls(workers, class_name(dataset), plan, digests, fingerprint, row_s, row_bytes)
+        return cls(
+            workers,
+            class_name(dataset),
+            plan,
+            probes.digests,
+            fingerprint,
+            probes.row_s,
+            probes.row_bytes,
+        )
 
     @classmethod
     def of_stream(

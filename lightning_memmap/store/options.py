@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema.field_options import FieldOptions
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.fingerprint import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.progress import ShowProgress, show_progress

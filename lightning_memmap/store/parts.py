@@ -17,7 +17,7 @@ import torch
 
 from lightning_memmap.errors import StoreError, check_integer
 from lightning_memmap.schema import read_schema
-from lightning_memmap.schema.field_options import FieldOptions
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.build import Build, explained
 from lightning_memmap.store.build_key import KEY, read_key, write_key
 from lightning_memmap.store.fingerprint import Fingerprint

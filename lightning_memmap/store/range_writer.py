@@ -17,7 +17,7 @@ from lightning_memmap.schema.values import Values
 from lightning_memmap.store.files import OpenFiles
 from lightning_memmap.store.journal import share
 from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.samples import flatten_row, read_samples
+from lightning_memmap.store.samples import flatten_row, read_sample, read_samples
 from lightning_memmap.store.sources import reading_order, source_of
 from lightning_memmap.store.workers import exit_if_orphaned
 
@@ -222,7 +222,7 @@ class RangeWriter:
         stacked = stack_samples(samples, schema.structure, schema.fields, room)
         if stacked is None:
             leaves = [
-                flatten_row(sample, row, schema)
+                flatten_row(sample, row, schema, lambda: read_sample(self._dataset, 0))
                 for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True)
             ]
             columns = zip(*leaves, strict=True)

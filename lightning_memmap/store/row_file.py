@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -196,14 +196,14 @@ def aligned_memory(num_bytes: int) -> memoryview:
 
 
 def open_row_files(
-    store: Store, columns: Sequence[Column], *, in_steps: bool = False
+    store: Store, columns: Sequence[Column], in_steps: Collection[str] = ()
 ) -> list[RowFile | None]:
     """Open the files of some columns of a store.
 
     Args:
         store: The open store.
         columns: Those of its columns that are wanted.
-        in_steps: Whether the rows of the files are steps of series, along the first dimension of
+        in_steps: Fields whose files are taken for steps of series, along the first dimension of
             each row.
 
     Returns:
@@ -222,7 +222,8 @@ def open_row_files(
                 f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
                 " streamed: choose another residency"
             )
-        size = column.field.step_bytes if in_steps else column.field.item_bytes
+        is_series = column.field.name in in_steps
+        size = column.field.step_bytes if is_series else column.field.item_bytes
         parts = store.row_files(column)
         if not parts:
             files.append(None)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lightning_memmap.errors import StoreError, with_article
-from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.build import Build
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.manifest import Manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jsonargparse import auto_cli
 
-from lightning_memmap.compare.report.report import Report, VariantResult, read_report
+from lightning_memmap.compare.report import Report, VariantResult, read_report
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 START, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
@@ -48,10 +48,10 @@ def figures(report: Report) -> Iterator[str]:
     if report.exit_code:
         raise ValueError(f"the comparison ended with exit code {report.exit_code}: not shown")
     machine = report.environment
-    if machine.load_before > machine.cores + 1:
+    if machine["load_before"] > machine["cores"] + 1:
         raise ValueError(
-            f"the machine was busy, with a load of {machine.load_before:.1f} on {machine.cores}"
-            " cores: run the command again when it is idle"
+            f"the machine was busy, with a load of {machine['load_before']:.1f} on"
+            f" {machine['cores']} cores: run the command again when it is idle"
         )
     rates = {each.variant: each.rate for each in report.measured}
     plain = {each.variant: each.rate for each in report.measured if "workers" in each.loader}
@@ -62,10 +62,10 @@ def figures(report: Report) -> Iterator[str]:
     yield (
         f"**{rates[FLAGSHIP] / best:.1f} times as fast as the best DataLoader, and"
         f" {_reached(rates[FLAGSHIP] / ideal)}**, with {_equal(report)}. Measured on"
-        f" {machine.cores} cores of {machine.processor}"
-        f"{'' if machine.devices else ', without a GPU'}, with torch"
-        f" {machine.packages.get('torch')}, in {report.settings.steps} steps of"
-        f" {report.settings.global_batch} rows{_runs(report.settings.repeats)}:"
+        f" {machine['cores']} cores of {machine['processor']}"
+        f"{'' if machine['devices'] else ', without a GPU'}, with torch"
+        f" {machine['packages'].get('torch')}, in {report.settings['steps']} steps of"
+        f" {report.settings['global_batch']} rows{_runs(report.settings['repeats'])}:"
     )
     yield ""
     yield "| variant | | samples/s | of the best DataLoader | of ideal |"

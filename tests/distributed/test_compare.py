@@ -27,13 +27,13 @@ def test_strategies_of_several_processes_are_found_to_agree(tmp_path: Path) -> N
             strategy: result_of(tmp_path / name / f"{strategy}-check") for strategy in STRATEGIES
         }
         for strategy, parity in check_runs_parity(tmp_path, {"auto": auto[name], **checks}).items():
-            assert (strategy, parity.problems, parity.notes) == (strategy, (), ())
+            assert (strategy, parity.problems, parity.notes) == (strategy, [], [])
             assert parity.holds is True
-            assert parity.rows == (STEPS, STEPS)
+            assert parity.rows == [STEPS, STEPS]
         assert [len(check.ranks) for check in checks.values()] == [2] * len(checks)
     fault = result_of(tmp_path / "fault" / "ddp-check")
     parity = check_runs_parity(tmp_path, {"auto": auto["fault"], "ddp": fault})["ddp"]
     assert parity.holds is False
     # The rows are right. What is made of them is not.
-    assert parity.rows == (STEPS, STEPS)
+    assert parity.rows == [STEPS, STEPS]
     assert any("losses differ" in problem for problem in parity.problems)

@@ -502,7 +502,7 @@ class TestProgram:
         assert "subcommand" in command.err
 
     def test_help_lists_datasets_to_choose_from(self, command: Command) -> None:
-        importlib.import_module("lightning_memmap.compare.run.plain_rows")  # As a comparison does.
+        importlib.import_module("lightning_memmap.compare.rows")  # As a comparison does.
         assert command("build", "--help") == 0
         assert "ColumnDataset" in command.out
         assert "PlainRows" not in command.out

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from lightning_memmap import TarDataset, build_store, open_store
 from lightning_memmap.cli import main
-from lightning_memmap.compare.run.data import comparable, prepare_store
+from lightning_memmap.compare.loaders import normalized_datamodule, prepare_store
 from lightning_memmap.data.module import MemmapDataModule
 from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, encoded
 from tests.preloaded import python
@@ -158,6 +158,6 @@ def test_comparison_expects_decoded_images(tmp_path: Path) -> None:
             batch_size=4,
             variable=None if decoded else FORMS,
         )
-        hashes.append(prepare_store(comparable(data), 2, 4)[1])
+        hashes.append(prepare_store(normalized_datamodule(data), 2, 4)[1])
     assert hashes[0] == hashes[1]
     assert len(set(hashes[0])) == 4

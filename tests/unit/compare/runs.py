@@ -1,24 +1,23 @@
 """Runs of a comparison in this process, with what they are about."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import lightning as L
-import msgspec
 import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.report.parity import CheckedRun, Parity, check_parity
-from lightning_memmap.compare.report.records import CheckRank, TimedRank
-from lightning_memmap.compare.run.data import expected_hashes
-from lightning_memmap.compare.run.launch import RunResult, read_ranks
-from lightning_memmap.compare.run.plan import RunKind, RunSpec
-from lightning_memmap.compare.run.variants import parse_variants
-from lightning_memmap.compare.run.worker import (
-    Facts,
+from lightning_memmap.compare.config import RunKind, RunSpec
+from lightning_memmap.compare.loaders import expected_hashes
+from lightning_memmap.compare.metrics import Rank
+from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
+from lightning_memmap.compare.runner import read_ranks
+from lightning_memmap.compare.variants import parse_variants
+from lightning_memmap.compare.worker import (
     prepare,
     train,
     train_variant,
@@ -28,7 +27,14 @@ from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import open_store
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
-CheckResult: TypeAlias = RunResult[CheckRank]
+
+class CheckResult(NamedTuple):
+    """What a check run left behind."""
+
+    folder: Path
+    ranks: list[Rank]
+
+
 DEVICES, BATCH_SIZE, ROWS, STEPS = 2, 8, 100, 6
 #: Bytes of a row: a number, eight floats and one.
 ROW_BYTES = 8 + 32 + 4
@@ -109,16 +115,17 @@ def make_spec(
     )
 
 
-def facts_of(path: Path, sections: dict[str, Any]) -> Facts:
+def facts_of(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
     spec = make_spec(path, "prepare", "", sections)
     prepare(spec)
-    return msgspec.json.decode((Path(spec.out) / "facts.json").read_bytes(), type=Facts)
+    found: dict[str, Any] = json.loads((Path(spec.out) / "facts.json").read_text())
+    return found
 
 
-def timed_rank(spec: RunSpec) -> TimedRank:
+def timed_rank(spec: RunSpec) -> Rank:
     """Train, and read what the only process wrote."""
     train(spec)
-    (rank,) = read_ranks(Path(spec.out), TimedRank)
+    (rank,) = read_ranks(Path(spec.out))
     return rank
 
 
@@ -148,7 +155,7 @@ def check_run(
 
 def result_of(folder: Path) -> CheckResult:
     """What the processes of a check run wrote."""
-    return RunResult(folder, read_ranks(folder, CheckRank))
+    return CheckResult(folder, read_ranks(folder))
 
 
 def check_all_parity(

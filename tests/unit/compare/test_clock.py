@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_memmap.compare.report.records import PARTS
-from lightning_memmap.compare.run import clock as clock_module
-from lightning_memmap.compare.run.clock import StepClock
+from lightning_memmap.compare import clock as clock_module
+from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare.metrics import PARTS
 
 
 @pytest.fixture

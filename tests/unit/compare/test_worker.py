@@ -1,14 +1,15 @@
 """Runs of variants, in this process: what they measure and what they find."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_memmap.compare.report.parity import Parity
-from lightning_memmap.compare.report.records import PARTS
-from lightning_memmap.compare.run.plan import RunSpec
-from lightning_memmap.compare.run.worker import Facts, prepare, train
+from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.metrics import PARTS
+from lightning_memmap.compare.parity import Parity
+from lightning_memmap.compare.worker import prepare, train
 from tests.unit.compare import runs
 from tests.unit.compare.runs import (
     PARAMETERS,
@@ -34,37 +35,37 @@ VARIANTS = ("auto", "auto+workers0", "memmap_superbatch")
 
 def compare(
     path: Path, variants: tuple[str, ...], sections: dict[str, Any], **options: Any
-) -> tuple[dict[str, Parity], Facts]:
+) -> tuple[dict[str, Parity], dict[str, Any]]:
     """The parity of variants with the first of them."""
     facts = facts_of(path, sections)
-    options["transform_is_random"] = facts.data.transform_is_random
+    options["transform_is_random"] = facts["data"]["transform_is_random"]
     checks = {
         variant: run(make_spec(path, "check", variant, sections, **options)) for variant in variants
     }
-    is_random = facts.data.transform_is_random and not facts.data.has_eval_transform
-    return check_all_parity(checks, facts.expected, is_random=is_random), facts
+    is_random = facts["data"]["transform_is_random"] and not facts["data"]["has_eval_transform"]
+    return check_all_parity(checks, facts["expected"], is_random=is_random), facts
 
 
 def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
     parities, facts = compare(tmp_path, VARIANTS, config(tmp_path))
     for parity in parities.values():
         assert parity.holds is True
-        assert parity.rows == (6, 6)
+        assert parity.rows == [6, 6]
         assert parity.same_content
-    assert facts.data.num_rows == ROWS
-    assert facts.data.row_bytes == ROW_BYTES
-    assert facts.data.batch_size == 8
-    assert facts.model.num_parameters == PARAMETERS
-    assert facts.data.store_s is not None
-    assert facts.data.check_store_s is None
-    assert not facts.data.has_transform
+    assert facts["data"]["num_rows"] == ROWS
+    assert facts["data"]["row_bytes"] == ROW_BYTES
+    assert facts["data"]["batch_size"] == 8
+    assert facts["model"]["num_parameters"] == PARAMETERS
+    assert facts["data"]["store_s"] is not None
+    assert facts["data"]["check_store_s"] is None
+    assert not facts["data"]["has_transform"]
 
 
 def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
     transform = {"transform": {"class_path": f"{runs.__name__}.Double"}}
     parities, facts = compare(tmp_path, VARIANTS, config(tmp_path, **transform))
-    assert facts.data.has_transform
-    assert not facts.data.transform_is_random
+    assert facts["data"]["has_transform"]
+    assert not facts["data"]["transform_is_random"]
     assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
@@ -75,8 +76,8 @@ def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -
     }
     sections = config(tmp_path, f"{runs.__name__}.WithDropout", **transforms)
     parities, facts = compare(tmp_path, VARIANTS, sections)
-    assert facts.data.transform_is_random
-    assert facts.model.dropouts == ("Dropout",)
+    assert facts["data"]["transform_is_random"]
+    assert facts["model"]["dropouts"] == ["Dropout"]
     assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
@@ -84,7 +85,7 @@ def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -
     transform = {"transform": {"class_path": f"{runs.__name__}.Jitter"}}
     parities, _ = compare(tmp_path, ("auto", "memmap_superbatch"), config(tmp_path, **transform))
     assert parities["memmap_superbatch"].holds is None
-    assert parities["memmap_superbatch"].rows == (6, 6)
+    assert parities["memmap_superbatch"].rows == [6, 6]
     assert not parities["memmap_superbatch"].same_content
 
 
@@ -94,7 +95,7 @@ def test_other_seed_of_one_variant_is_found(tmp_path: Path) -> None:
     reference = run(make_spec(tmp_path, "check", "auto", sections))
     other = config(tmp_path, seed=1)
     check = run(make_spec(tmp_path, "check", "memmap_superbatch", other))
-    parity = check_all_parity({"auto": reference, "other": check}, facts.expected)["other"]
+    parity = check_all_parity({"auto": reference, "other": check}, facts["expected"])["other"]
     assert parity.holds is False
     assert parity.first_wrong_step == 0
 
@@ -105,40 +106,37 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     facts_of(tmp_path, sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6
-    assert len(rank.step_s) == 6
-    assert rank.samples_per_s == pytest.approx(6 * 16 / sum(rank.step_s))
-    assert len(rank.parts_s) == 6
-    for parts, step_s in zip(rank.parts_s, rank.step_s, strict=True):
+    steps = rank.values["steps"]
+    assert len(steps) == 6
+    for parts in steps:
         assert tuple(parts) == PARTS
-        assert sum(parts.values()) == pytest.approx(step_s)
         assert min(parts.values()) >= 0
         assert parts["forward"] > 0
         assert parts["backward"] > 0
-    assert rank.memory[0].pid == rank.pid
-    assert 0 < rank.first_batch_s < rank.process_to_first_batch_s
+    assert str(os.getpid()) in rank.values["memory"]
+    fit_s, process_s = rank.values["first_batch"]
+    assert 0 < fit_s < process_s
 
 
 def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
     sections = config(tmp_path)
     facts_of(tmp_path, sections)
     (rank,) = run(make_spec(tmp_path, "check", "auto+ideal", sections)).ranks
-    assert len(set(rank.model_hashes)) == 1
+    assert len(set(rank.values["model_hashes"])) == 1
 
 
 def test_check_tells_bytes_of_model_rows_and_batch(tmp_path: Path) -> None:
     sections = config(tmp_path)
     facts_of(tmp_path, sections)
     (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
-    assert rank.batch_bytes == 16 * ROW_BYTES
+    assert rank.values["batch_bytes"] == 16 * ROW_BYTES
     # Other parameters of this process may still be alive; those of a fresh one are the model's.
-    assert rank.model_bytes["cpu"].gradients >= 4 * PARAMETERS
-    assert rank.model_bytes["cpu"].optimizer == 2 * 4 * PARAMETERS + 4 * 4
-    resident = [sum(sizes.values()) for sizes in rank.resident_bytes.values()]
-    assert resident == [50 * ROW_BYTES, 50 * ROW_BYTES]
+    assert rank.values["state"]["cpu"]["gradients"] >= 4 * PARAMETERS
+    assert rank.values["state"]["cpu"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
     # Forward and backward of two layers: no gradient of the input of the first is needed.
     forward = 2 * 16 * (8 * 16 + 16)
-    assert rank.flops == 2 * forward + 2 * 16 * 16
-    assert rank.movements == ()
+    assert rank.values["flops"] == 2 * forward + 2 * 16 * 16
+    assert rank.values["moved"] == 0
 
 
 def test_batch_that_consumers_cannot_share_is_refused(tmp_path: Path) -> None:
@@ -188,5 +186,5 @@ def test_rows_that_differ_in_length_are_compared_without_their_padding(
     parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
     for parity in parities.values():
         assert parity.holds is True
-        assert parity.rows == (6, 6)
-    assert facts.data.fields["sound"] == "float32 (None,)"
+        assert parity.rows == [6, 6]
+    assert facts["data"]["fields"]["sound"] == "float32 (None,)"

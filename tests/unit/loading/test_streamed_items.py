@@ -17,13 +17,13 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import (
     FormedCollate,
     SuperBatchLoader,
-    window_items,
+    stream_layout,
     window_reads,
 )
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_items import largest_window
+from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     PickedRows,
@@ -195,7 +195,7 @@ def test_items_are_read_to_their_places_wherever_their_blocks_begin(
 ) -> None:
     # Several pieces a run, and room for whatever it takes.
     read_in_blocks(monkeypatch, block_bytes, 4 * 4096)
-    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", math.inf)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
     for window, size in ((20, 1), (3, 1), (1000, 7)):
         options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
         streamed, mapped = (
@@ -272,7 +272,7 @@ class TestMemory:
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, StreamedRows)
-        memory = source._layout.allocate().items[0].items.nbytes
+        memory = source._layout.allocate().ragged[0].items.nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
 

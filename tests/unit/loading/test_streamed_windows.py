@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader, window_items, window_reads
+from lightning_memmap.loading import SuperBatchLoader, stream_layout, window_reads
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream_layout import StreamLayout, located_steps
 from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_series import SeriesLayout, largest_window_steps
+from lightning_memmap.loading.window_sizes import largest_window_steps
 from lightning_memmap.sampling import (
     Bucketed,
     Pool,
@@ -29,7 +32,7 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.schema import Windows
+from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from tests.rows import read_in_blocks
 from tests.series import Series, all_windows, make_loader, windows_in
@@ -73,15 +76,6 @@ def over(series: Shards, lengths: list[int], length: int, stride: int) -> Window
     return WindowedRows(StoreRows(series), ("x",), Numbers(np.array(lengths)), length, stride)
 
 
-class Located:
-    """What a layout has: it says which steps of a window of the epoch lie where in the files."""
-
-    def __init__(self, pool: Pool, held: list[int]) -> None:
-        assert isinstance(pool.rows, WindowedRows)
-        self.line, self._held = pool.rows, held
-        self.mapped = SimpleNamespace(shifts=np.zeros(len(pool.rows.counts), np.int64))
-
-
 @given(pools(), st.integers(1, 20), st.integers(0, 99), st.integers(1, 3))
 @settings(deadline=None, max_examples=25)
 def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_largest(
@@ -92,19 +86,21 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     order: Sampler = SequentialSampler(pool)
     if not pool.is_striped:
         order = ShuffledSampler(pool, seed, rows)
-    windows, layout = ReadWindows(order, rows), Located(pool, held)
-    most, line = largest_window_steps(held, windows), layout.line
+    windows, line = ReadWindows(order, rows), pool.rows
+    assert isinstance(line, WindowedRows)
+    most = largest_window_steps(held, windows)
+    series: Any = SimpleNamespace(line=line, shifts=np.zeros(len(line.counts), np.int64))
     for number in range(len(windows)):
-        begins, lengths = SeriesLayout.located(layout, windows, 1, number)  # type: ignore[arg-type]
+        begins, lengths = located_steps(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
         found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
         wanted = pool.places(*windows.offsets(1, number, np.array(held))).tolist()
         assert (counts > 0).all()
         assert len(set(found)) == len(found)
-        series = line.in_series(firsts).series
+        places = line.in_series(firsts).series
         if pool.is_striped:
             assert set(found) >= set(wanted)
-            assert {*line.in_series(np.array(wanted)).series.tolist()} == {*series.tolist()}
+            assert {*line.in_series(np.array(wanted)).series.tolist()} == {*places.tolist()}
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.
@@ -259,7 +255,7 @@ def test_steps_that_lie_apart_are_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
-    monkeypatch.setattr(window_items, "_MAX_FREE_BYTES", 0)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
             make_loader(
@@ -322,9 +318,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     (source,) = loader._rows.sources
     assert isinstance(source, StreamedRows)
     layout = source._layout
-    assert isinstance(layout, SeriesLayout)
-    steps = layout.allocate()._steps[0]
-    assert steps is not None
+    steps = layout.allocate()._items[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
@@ -360,7 +354,9 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
-    mapped: Any = SimpleNamespace(shifts=np.zeros(1, np.int64), row_bytes=1)
+    series: Any = SimpleNamespace(line=pool.rows, is_cut=[True], num_places=2**40, row_bytes=1)
     windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
+    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(pool, 2**40)
+    options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        SeriesLayout([], [], mapped, held=[0], windows=windows)
+        StreamLayout(fields, [None], {}, offsets, **options)

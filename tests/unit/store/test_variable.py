@@ -262,14 +262,16 @@ def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lists_of_other_numbers_are_named(tmp_path: Path, num_workers: int) -> None:
-    words = r"Rows of 'ids' are lists of float64 \(array\) and int64 \(array\): give all"
+    words = r"rows of 'ids' are lists of float64 and int64: give all"
     for first, later in (([1], [1.5, 2.5]), ([], [1, 2.5]), ([1, 2], [1.5])):
         # Where the first row is slow, each other one is compared with that one alone.
         for delay_s in (0.0, 0.15):
             dataset = Lists(first, later, delay_s)
             with pytest.raises(SchemaError, match=words):
                 build(tmp_path / "s", dataset, num_workers=num_workers)
-    with pytest.raises(SchemaError, match="'ids' is a list of float64 and int64: give all numbers"):
+    with pytest.raises(
+        SchemaError, match="rows of 'ids' are lists of float64 and int64: give all numbers"
+    ):
         build(tmp_path / "s", [{"ids": [1, 2.5]}], variable={"ids": "pad"})
 
 

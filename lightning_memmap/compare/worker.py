@@ -3,16 +3,19 @@
 Under a strategy with several processes, each of them runs this file again.
 """
 
+import importlib.metadata
+import json
 import os
+import platform
 import sys
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import msgspec
+import psutil
+import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
@@ -21,22 +24,18 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memmap.arguments import TrainingParser, shortened
-from lightning_memmap.callbacks import MemoryTrace
-from lightning_memmap.compare.report.records import FIRST_TRACED_STEP, NUM_TRACED_STEPS, Value
-from lightning_memmap.compare.report.report import Data, Environment, Model
-from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.data import batch_size_of, comparable, prepare_store
-from lightning_memmap.compare.run.environment import describe_environment
-from lightning_memmap.compare.run.launch import RunError
-from lightning_memmap.compare.run.loaders import loaded_data
-from lightning_memmap.compare.run.measure import (
-    CheckCallback,
-    RunCallback,
-    TimedCallback,
+from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.loaders import (
+    MappedLoader,
+    batch_size_of,
+    loaded_data,
+    normalized_datamodule,
+    prepare_store,
 )
-from lightning_memmap.compare.run.plan import RunSpec
-from lightning_memmap.compare.run.rows import HashedTransform, MappedLoader, hash_batch
-from lightning_memmap.compare.run.variants import parse_variants
+from lightning_memmap.compare.measure import CheckCallback, RunCallback, TimedCallback
+from lightning_memmap.compare.rows import HashedTransform, hash_batch
+from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
@@ -46,20 +45,9 @@ _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class Facts(Value, frozen=True):
-    """What ``prepare`` found out.
-
-    Args:
-        environment: This machine.
-        data: The training store.
-        model: The model.
-        expected: The hash of each global batch of a check run.
-    """
-
-    environment: Environment
-    data: Data
-    model: Model
-    expected: tuple[int, ...]
+_PACKAGES = (
+    "lightning_memmap", "torch", "lightning", "tensordict", "torchmetrics", "numpy", "jsonargparse",
+)  # fmt: skip
 
 
 class RunCLI(LightningCLI):
@@ -131,9 +119,9 @@ def write_error(out: Path, error: BaseException) -> None:
     ``error.json`` as a whole: several processes may fail at once, or be ended while they write.
     """
     refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
-    found = RunError(f"{type(error).__name__}: {error}", refused, traceback.format_exc())
+    found = {"message": f"{type(error).__name__}: {error}", "refused": refused}
     mine = out / f"error-{os.getpid()}.json"
-    mine.write_bytes(msgspec.json.encode(found))
+    mine.write_text(json.dumps(found), encoding="utf-8")
     with suppress(FileExistsError):
         os.link(mine, out / "error.json")
     mine.unlink()
@@ -170,7 +158,7 @@ def train(spec: RunSpec) -> None:
         ValueError: The config has no `MemmapDataModule`, or the variant cannot divide the batch.
     """
     cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
-    train_variant(spec, cli.trainer, cli.model, comparable(cli.datamodule))
+    train_variant(spec, cli.trainer, cli.model, normalized_datamodule(cli.datamodule))
 
 
 def train_variant(
@@ -182,7 +170,7 @@ def train_variant(
         spec: The run.
         trainer: The Trainer. Callbacks are added to it, and for a timed run a profiler.
         model: The model. For a check run its dropout is turned off.
-        data: The data module, as `comparable` makes it.
+        data: The data module, as `normalized_datamodule` makes it.
 
     Raises:
         ValueError: The variant cannot divide the batch.
@@ -203,7 +191,6 @@ def train_variant(
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
         callback = CheckCallback(spec, data, hashes)
-        trainer.callbacks.append(MemoryTrace(spec.out, FIRST_TRACED_STEP, NUM_TRACED_STEPS))
     else:
         trainer.profiler = clock = StepClock(trainer.strategy.root_device)
         callback = TimedCallback(spec, data, clock)
@@ -251,28 +238,57 @@ def prepare(spec: RunSpec) -> None:
         ValueError: The config has no `MemmapDataModule`, or there are fewer rows than a step takes.
     """
     cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
-    data, expected = prepare_store(comparable(cli.datamodule), spec.devices, spec.steps)
+    data, expected = prepare_store(normalized_datamodule(cli.datamodule), spec.devices, spec.steps)
     model, modules = cli.model, list(cli.model.modules())
     parameters = list(model.parameters())
-    facts = Facts(
-        environment=describe_environment(),
-        data=data,
-        model=Model(
-            model_class=f"{type(model).__module__}.{type(model).__qualname__}",
-            configures_itself=is_overridden("configure_model", model, L.LightningModule),
-            automatic_optimization=model.automatic_optimization,
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-            dropouts=_class_names(each for each in modules if isinstance(each, _DROPOUTS)),
-            batch_norms=_class_names(each for each in modules if isinstance(each, _BATCH_NORMS)),
-        ),
-        expected=expected,
-    )
-    (Path(spec.out) / "facts.json").write_bytes(msgspec.json.encode(facts))
+    facts = {
+        "environment": describe_environment(),
+        "data": data,
+        "model": {
+            "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "configures_itself": is_overridden("configure_model", model, L.LightningModule),
+            "automatic_optimization": model.automatic_optimization,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
+            "dropouts": _class_names(each for each in modules if isinstance(each, _DROPOUTS)),
+            "batch_norms": _class_names(each for each in modules if isinstance(each, _BATCH_NORMS)),
+        },
+        "expected": expected,
+    }
+    (Path(spec.out) / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _class_names(modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    return tuple(sorted({type(module).__name__ for module in modules}))
+def _class_names(modules: Iterable[nn.Module]) -> list[str]:
+    return sorted({type(module).__name__ for module in modules})
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describe this machine, and the versions of what is installed."""
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    module = torch.get_device_module()
+    has_devices = hasattr(module, "get_device_properties")
+    count = torch.accelerator.device_count() if has_devices else 0
+    devices = [module.get_device_properties(index) for index in range(count)]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_before": os.getloadavg()[0],
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cuda": torch.version.cuda,
+        "devices": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightning_memmap.compare.report.records import CheckRank, Rank, Value, by_data_rank
+from lightning_memmap.compare.metrics import Rank, shares_of
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
 #: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
@@ -28,7 +28,8 @@ def default_tolerance(precision: str) -> float:
     return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
 
 
-class Parity(Value, frozen=True):
+@dataclass(frozen=True)
+class Parity:
     """What a variant's check run has in common with the reference.
 
     Args:
@@ -50,7 +51,7 @@ class Parity(Value, frozen=True):
     """
 
     holds: bool | None
-    rows: tuple[int, int]
+    rows: Sequence[int]
     tolerance: float
     first_wrong_step: int | None = None
     same_content: bool | None = None
@@ -58,13 +59,13 @@ class Parity(Value, frozen=True):
     loss_difference: float | None = None
     weight_difference: float | None = None
     max_weight_difference: float | None = None
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    problems: Sequence[str] = field(default_factory=list)
+    notes: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a check run saw, over all of its processes; see `CheckRank`.
+    """What a check run saw, over all of its processes; and what it trained.
 
     Args:
         loader_hashes: Hash of each global batch as loaders gave it.
@@ -83,7 +84,7 @@ class CheckedRun:
     parameters: Sequence[str]
 
     @classmethod
-    def of(cls, ranks: Sequence[CheckRank], folder: Path) -> "CheckedRun":
+    def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
         """Put together what the processes of a check run wrote.
 
         Args:
@@ -94,14 +95,14 @@ class CheckedRun:
             The run: the hashes and losses of its global batches, and the weights, on the CPU,
             before and after.
         """
-        shares = [processes[0] for processes in by_data_rank(ranks)]
+        shares = [processes[0].values for processes in shares_of(ranks)]
         return cls(
-            loader_hashes=_add(share.loader_hashes for share in shares),
-            model_hashes=_add(share.model_hashes for share in shares),
+            loader_hashes=_add(share["loader_hashes"] for share in shares),
+            model_hashes=_add(share["model_hashes"] for share in shares),
             losses=global_losses(ranks),
             initial=_load(folder / "initial.pt"),
             final=_load(folder / "final.pt"),
-            parameters=ranks[0].parameters,
+            parameters=ranks[0].values["parameters"],
         )
 
     @property
@@ -131,7 +132,7 @@ def global_losses(ranks: Sequence[Rank]) -> list[float]:
         A loss for each step; NaN where a share has none.
     """
     columns = []
-    for share in by_data_rank(ranks):
+    for share in shares_of(ranks):
         known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
         columns.append(known[-1] if known else share[0].losses)
     return [sum(step) / len(step) for step in zip(*columns, strict=True)]
@@ -202,7 +203,7 @@ def check_parity(
             )
     return Parity(
         holds=False if problems else None if is_random else True,
-        rows=(steps - len(wrong), steps),
+        rows=[steps - len(wrong), steps],
         first_wrong_step=wrong[0] if wrong else None,
         same_content=run.model_hashes == reference.model_hashes,
         same_initial=same_initial,
@@ -210,8 +211,8 @@ def check_parity(
         weight_difference=weight,
         max_weight_difference=largest,
         tolerance=tolerance,
-        problems=tuple(problems),
-        notes=tuple(notes),
+        problems=problems,
+        notes=notes,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-from lightning_memmap.compare.report.records import PARTS
+from lightning_memmap.compare.metrics import PARTS
 
 _ACTIONS = {
     r"\[\w+\]\.train_dataloader_next": "data",

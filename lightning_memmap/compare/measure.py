@@ -1,16 +1,16 @@
-"""Callbacks of the runs: one measures time and memory, the other looks at everything else."""
+"""Callbacks of the runs: one times steps, the other looks at rows, losses, weights and bytes."""
 
-import os
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter, time
 from typing import Any, cast
 
 import lightning as L
-import msgspec
 import psutil
 import torch
 from torch import Tensor
@@ -19,36 +19,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
-from lightning_memmap.compare.report.records import (
-    CheckRank,
-    ModelBytes,
-    Rank,
-    TimedRank,
-)
-from lightning_memmap.compare.run.clock import StepClock
-from lightning_memmap.compare.run.memory import (
-    device_peaks,
-    model_bytes,
-    process_memory,
-    reset_device_peaks,
-    resident_bytes,
-)
-from lightning_memmap.compare.run.movement import MovementRecorder
-from lightning_memmap.compare.run.plan import RunSpec
-from lightning_memmap.compare.run.rows import MODULUS, hash_batch
+from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.memory import MovementRecorder, model_bytes, reset_device_peaks
+from lightning_memmap.compare.metrics import Observed, Rank, collected
+from lightning_memmap.compare.rows import MODULUS, hash_batch
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 #: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by
-#: then the optimizer has its state, and what is allocated once has been allocated. The memory
-#: trace follows.
+#: then the optimizer has its state, and what is allocated once has been allocated.
 _BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
 #: How often a run writes how many steps are done.
 _PROGRESS_S = 0.2
 
 
 class RunCallback(L.Callback, ABC):
-    """What all runs have in common: place of the process, losses, progress, the record at the end.
+    """What all runs have in common: losses, progress, the record at the end.
 
     Args:
         spec: The run.
@@ -67,7 +54,7 @@ class RunCallback(L.Callback, ABC):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # After the data module's own setup: by now its data devices are known.
-        topology = self._topology
+        topology = self.topology
         if topology is not None:
             rows = self.data.batch_size * topology.num_data_devices
             if rows != self.spec.global_batch:
@@ -103,83 +90,53 @@ class RunCallback(L.Callback, ABC):
             self._shown_s = monotonic()
             progress = Path(self.spec.out) / "progress"
             progress.write_text(str(len(self._losses)), encoding="utf-8")
-        self.end_step(trainer)
+        self.end_step()
 
     def begin_step(self, batch: Any) -> None:
-        """Handle the start of a step, whose batch is on its device. By default nothing is done.
+        """Handle the start of a step, whose batch is on its device. By default nothing is done."""
 
-        Args:
-            batch: What the model is given.
-        """
+    @abstractmethod
+    def end_step(self) -> None:
+        """Handle the end of a step, whose loss has been added."""
 
-    def end_step(self, trainer: L.Trainer) -> None:
-        """Handle the end of a step, whose loss has been added. By default nothing is done."""
+    @abstractmethod
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        """After the last step, on every rank: what metrics collect from, and other values."""
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        record = self.record(trainer, pl_module)
-        path = Path(self.spec.out) / f"rank{trainer.global_rank}.msgpack"
+        seen, values = self.observe(trainer, pl_module)
+        seen.first_batch_s = self._first_batch_s
+        seen.process_to_first_batch_s = self._process_to_first_batch_s
+        rank = Rank(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            data_rank=data_parallel_rank(trainer.strategy)[0],
+            losses=[nan if loss is None else float(loss) for loss in self._losses],
+            values={**collected(seen, self.spec.kind), **values},
+        )
+        path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
         partial = path.with_suffix(".partial")
-        # Not as JSON, which has no NaN, and whose integers of 64 bits not every reader takes.
-        partial.write_bytes(msgspec.msgpack.encode(record))
+        partial.write_text(json.dumps(asdict(rank)), encoding="utf-8")
         partial.replace(path)
 
-    @abstractmethod
-    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Rank:
-        """Make the record of this process. It is called on every rank, after the last step.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The model.
-
-        Returns:
-            The record, which is written to a file of this rank.
-        """
-
     @property
-    def _topology(self) -> DataTopology | None:
+    def topology(self) -> DataTopology | None:
         """The data devices of the data module; None where another loader is used."""
         return None if self.data.placement is None else self.data.placement.topology
 
-    def place(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Return the fields that all records have.
-
-        Returns:
-            The fields of `Rank` by name.
-        """
-        data_rank, data_size = data_parallel_rank(trainer.strategy)
-        topology = self._topology
-        return {
-            "pid": os.getpid(),
-            "rank": trainer.global_rank,
-            "world_size": trainer.world_size,
-            "data_rank": data_rank,
-            "data_size": data_size,
-            "num_data_devices": data_size if topology is None else topology.num_data_devices,
-            "root_device": str(trainer.strategy.root_device),
-            "data_devices": () if topology is None else tuple(map(str, topology.data_devices)),
-            "threads": torch.get_num_threads(),
-            "first_batch_s": self._first_batch_s,
-            "process_to_first_batch_s": self._process_to_first_batch_s,
-            "losses": tuple(nan if loss is None else float(loss) for loss in self._losses),
-        }
-
 
 class TimedCallback(RunCallback):
-    """Times steps, after those of the warm-up.
-
-    Args:
-        spec: The run.
-        data: As for `RunCallback`.
-        clock: The Trainer's profiler.
-    """
+    """Times steps, after those of the warm-up, by the Trainer's profiler ``clock``."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
         super().__init__(spec, data)
         self._clock = clock
 
     @override
-    def end_step(self, trainer: L.Trainer) -> None:
+    def end_step(self) -> None:
         measured = len(self._losses) - self.spec.warmup_steps
         if measured == 0:
             reset_device_peaks()
@@ -187,18 +144,10 @@ class TimedCallback(RunCallback):
             self._clock.end_step()
 
     @override
-    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> TimedRank:
-        parts_s = self._clock.steps()
-        step_s = tuple(sum(parts.values()) for parts in parts_s)
-        rows = self.spec.global_batch // data_parallel_rank(trainer.strategy)[1]
-        return TimedRank(
-            **self.place(trainer),
-            samples_per_s=rows * len(step_s) / sum(step_s),
-            step_s=step_s,
-            parts_s=tuple(parts_s),
-            memory=process_memory(),
-            device_peaks=device_peaks(),
-        )
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        return Observed(trainer, steps=self._clock.steps()), {}
 
 
 class CheckCallback(RunCallback):
@@ -216,11 +165,11 @@ class CheckCallback(RunCallback):
         self._loader_hashes = hashes
         self._model_hashes: list[int] = []
         self._flops = FlopCounterMode(display=False)
-        self._movements = MovementRecorder()
+        self._movement = MovementRecorder()
         self._open = ExitStack()
         self._is_assembled = True
         self._batch_bytes = 0
-        self._model_bytes: dict[str, ModelBytes] = {}
+        self._state_bytes: dict[str, dict[str, int]] = {}
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -238,7 +187,7 @@ class CheckCallback(RunCallback):
         if step == _FLOPS_STEP:
             self._open.enter_context(self._flops)
         if step == _MOVEMENT_STEP:
-            self._open.enter_context(self._movements)
+            self._open.enter_context(self._movement)
 
     @override
     def on_before_optimizer_step(
@@ -248,32 +197,45 @@ class CheckCallback(RunCallback):
         optimizer: torch.optim.Optimizer,
     ) -> None:
         if len(self._losses) == _BYTES_STEP:
-            self._model_bytes = model_bytes(trainer.optimizers)
+            self._state_bytes = model_bytes(trainer.optimizers)
 
     @override
-    def end_step(self, trainer: L.Trainer) -> None:
+    def end_step(self) -> None:
         self._open.close()
 
     @override
-    def record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> CheckRank:
-        place = self.place(trainer)
-        per_step = 1 if self.data.transform is None else max(1, len(place["data_devices"]))
+    def observe(
+        self, trainer: L.Trainer, model: L.LightningModule
+    ) -> tuple[Observed, dict[str, Any]]:
+        topology = self.topology
+        devices = 0 if topology is None else len(topology.data_devices)
+        per_step = 1 if self.data.transform is None else max(1, devices)
         # A loader may be ahead of the steps: only those that were trained count.
         hashes = self._loader_hashes
         starts = range(0, per_step * len(self._losses), per_step)
         self._save_weights(trainer, "final.pt")
-        return CheckRank(
-            **place,
-            loader_hashes=tuple(sum(hashes[at : at + per_step]) % MODULUS for at in starts),
-            model_hashes=tuple(self._model_hashes),
-            is_assembled=self._is_assembled,
-            batch_bytes=self._batch_bytes,
-            model_bytes=self._model_bytes,
-            movements=tuple(self._movements.movements),
-            resident_bytes=resident_bytes(self.data.placement),
+        seen = Observed(
+            trainer,
+            state_bytes=self._state_bytes,
+            moved_bytes=self._movement.num_bytes + self._moved_row_bytes(trainer),
             flops=self._flops.get_total_flops(),
-            parameters=tuple(name for name, _ in pl_module.named_parameters()),
         )
+        return seen, {
+            "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
+            "model_hashes": self._model_hashes,
+            "batch_bytes": self._batch_bytes,
+            "parameters": [name for name, _ in model.named_parameters()],
+        }
+
+    def _moved_row_bytes(self, trainer: L.Trainer) -> int:
+        """Bytes of a batch that come from another device: the loader has sent them."""
+        root, topology = trainer.strategy.root_device, self.topology
+        if topology is None:
+            return self._batch_bytes if root.type != "cpu" else 0
+        if not self._is_assembled:
+            return 0
+        devices = topology.data_devices
+        return self._batch_bytes * sum(each != root for each in devices) // len(devices)
 
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:
         # On every rank: a strategy that shards the weights gathers them here.

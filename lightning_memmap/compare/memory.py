@@ -1,0 +1,156 @@
+"""Bytes: of processes, of accelerators, of the model, and what moves in a step."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap._compat.tensors import (
+    TorchDispatchMode,
+    dense_parts,
+    process_group_size,
+    storage_key,
+    tree_leaves,
+)
+from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
+
+#: Operations in which a process sends something, the longer names first.
+_KINDS = (
+    "allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter",
+    "reduce", "send",
+)  # fmt: skip
+_SKIPPED = ("barrier", "recv", "wait", "check")
+
+
+def process_memory() -> dict[str, list[int | None]]:
+    """By process id the private and shared bytes of this process and all that it has started.
+
+    None is not known. A process that has just ended, or may not be looked into, is left out.
+    """
+    me = psutil.Process()
+    found = dict[str, list[int | None]]()
+    for process in (me, *me.children(recursive=True)):
+        try:
+            sizes = process.memory_full_info()
+        except psutil.Error:
+            continue
+        private = getattr(sizes, "uss", None)
+        found[str(process.pid)] = [private, None if private is None else sizes.rss - private]
+    return found
+
+
+def _counting_module() -> Any:
+    """torch's module of the accelerator, where it counts memory and this process uses it."""
+    module = torch.get_device_module()
+    # Asking for the figures of a device must not make a context on it.
+    return module if hasattr(module, "memory_reserved") and module.is_initialized() else None
+
+
+def reset_device_peaks() -> None:
+    """Forget the peaks of all accelerators that this process has used."""
+    module = _counting_module()
+    for index in range(module.device_count()) if module is not None else ():
+        module.reset_peak_memory_stats(index)
+
+
+def device_peaks() -> dict[str, list[int]]:
+    """By accelerator that this process uses, the peaks of allocated and of reserved bytes."""
+    module, accelerator = _counting_module(), torch.accelerator.current_accelerator()
+    if module is None or accelerator is None:
+        return {}
+    peaks = {
+        f"{accelerator.type}:{index}": [
+            module.max_memory_allocated(index),
+            module.max_memory_reserved(index),
+        ]
+        for index in range(module.device_count())
+    }
+    return {device: peak for device, peak in peaks.items() if peak[1]}
+
+
+def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
+    """By device the bytes of parameters, gradients and optimizer state in this process.
+
+    All living parameters count, including those of replicas of a model on other devices. Each
+    storage counts once, and of a sharded tensor the part in this process.
+    """
+    parameters = live_parameters()
+    groups: dict[str, list[Any]] = {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": optimizer_tensors(optimizers),
+    }
+    sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(groups, 0))
+    for name, tensors in groups.items():
+        for device, num_bytes in _by_device(tensors).items():
+            sizes[device][name] = num_bytes
+    return dict(sizes)
+
+
+def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
+    seen: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.device.type != "meta":
+            for part in dense_parts(local):
+                seen[str(part.device), storage_key(part)] = part.untyped_storage().nbytes()
+    sizes: dict[str, int] = defaultdict(int)
+    for (device, address), num_bytes in seen.items():
+        sizes[device] += num_bytes if address else 0
+    return sizes
+
+
+class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Counts the bytes that operators move while it is active, in this thread and its backward.
+
+    Copies between logical devices of one physical device, and those that other threads make, are
+    not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.num_bytes += _sent_by(func.name(), args, result)
+        elif func.namespace == "aten" and func.name() in ("aten::_to_copy", "aten::copy_"):
+            source, target = (args[0], result) if "_to_" in func.name() else (args[1], args[0])
+            if isinstance(source, Tensor) and source.device != target.device:
+                self.num_bytes += target.nbytes
+        return result
+
+
+def _sent_by(name: str, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that this process sends in a collective."""
+    operation = name.split("::")[1].strip("_").replace("all_", "all")
+    kind = next((kind for kind in _KINDS if operation.startswith(kind)), None)
+    if kind is None or operation.startswith(_SKIPPED):
+        return 0
+    sizes = [size for arg in args if (size := process_group_size(arg)) is not None]
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in
+               (*args, result)]  # fmt: skip
+    payload = max(sum(leaf.nbytes for leaf in leaves) for leaves in tensors)
+    return sent_bytes(kind, sizes[0] if sizes else world, payload)
+
+
+def sent_bytes(kind: str, size: int, payload: int) -> int:
+    """Bytes that each of ``size`` processes sends in a collective, on average.
+
+    That is ``(size - 1) / size`` of the payload (of the whole, where something is gathered or
+    scattered), twice that for ``allreduce``, and all of it for ``send``: the least that ring
+    algorithms need, as in the "bus bandwidth" factors of NVIDIA's nccl-tests (PERFORMANCE.md).
+    """
+    if kind == "send":
+        return payload if size > 1 else 0
+    factor = 2 if kind == "allreduce" else 1
+    return factor * payload * (size - 1) // size

@@ -1,1 +1,0 @@
-"""A report for people: tables in the terminal, and a page with tables and plots."""

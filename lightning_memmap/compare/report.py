@@ -1,0 +1,302 @@
+"""The report of a comparison: what ``report.json`` holds, and what changed since an earlier one."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from lightning_memmap.compare.metrics import METRICS, SPEED
+from lightning_memmap.compare.parity import Parity
+
+#: Goes up when a field changes its meaning or goes away. See docs/compare.md.
+SCHEMA_VERSION = 3
+_SCHEMA = "lightning_memmap.compare"
+#: A change of less than this share counts as none, however narrow the ranges are: two starts of
+#: one program differ by as much, depending on where its memory happens to lie.
+_LEAST_CHANGE = 0.02
+#: Of three runs before and three now that differ by noise alone (normal, simulated 20,000 times),
+#: 4 % are taken for a change; of four and four 1 %; of two and two it would be 20 %.
+_LEAST_RUNS = 3
+#: What must be equal for figures to be comparable, by section of the report.
+_CONDITIONS = {
+    "environment": ("processor", "cores", "omp_num_threads", "devices", "packages"),
+    "settings": ("accelerator", "devices", "global_batch", "precision", "steps", "warmup_steps"),
+    "model": ("model_class", "num_parameters"),
+    "data": ("num_rows", "row_bytes"),
+}
+
+Status = Literal["ok", "unavailable", "refused", "failed", "pending"]
+Verdict = Literal["better", "same", "worse", "unclear"]
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """All that is known of a variant.
+
+    Args:
+        variant: Its name.
+        strategy: Its strategy.
+        loader: What supplied its rows: ``memmap``, ``workersN`` or ``ideal``.
+        description: What it is, in one line.
+        status: ``ok``; ``unavailable``: it cannot run on this machine; ``refused``: the strategy
+            or the data said that it cannot do this; ``failed``; ``pending``: not finished.
+        reason: Why it is not ``ok``.
+        parity: None for a variant that is not compared, or did not get so far.
+        figures: Its known figures by key, with a value for each run or one in all; see `METRICS`.
+        model_bytes: By process and device, the bytes of parameters, gradients and optimizer state.
+        check_losses: The loss of each global batch of the check run; None is not finite.
+        logs: The logs of its runs, relative to the report.
+    """
+
+    variant: str
+    strategy: str
+    loader: str
+    description: str
+    status: Status
+    reason: str = ""
+    parity: Parity | None = None
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    check_losses: Sequence[float | None] = field(default_factory=list)
+    logs: Sequence[str] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Rows per second, the median of the runs; 0 where there were none."""
+        return median(self.figures.get(SPEED, (0.0,)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the median of one figure of one variant changed since a baseline."""
+
+    variant: str
+    figure: str
+    old: float
+    new: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Regression:
+    """What changed since a baseline.
+
+    Args:
+        baseline: Path of the old report.
+        changes: Of the variants that both reports have.
+        only_baseline: Variants that only the baseline has figures of.
+        only_new: Variants that only the new report has figures of.
+        warnings: What else differs, so that figures may not be comparable.
+    """
+
+    baseline: str
+    changes: Sequence[Change]
+    only_baseline: Sequence[str]
+    only_new: Sequence[str]
+    warnings: Sequence[str]
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the speed of a variant became worse."""
+        return any(each.figure == SPEED and each.verdict == "worse" for each in self.changes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A comparison.
+
+    Args:
+        created: When it began, ISO 8601.
+        command: The command line.
+        environment: Machine and versions.
+        settings: The options as they were used, and what followed from them.
+        data: The store.
+        model: The model.
+        reference: Name of the variant that the others are compared with; empty where none finished.
+        variants: In the order in which they were asked for.
+        left_out: Parts of the config that a comparison does not use.
+        interrupted: Whether the user stopped it.
+        regression: What changed since a baseline; None where none was given.
+    """
+
+    created: str
+    command: str
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    model: dict[str, Any]
+    reference: str
+    variants: Sequence[VariantResult]
+    left_out: Sequence[str] = field(default_factory=list)
+    interrupted: bool = False
+    regression: Regression | None = None
+
+    @property
+    def measured(self) -> list[VariantResult]:
+        """The variants with figures, the fastest first."""
+        return sorted((each for each in self.variants if each.figures), key=lambda each: -each.rate)
+
+    @property
+    def parity_holds(self) -> bool:
+        """Whether no variant was found to differ."""
+        return not any(each.parity and each.parity.holds is False for each in self.variants)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command.
+
+        - 0: every variant that ran agrees.
+        - 1: a variant differs.
+        - 3: a variant failed or could not be compared, or nothing ran.
+        - 4: all is well, but a variant is slower than in the baseline.
+        - 130: the user interrupted.
+        """
+        if self.interrupted:
+            return 130
+        if not self.parity_holds:
+            return 1
+        ran = [each for each in self.variants if each.status == "ok"]
+        is_open = any(each.parity and each.parity.holds is None for each in ran)
+        if is_open or not ran or any(v.status in ("failed", "pending") for v in self.variants):
+            return 3
+        return 4 if self.regression is not None and self.regression.is_slower else 0
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON. The file is replaced as a whole."""
+        values = {
+            "schema": _SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "parity_holds": self.parity_holds,
+            "exit_code": self.exit_code,
+            **asdict(self),
+        }
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(_without_nan(values), indent=1), encoding="utf-8")
+        partial.replace(path)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def read_report(path: str | Path) -> Report:
+    """Read a ``report.json``.
+
+    Raises:
+        ValueError: The file is not a report, is one of another version, or lacks something.
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    # Reading a pipe could wait forever.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file: name the report.json of a comparison")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
+        raise ValueError(f"{path} is not the report of a comparison")
+    if values.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema version {values.get('schema_version')!r:.50}, and this version of"
+            f" the package reads {SCHEMA_VERSION}: run the comparison again"
+        )
+    for name in ("schema", "schema_version", "parity_holds", "exit_code"):
+        values.pop(name, None)
+    try:
+        variants = [_variant(**each) for each in values.pop("variants")]
+        if (regression := values.pop("regression")) is not None:
+            changes = [Change(**each) for each in regression.pop("changes")]
+            regression = Regression(changes=changes, **regression)
+        return Report(variants=variants, regression=regression, **values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a whole report, run the comparison again: {error!r:.300}"
+        ) from None
+
+
+def _variant(parity: Any, figures: Any, **values: Any) -> VariantResult:
+    numbers = {key: [float(value) for value in found] for key, found in figures.items()}
+    if not all(numbers.values()):
+        raise ValueError("a figure has no value")
+    checked = None if parity is None else Parity(**parity)
+    return VariantResult(parity=checked, figures=numbers, **values)
+
+
+def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool) -> Verdict:
+    """Whether runs are better or worse than others, or the same within their noise.
+
+    Args:
+        old: The figure in each run before, at least one.
+        new: The figure in each run now, at least one.
+        more_is_better: Whether a larger figure is the better one.
+
+    Returns:
+        ``better`` or ``worse`` where each run now lies on that side of each run before, and the
+        medians are further apart than the runs of either report, and than 2 %; else ``same``.
+        ``unclear`` where a report has fewer than three runs, too few to know the noise.
+    """
+    before, now = median(old), median(new)
+    if abs(now - before) <= _LEAST_CHANGE * abs(before):
+        return "same"
+    if min(len(old), len(new)) < _LEAST_RUNS:
+        return "unclear"
+    noise = max(max(old) - min(old), max(new) - min(new))
+    are_apart = min(new) > max(old) or max(new) < min(old)
+    if not are_apart or abs(now - before) <= noise:
+        return "same"
+    return "better" if (now > before) == more_is_better else "worse"
+
+
+def check_regression(old: Report, new: Report, baseline: str) -> Regression:
+    """Compare a report with a baseline, in all figures for which more or less is better.
+
+    Args:
+        old: The baseline.
+        new: The new report.
+        baseline: Path of the baseline, as shown to the user.
+
+    Returns:
+        The changes of variants and figures that both reports have, and what else differs.
+    """
+    before, now = ({v.variant: v.figures for v in report.measured} for report in (old, new))
+    changes = [
+        Change(
+            variant,
+            metric.key,
+            median(then[metric.key]),
+            median(figures[metric.key]),
+            verdict_on(then[metric.key], figures[metric.key], metric.better == "more"),
+        )
+        for variant, figures in now.items()
+        if (then := before.get(variant)) is not None
+        for metric in METRICS.values()
+        if metric.better and metric.key in then and metric.key in figures
+    ]
+    return Regression(
+        baseline=baseline,
+        changes=changes,
+        only_baseline=[name for name in before if name not in now],
+        only_new=[name for name in now if name not in before],
+        warnings=list(_warnings(old, new)),
+    )
+
+
+def _warnings(old: Report, new: Report) -> Iterator[str]:
+    for section, names in _CONDITIONS.items():
+        for name in names:
+            before, now = (getattr(report, section).get(name) for report in (old, new))
+            if isinstance(before, dict) and isinstance(now, dict):
+                for key in sorted({*before, *now}):
+                    if before.get(key) != now.get(key):
+                        yield f"{key} was {before.get(key)} and is {now.get(key)}"
+            elif before != now:
+                yield f"{name} was {before} and is {now}"

@@ -1,1 +1,0 @@
-"""What a comparison found: records of its processes, figures, parity, regression, the report."""

@@ -1,1 +1,0 @@
-"""The runs of a comparison: what is planned, started in processes, and measured there."""

@@ -1,0 +1,396 @@
+"""Runs the variants of a comparison one after the other, and reports what came out."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from textwrap import shorten
+from time import monotonic
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from lightning_memmap.arguments import read_config
+from lightning_memmap.compare.config import ComparisonOptions, RunKind, RunSpec, shared_config
+from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
+from lightning_memmap.compare.parity import (
+    CheckedRun,
+    Parity,
+    check_parity,
+    default_tolerance,
+)
+from lightning_memmap.compare.report import Report, Status, VariantResult
+from lightning_memmap.compare.variants import Machine, Variant, parse_variants
+from lightning_memmap.compare.worker import ConfigCheck
+from lightning_memmap.errors import MemmapError
+from lightning_memmap.launched import Launched
+
+RUNS = "variants"
+_POLL_S = 0.1
+#: What a launcher sets for its processes. A run is independent of whatever started this process.
+_LAUNCHER = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+class ComparisonError(MemmapError):
+    """The comparison cannot begin: model or data cannot be made, or the store not built."""
+
+
+class RunError(Exception):
+    """A run gave no result.
+
+    Args:
+        message: What to tell the user.
+        refused: Whether a strategy or the data refused the run before its first step, since it
+            cannot work here. Otherwise something broke.
+    """
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list[Rank]:
+    """Do a run in fresh processes, and wait for it. In any case all of them have ended afterwards.
+
+    Args:
+        spec: The run.
+        timeout_s: A run that takes longer has failed.
+        on_step: Called with the number of steps done, a few times a second.
+
+    Returns:
+        What its processes wrote, by rank; nothing for ``prepare``.
+
+    Raises:
+        RunError: It gave no result.
+        KeyboardInterrupt: The user interrupted; the run has been ended.
+    """
+    try:
+        path = spec.write()
+        out = path.parent
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in _LAUNCHER and not key.startswith("PL_")
+        }
+        command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(path)]
+        launched = Launched(command, out / "log.txt", env=kept)
+        try:
+            deadline = monotonic() + timeout_s
+            while not (is_over := launched.ends_within(_POLL_S)) and monotonic() < deadline:
+                on_step(_read_progress(out))
+        finally:
+            launched.kill_group()
+        if not is_over:
+            tail = " | ".join(launched.tail())
+            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
+        if launched.returncode:
+            raise _read_error(out, launched)
+        ranks = read_ranks(out)
+        found = [rank.rank for rank in ranks]
+        if spec.kind != "prepare" and found != list(range(ranks[0].world_size if ranks else 1)):
+            tail = " | ".join(launched.tail())
+            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+        return ranks
+    except (OSError, ValueError, TypeError) as error:
+        # What others have measured is worth more than this run.
+        raise RunError(f"its files cannot be written or read: {error}") from error
+
+
+def read_ranks(folder: Path) -> list[Rank]:
+    """Read what the processes of a run have written, by rank."""
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("rank*.json")]
+    return sorted((Rank(**json.loads(text)) for text in texts), key=lambda rank: rank.rank)
+
+
+def _read_progress(out: Path) -> int:
+    try:
+        return int((out / "progress").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # Not begun, or being written.
+        return 0
+
+
+def _read_error(out: Path, launched: Launched) -> RunError:
+    try:
+        found = json.loads((out / "error.json").read_text(encoding="utf-8"))
+        return RunError(found["message"], found["refused"])
+    except (OSError, ValueError, KeyError, TypeError):  # It is missing, or damaged.
+        return RunError(f"it ended with {launched.how_it_ended(12)}")
+
+
+@dataclass
+class _Variant:
+    """What is known of a variant so far."""
+
+    variant: Variant
+    status: Status = "pending"
+    reason: str = ""
+    check: list[Rank] = field(default_factory=list)
+    parity: Parity | None = None
+    losses: list[float] = field(default_factory=list)
+    timed: list[list[Rank]] = field(default_factory=list)
+
+
+class Comparison:
+    """A comparison that is under way.
+
+    Args:
+        options: What to compare, and how.
+        console: Where to show the progress.
+        command: The command line, for the report.
+
+    Raises:
+        OSError: The config cannot be read.
+        ValueError: The config is not a yaml file, or has no model or no data; or a variant is
+            unknown.
+    """
+
+    def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
+        self._options, self._console, self._command = options, console, command
+        shared = shared_config(read_config(options.config))
+        self._config, self._trainer, self._left_out = shared
+        accelerator = options.accelerator
+        if accelerator == "auto":
+            asked = str(self._trainer.get("accelerator", "auto"))
+            has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
+            accelerator = "cuda" if has_cuda else "cpu"
+        self._trainer["accelerator"] = accelerator
+        # Counting makes no context on a device: the variants need all of its memory.
+        count = torch.cuda.device_count() if accelerator == "cuda" else options.devices
+        self._machine = Machine(accelerator, count)
+        self._out = Path(options.out)
+        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._variants = [_Variant(variant) for variant in parse_variants(options.variants)]
+        self._facts: dict[str, Any] = {}
+        #: What the others are compared with, and its weights.
+        self._reference: tuple[_Variant, CheckedRun] | None = None
+
+    def run(self) -> Report:
+        """Do all runs. After Ctrl-C, the report has what is finished.
+
+        Returns:
+            The report, which is not written yet.
+
+        Raises:
+            ComparisonError: Model or data cannot be made, or the store not built.
+            KeyboardInterrupt: The user interrupted before anything was measured.
+            ValueError: The config has a name or a value that the classes do not accept, or ``out``
+                contains something other than a comparison.
+        """
+        spec = self._spec("prepare", "prepare")
+        # Before anything of an earlier comparison is removed.
+        ConfigCheck(spec)
+        self._clear()
+        try:
+            self._run("store, model and data", spec)
+        except RunError as error:
+            raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
+        self._facts = json.loads((Path(spec.out) / "facts.json").read_text(encoding="utf-8"))
+        is_interrupted = False
+        try:
+            for each in self._variants:
+                configures_itself = self._facts["model"]["configures_itself"]
+                each.reason = each.variant.obstacle(
+                    self._machine, self._options.devices, configures_itself
+                )
+                if each.reason:
+                    each.status = "unavailable"
+                    self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
+            # The single device with the store is the reference; without it, the first that runs.
+            for each in sorted(self._pending(), key=lambda each: each.variant != Variant("auto")):
+                self._try(each, "check")
+            # Variants alternate, so that whatever changes on the machine affects all of them.
+            for repeat in range(1, self._options.repeats + 1):
+                for each in self._pending():
+                    self._try(each, "timed", repeat)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            self._note("[yellow]interrupted: the report has what is finished[/]")
+        return self._report(is_interrupted)
+
+    def _clear(self) -> None:
+        out, runs = self._out, self._out / RUNS
+        is_ours = (out / "report.json").exists() or runs.is_dir()
+        if out.is_dir() and any(out.iterdir()) and not is_ours:
+            raise ValueError(
+                f"out={self._options.out!r} holds something other than a comparison: choose"
+                " another folder"
+            )
+        shutil.rmtree(runs, ignore_errors=True)
+        for name in ("report.json", "report.html"):
+            (out / name).unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+
+    def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
+        options, devices = self._options, self._options.devices
+        mine = {"devices": 1} if variant is None else variant.trainer_options(devices)
+        timed = kind == "timed"
+        return RunSpec(
+            kind=kind,
+            config=self._config,
+            trainer={**self._trainer, **mine},
+            variant="" if variant is None else variant.name,
+            devices=devices,
+            global_batch=self._global_batch,
+            warmup_steps=options.warmup_steps if timed else 0,
+            steps=options.steps if timed else options.check_steps,
+            transform_is_random=self._facts.get("data", {}).get("transform_is_random", False),
+            out=str((self._out / RUNS / folder).resolve()),
+        )
+
+    def _run(self, title: str, spec: RunSpec) -> list[Rank]:
+        """Do a run, and print a line that says what came out."""
+        started_s, outcome = monotonic(), "[red]interrupted[/]"
+        try:
+            with self._console.status(escape(title)) as status:
+                ranks = run(
+                    spec,
+                    self._options.timeout_s,
+                    lambda done: status.update(
+                        f"{escape(title)}, step {done} of {spec.total_steps}"
+                    ),
+                )
+            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
+            outcome = f"{rate:,.0f} samples/s" if rate else "done"
+        except RunError as error:
+            word = "cannot do this" if error.refused else "failed"
+            outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
+            raise
+        finally:
+            seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
+            self._note(f"{escape(title):<42} {outcome}  {seconds}")
+        return ranks
+
+    def _note(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def _try(self, each: _Variant, kind: RunKind, repeat: int = 0) -> None:
+        """Do a run of a variant, or stop the variant: its failure costs no other anything."""
+        name, repeats = each.variant.name, self._options.repeats
+        if kind == "check" and each.variant.loader == "ideal":
+            # It trains on one batch again and again: there is nothing to check.
+            return
+        title = f"{name}: timed run {repeat} of {repeats}" if repeat else f"{name}: check"
+        spec = self._spec(kind, f"{name}/{kind}{repeat or ''}", each.variant)
+        try:
+            ranks = self._run(title, spec)
+            if kind == "check":
+                self._compare(each, ranks, Path(spec.out))
+            else:
+                each.timed.append(ranks)
+        except RunError as error:
+            refused = error.refused and kind == "check"
+            each.status, each.reason = "refused" if refused else "failed", str(error)
+        except Exception as error:
+            # Its weights may not be there, or its processes may have done other numbers of steps.
+            each.status, each.reason = "failed", f"what it wrote cannot be evaluated: {error!r}"
+
+    def _compare(self, each: _Variant, ranks: list[Rank], folder: Path) -> None:
+        """Compare a check run with that of the reference, whose weights alone are kept."""
+        if each.variant.is_compared:
+            checked, data = CheckedRun.of(ranks, folder), self._facts["data"]
+            _, reference = self._reference or (each, checked)
+            each.parity = check_parity(
+                checked,
+                reference,
+                self._facts["expected"],
+                self._tolerance,
+                is_random=data["transform_is_random"] and not data["has_eval_transform"],
+                notes=self._notes(len(shares_of(ranks))),
+            )
+            each.losses = checked.losses
+            self._reference = self._reference or (each, checked)
+        each.check = ranks
+
+    def _pending(self) -> list[_Variant]:
+        """The variants that nothing has stopped."""
+        return [each for each in self._variants if each.status == "pending"]
+
+    @property
+    def _precision(self) -> str:
+        return str(self._trainer.get("precision", "32-true"))
+
+    @property
+    def _tolerance(self) -> float:
+        given = self._options.tolerance
+        return default_tolerance(self._precision) if given is None else given
+
+    def _report(self, is_interrupted: bool) -> Report:
+        options = self._options
+        return Report(
+            created=self._created,
+            command=self._command,
+            environment=self._facts["environment"],
+            settings={
+                **asdict(options),
+                "accelerator": self._machine.accelerator,
+                "tolerance": self._tolerance,
+                "global_batch": self._global_batch,
+                "precision": self._precision,
+                "seed": self._config["seed_everything"],
+            },
+            data=self._facts["data"],
+            model=self._facts["model"],
+            reference="" if self._reference is None else self._reference[0].variant.name,
+            variants=[self._result(each) for each in self._variants],
+            left_out=self._left_out,
+            interrupted=is_interrupted,
+        )
+
+    @property
+    def _global_batch(self) -> int:
+        """Rows of a step; 0 until the data is known."""
+        batch_size: int = self._facts.get("data", {}).get("batch_size", 0)
+        return batch_size * self._options.devices
+
+    def _result(self, each: _Variant) -> VariantResult:
+        variant, status, reason, batch = each.variant, each.status, each.reason, self._global_batch
+        if status == "pending":
+            done, repeats = len(each.timed), self._options.repeats
+            status = "ok" if done == repeats else status
+            reason = "" if status == "ok" else f"interrupted after {done} of {repeats} runs"
+        ideal = Variant(variant.strategy, "ideal")
+        ideals = [rate_of(Run(ranks, batch)) for other in self._variants for ranks in other.timed
+                  if other.variant == ideal]  # fmt: skip
+        ideal_rate = median(ideals) if ideals else None
+        reference = self._reference[0].check if self._reference else []
+        flops = sum(rank.values["flops"] for rank in reference) / batch or None
+        timed = [Run(ranks, batch, ideal_rate, flops) for ranks in each.timed]
+        logs = sorted((self._out / RUNS / variant.name).glob("*/log.txt"))
+        return VariantResult(
+            variant=variant.name,
+            strategy=variant.strategy,
+            loader=variant.loader_name,
+            description=variant.description,
+            status=status,
+            reason=reason,
+            parity=each.parity,
+            figures=figures_of(timed, Run(each.check, batch) if each.check else None),
+            model_bytes={
+                f"rank {rank.rank}, {device}": sizes
+                for rank in each.check
+                for device, sizes in rank.values["state"].items()
+            },
+            check_losses=[loss if isfinite(loss) else None for loss in each.losses],
+            logs=[str(path.relative_to(self._out)) for path in logs],
+        )
+
+    def _notes(self, num_shares: int) -> Sequence[str]:
+        batch_norms = self._facts["model"]["batch_norms"]
+        if not batch_norms or num_shares == 1 or self._trainer.get("sync_batchnorm"):
+            return []
+        return [
+            f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes normalises"
+            " by its own rows, which is a different training. GroupNorm, or sync_batchnorm on"
+            " GPUs, would make it the same"
+        ]

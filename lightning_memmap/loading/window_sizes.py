@@ -1,0 +1,159 @@
+"""How much memory the windows of an epoch take at most, before any is read."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
+from lightning_memmap.store.columns import ItemRows
+
+#: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
+LOOKUP_BYTES = 56
+#: The largest part of a window is found among those that begin at so many places in its length.
+_STEPS = 64
+#: Rows whose lengths are looked up at once.
+_LOOKUP_ROWS = 2**18
+#: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
+_MAX_RUNS = 3
+
+
+def largest_window(
+    rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
+) -> int:
+    """How many items the rows of a window have at most, wherever it begins.
+
+    It is exact where the rows of a shard lie apart in the file, and else up to a 64th too large.
+
+    Args:
+        rows: The rows of the store, whose index alone is read.
+        offsets: Where the rows of the split lie in the store.
+        shards: The shards of the split that are held.
+        window: Rows of a shard in a window, at most those of the longest shard.
+
+    Returns:
+        The number of items, for windows of consecutive rows of each shard, closed to a circle.
+
+    Raises:
+        StoreError: The index is damaged.
+    """
+
+    def in_one_run(shard: int, places: Integers) -> Integers:
+        size = int(places[-1])
+        if not size:
+            return np.zeros_like(places)
+        found = rows.at(offsets.of(np.full(len(places), shard), np.minimum(places, size - 1)))
+        return np.where(places < size, found.starts, found.starts + found.sizes.prod(axis=1))
+
+    def apart(shard: int, places: Integers) -> Integers:
+        size, ends = int(places[-1]), [np.zeros(1, np.int64)]
+        for first in range(0, size, _LOOKUP_ROWS):
+            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
+            found = rows.at(offsets.of(np.full(len(some), shard), some))
+            ends.append(ends[-1][-1] + np.cumsum(found.sizes.prod(axis=1)))
+        return np.concatenate(ends)[places]
+
+    sizes, is_one_run = offsets.pool.sizes, offsets.starts is not None
+    return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+
+
+def largest_of_any(
+    rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
+) -> int:
+    """How many items as many rows of each shard have at most, whichever they are.
+
+    Args:
+        rows: As for `largest_window`.
+        offsets: As there.
+        shards: As there.
+        window: Rows of a shard in a window.
+
+    Returns:
+        The number of items of the longest rows of each shard.
+
+    Raises:
+        StoreError: The index is damaged.
+    """
+    total = 0
+    for shard in shards:
+        longest = np.zeros(0, np.int64)
+        size = int(offsets.pool.sizes[shard])
+        for first in range(0, size, _LOOKUP_ROWS):
+            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
+            found = rows.at(offsets.of(np.full(len(some), shard), some))
+            longest = np.append(longest, found.sizes.prod(axis=1))
+            if len(longest) > window:
+                longest = np.partition(longest, -window)[-window:]
+        total += int(longest.sum())
+    return total
+
+
+def most_items(
+    sizes: Integers,
+    shards: Sequence[int],
+    window: int,
+    items_before: Callable[[int, Integers], Integers],
+    is_exact: bool = False,
+) -> int:
+    """How many items windows have at most, by the items before some places in a shard.
+
+    Args:
+        sizes: Rows of each shard of the split, int64 of shape (C,).
+        shards: The shards that are held.
+        window: Rows of a shard in a window, at most those of the longest shard.
+        items_before: For a shard and offsets in it, the items of the rows before each of them. The
+            last one is behind its last row.
+        is_exact: Whether all windows are looked at. Otherwise the number is up to a 64th too large.
+
+    Returns:
+        The number of items, for windows of consecutive rows of each shard, closed to a circle.
+    """
+    # The circle has the rows that all shards have. Some have one more.
+    circle = int(sizes.min())
+    step = 1 if is_exact else max(1, window // _STEPS)
+    places = np.append(np.arange(0, circle, step), circle)
+    totals, extra = np.zeros(len(places), np.int64), 0
+    for shard in shards:
+        before = items_before(shard, np.append(places, sizes[shard]))
+        totals += before[:-1] - before[0]
+        extra += int(before[-1] - before[-2])
+    if not circle:
+        return extra
+    # Two rounds of the circle.
+    places = np.append(places, places[1:] + circle)
+    totals = np.append(totals, totals[1:] + totals[-1])
+    num_begins = len(places) // 2
+    # A window that begins before the next place ends before this one.
+    ends = np.searchsorted(places, places[1 : num_begins + 1] - 1 + min(window, circle))
+    return int((totals[ends] - totals[:num_begins]).max()) + extra
+
+
+def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
+    """How many steps a window of the epoch has at most, each counted once for each shard.
+
+    Args:
+        held: The shards that this process holds.
+        windows: Which rows are in which window of the epoch.
+
+    Returns:
+        The number, up to a 64th too large, and by what three windows of each shard have in common
+        with others. In dataset order it is that of the windows of all shards. Where a sampler draws
+        windows, it is counted as if they had no step in common.
+    """
+    window, pool = windows.longest, windows.sampler.pool
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    if not windows.has_runs:
+        return len(held) * window * line.length
+    # A run that begins inside of a series.
+    shared = max(0, line.length - line.stride)
+    if pool.is_striped:
+        size = window * pool.num_shards
+        edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
+        return int(np.diff(line.steps_before(edges, True)).max()) + shared
+
+    def steps_before(shard: int, offsets: Integers) -> Integers:
+        return line.steps_before(pool.starts[shard] + offsets, False)
+
+    most = most_items(pool.sizes, held, window, steps_before)
+    return most + _MAX_RUNS * shared * len(held)
