@@ -22,7 +22,7 @@ from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.variable_leaves import dense_tensors
-from lightning_memmap.strategies.scattering.batch import ScatteredBatch
+from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: The kinds of memory, from the bottom of a picture to its top.
 KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
@@ -80,7 +80,7 @@ def batches_of(batch: Any) -> list[Any]:
     """
     if isinstance(batch, SuperBatch):
         return batch.batches
-    return batch.batches if isinstance(batch, ScatteredBatch) else [batch]
+    return batch.parts if isinstance(batch, MicroBatches) else [batch]
 
 
 class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
