@@ -15,9 +15,9 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Rows, SamplerFactory, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 
@@ -187,10 +187,13 @@ class SplitStores:
                 f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
                 " leave it out"
             )
+        path = self.directory / split
+        # The rows of a store that is there are striped again where they are to be.
+        is_kept = not options.overwrite and is_store(path)
         store = build_store(
             dataset,
-            self.directory / split,
-            num_shards=options.num_shards,
+            path,
+            num_shards=None if is_kept else options.num_shards,
             num_workers=options.num_workers,
             overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),

@@ -29,7 +29,7 @@ from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.columns.fixed import take_rows
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 #: A file begins at a multiple of this in memory.
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -48,7 +48,7 @@ class JoinedStore(Store):
 
     Raises:
         SchemaError: They differ in their fields. The message names the first one that differs.
-        StoreError: They differ in their number of shards, or a file cannot be mapped.
+        StoreError: A file cannot be mapped.
     """
 
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
@@ -61,7 +61,7 @@ class JoinedStore(Store):
         #: How far the rows of each store lie behind those of the store before, beyond its rows.
         self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
         self._rows = self.rows()
-        shards = Shards(total, first.num_shards)
+        shards = Shards(total, max(part.num_shards for part in parts))
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in parts]
         manifests = tuple(part.manifest for part in parts)
@@ -111,11 +111,6 @@ class JoinedStore(Store):
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         return self._files[column.field.name]
 
-    @override
-    def check_in_place(self) -> None:
-        for part in self._parts:
-            part.check_in_place()
-
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._rows.places(rows))
 
@@ -124,7 +119,7 @@ class JoinedStore(Store):
         variable = [column for column in columns if isinstance(column, ItemRows)]
         if not variable:
             files = [
-                (part.path / name, int(first) * field.row_bytes, size)
+                (part.files / name, int(first) * field.row_bytes, size)
                 for part, first in zip(self._parts, firsts, strict=True)
                 for name, size in part.manifest.columns[index].file_bytes.items()
             ]
@@ -136,7 +131,7 @@ class JoinedStore(Store):
         sizes = [len(column.items) for column in variable]
         begins = np.cumsum(sizes) - sizes + _shifts(self._parts[0].schema.fields, sizes)
         files = [
-            (part.path / f"{field.name}.values", int(begin) * field.item_bytes, size)
+            (part.files / f"{field.name}.values", int(begin) * field.item_bytes, size)
             for part, begin in zip(self._parts, begins, strict=True)
             if (size := part.manifest.columns[index].file_bytes.get(f"{field.name}.values", 0))
         ]
@@ -304,9 +299,4 @@ def _check_alike(stores: Mapping[str, Store]) -> None:
             raise SchemaError(
                 f"train_dataset: {name!r} has the fields {names[0]}, and {other_name!r} has"
                 f" {names[1]}: training sets that are mixed have the same fields, nested alike"
-            )
-        if first.num_shards != other.num_shards:
-            raise StoreError(
-                f"the store of {name!r} has {first.num_shards} shards, and that of {other_name!r}"
-                f" {other.num_shards}: build them anew with overwrite=True"
             )
