@@ -12,13 +12,10 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.snapshots import (
-    dump_cuda_memory_snapshot,
-    record_cuda_memory_history,
-)
-from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.variable_leaves import dense_tensors
@@ -201,7 +198,8 @@ class MemoryTrace(L.Callback):
     ) -> None:
         if self._step == self._steps.start:
             if trainer.strategy.root_device.type == "cuda":
-                record_cuda_memory_history(True)
+                # torch has no public name for the history that its viewer shows.
+                torch.cuda.memory._record_memory_history(enabled="all")
             self._tracer = AllocationTracer()
             state = optimizer_tensors(trainer.optimizers)
             self._tracer.add(live_parameters(), "parameters", from_start=True)
@@ -258,7 +256,8 @@ class MemoryTrace(L.Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         rank = trainer.global_rank
         if trainer.strategy.root_device.type == "cuda":
-            dump_cuda_memory_snapshot(self._directory / f"memory_snapshot_rank{rank}.pickle")
-            record_cuda_memory_history(False)
+            path = self._directory / f"memory_snapshot_rank{rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
         path = self._directory / f"memory_trace_rank{rank}.json"
         path.write_text(json.dumps(tracer.series()), encoding="utf-8")

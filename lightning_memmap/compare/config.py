@@ -23,7 +23,7 @@ TRAINER_OPTIONS = (
 )
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
 #: Most of the first steps of a check run look at one thing more.
-_LEAST_CHECK_STEPS = 5
+_LEAST_CHECK_STEPS = 4
 
 
 @dataclass(frozen=True)

@@ -363,9 +363,7 @@ class Comparison:
         ideals = [rate_of(Run(ranks, batch)) for other in self._variants for ranks in other.timed
                   if other.variant == ideal]  # fmt: skip
         ideal_rate = median(ideals) if ideals else None
-        reference = self._reference[0].check if self._reference else []
-        flops = sum(rank.values["flops"] for rank in reference) / batch or None
-        timed = [Run(ranks, batch, ideal_rate, flops) for ranks in each.timed]
+        timed = [Run(ranks, batch, ideal_rate) for ranks in each.timed]
         logs = sorted((self._out / RUNS / variant.name).glob("*/log.txt"))
         return VariantResult(
             variant=variant.name,

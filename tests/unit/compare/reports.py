@@ -29,10 +29,9 @@ def timed_rank(
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
     found = {
         "steps": [dict.fromkeys(PARTS, step_s / len(PARTS))] * STEPS,
-        "first_batch": [0.5 + rank, 2.0 + rank],
+        "first_batch": 0.5 + rank,
         "memory": {str(100 + rank): [200 * MIB, 100 * MIB]},
         "peaks": {},
-        "threads": 1,
     }
     return make_rank(rank, size, data_rank, **{**found, **values})
 
@@ -45,7 +44,6 @@ def check_rank(rank: int = 0, size: int = 1, **values: Any) -> Rank:
         "batch_bytes": GLOBAL_BATCH * 64 // size,
         "state": {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}},
         "moved": 0,
-        "flops": 1000,
         "parameters": [],
     }
     return make_rank(rank, size, None, **{**found, **values})
