@@ -25,9 +25,7 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.columns.fixed import take_rows
-from lightning_memmap.store.columns.variable import Located
+from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn, take_rows
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store
 
