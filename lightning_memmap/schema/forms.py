@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 from lightning_memmap.schema.fields import Field, dtype_name
+from lightning_memmap.schema.narrowing import check_store_dtypes
 
 
 class FetchedRows(Protocol):
@@ -361,3 +362,36 @@ def _form(name: str, given: Any) -> Form:
         return _FORMS[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"variable: field {name!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class FieldOptions:
+    """What the user says of fields, beyond what the rows that are read first show.
+
+    Args:
+        forms: By name, the form of each field or list whose rows may differ in length, or be None.
+            Those that do among the rows that are read first need not be named.
+        dtypes: Other dtypes in which fields are kept, by name.
+    """
+
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        variable: Mapping[str, Any] | None,
+        store_dtypes: Mapping[str, str | torch.dtype] | None,
+    ) -> "FieldOptions":
+        """Check what a user gives; see `lightning_memmap.store.build_store`.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: There is no such form or dtype.
+        """
+        return cls(read_forms(variable), check_store_dtypes(store_dtypes))
+
+    @property
+    def names(self) -> set[str]:
+        """The fields and lists that are named."""
+        return {*self.forms, *self.dtypes}

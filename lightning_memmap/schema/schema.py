@@ -13,19 +13,20 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.building import builder
 from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name
-from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.forms import FieldOptions, Form
+from lightning_memmap.schema.infer import infer_batch, infer_samples
 from lightning_memmap.schema.leaves import (
     RowList,
-    describe_leaf,
     describe_rows,
     leaf_array,
     native_tensor,
     rows_apart,
 )
-from lightning_memmap.schema.merging import Part, declared, field_paths, merge
 from lightning_memmap.schema.names import check_names, field_name
 from lightning_memmap.schema.nesting import BATCH, Nesting
-from lightning_memmap.schema.structure import Node, Path, describe, flatten
+from lightning_memmap.schema.structure import Node, Path, flatten
+
+_NO_OPTIONS = FieldOptions()
 
 
 @dataclass(frozen=True)
@@ -41,55 +42,45 @@ class Schema:
     structure: Node
 
     @classmethod
-    def from_sample(cls, sample: Any, variable: Mapping[str, Form] | None = None) -> "Schema":
-        """Describe the samples of a dataset by one of them.
+    def infer(cls, samples: Sequence[Any], options: FieldOptions = _NO_OPTIONS) -> "Schema":
+        """Find the schema that samples have in common.
 
         Args:
-            sample: Any nesting of the containers above around tensors, numpy arrays and scalars,
-                PIL images, numbers, bools, text, bytes, times and members of enums.
-            variable: By name, the form of each field and list that may differ in length, or be
-                None, in other samples.
+            samples: At least one; each any nesting of the containers above around tensors, numpy
+                arrays and scalars, PIL images, numbers, bools, text, bytes and times.
+            options: The form of each field and list that may differ in length, or be None, in other
+                samples, and the dtypes in which fields are kept.
 
         Returns:
-            The schema that all other samples must fit.
+            The schema. Leading dimensions in which samples differ are None, lists of numbers that
+            do are fields, other lists that do are lists of records, and what is None in some
+            samples is optional.
 
         Raises:
-            SchemaError: A leaf has a type or dtype that cannot be stored, the sample has no leaf or
-                is nested too deeply, the name of a field cannot be the name of a file, or a field
-                has fewer dimensions than may differ, or is not there, unless it may be one of the
-                records of a list; see `declaring`. The message names the field.
+            MismatchError: The samples differ in more than that. The message names the field.
+            SchemaError: A leaf has a type or dtype that cannot be stored, a sample has no leaf or
+                is nested too deeply, the name of a field cannot be the name of a file, or the
+                options name a field that is not there, or has fewer dimensions than may differ.
         """
-        leaves: list[tuple[str, Any]] = []
-        variable = variable or {}
-        structure = describe(sample, leaves, number_ndim=0, variable=variable)
-        if not leaves and not cls((), structure).unknown.keys() - {"value"}:
-            raise SchemaError(f"the sample {short_repr(sample)} holds no tensor, array or number")
-        found = cls(tuple(describe_leaf(*leaf) for leaf in leaves), structure)
-        lists = [field_name(path) for path, node in structure.walk() if node.is_list and path]
-        return found.declaring(variable, lists)
+        structure, fields = infer_samples(samples, options.forms)
+        found = cls(tuple(fields), structure)
+        if not fields and not found.unknown.keys() - {"value"}:
+            raise SchemaError(
+                f"the sample {short_repr(samples[0])} holds no tensor, array or number"
+            )
+        return found._declaring(options.forms).stored_as(options.dtypes)
 
-    def declaring(self, variable: Mapping[str, Form], lists: Sequence[str] = ()) -> "Schema":
-        """The schema of samples that may differ from those of this one as forms say.
-
-        Args:
-            variable: As of `from_sample`.
-            lists: Lists of which other samples may show that they consist of records, and what
-                these have: forms of their parts may wait for that.
-
-        Raises:
-            SchemaError: As of `from_sample`, or there is no such field in the records of a list.
-        """
-        optional = [name for name, form in variable.items() if form.nullable]
-        found = self._of(declared(self._part, variable, optional))
-        waiting = tuple(f"{name}." for name in (*lists, *found.unknown))
+    def _declaring(self, variable: Mapping[str, Form]) -> "Schema":
+        """The schema of samples that may differ from those of this one as forms say."""
+        waiting = tuple(f"{name}." for name in self.unknown)
         for name in variable:
-            if not found._has(name) and not name.startswith(waiting):
-                raise SchemaError(f"variable: {found.why_no_field(name)}")
+            if not self._has(name) and not name.startswith(waiting):
+                raise SchemaError(f"variable: {self.why_no_field(name)}")
         fields = []
-        for field in found.fields:
+        for field in self.fields:
             form = variable.get(field.name)
             count = form.dims if form is not None else 0
-            if count and field.is_text and field.name not in found.lists:
+            if count and field.is_text and field.name not in self.lists:
                 raise SchemaError(
                     f"variable: field {field.name!r} is {field.kind}, which batches give as a list"
                     " in any case: leave it out"
@@ -101,29 +92,12 @@ class Schema:
                 )
             count = max(count, field.num_variable)
             fields.append(replace(field, shape=(None,) * count + field.shape[count:]))
-        return self._checked(found.structure, fields)
+        return self._checked(self.structure, fields)
 
     def _has(self, name: str) -> bool:
         """Whether a field or another part of samples that may differ has a name."""
         names = {field.name for field in self.fields}
         return name in {*names, *self.unknown, *self.lists, *self.optional}
-
-    def merged(self, other: "Schema") -> "Schema | None":
-        """The schema that has the samples of two.
-
-        Args:
-            other: The schema of other samples of the same dataset.
-
-        Returns:
-            The schema, in which leading dimensions of fields that differ are None, lists of numbers
-            that differ in length are fields, other lists that do are lists of records, and what is
-            None in one of the two is optional; or None if the two differ in more than that.
-
-        Raises:
-            SchemaError: They differ in the dtypes of a list of numbers. The message names it.
-        """
-        found = merge(self._part, other._part)
-        return None if found is None else self._of(found)
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -143,7 +117,7 @@ class Schema:
     def lists(self) -> dict[str, tuple[str, ...]]:
         """The lists of records, by name, each with the names of its fields."""
         return {
-            field_name(path): tuple(map(field_name, field_paths(node, path)))
+            field_name(path): tuple(node.field_names(path))
             for path, node in self.structure.walk()
             if node.kind == "records"
         }
@@ -172,7 +146,7 @@ class Schema:
         """What may be None, by name, with the names of its fields and last of the one that says
         where it is not."""
         return {
-            field_name(path): tuple(map(field_name, field_paths(node, path)))
+            field_name(path): tuple(node.field_names(path))
             for path, node in self.structure.walk()
             if node.kind == "optional"
         }
@@ -214,7 +188,8 @@ class Schema:
             Words for a message, with the names that there are. A list of a few numbers counts as
             one, as it is where rows differ in length.
         """
-        names, lists, fields = list[str](), set[Path](), self._part.fields
+        names, lists = list[str](), set[Path]()
+        fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
         for path, node in self.structure.walk():
             within = [fields.get((*path, key)) for key in node.keys]
             if node.is_list and path and field_name(path) == name and len(node.keys) > 1:
@@ -237,15 +212,6 @@ class Schema:
                 names.append(field_name(path))
         return f"there is no field {name!r}, among {names}"
 
-    @property
-    def _part(self) -> Part:
-        paths = field_paths(self.structure)
-        return Part(self.structure, dict(zip(paths, self.fields, strict=True)))
-
-    @classmethod
-    def _of(cls, part: Part) -> "Schema":
-        return cls(tuple(part.fields[path] for path in field_paths(part.node)), part.node)
-
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
         """Describe the rows of a batch.
@@ -262,11 +228,10 @@ class Schema:
                 stored, or the name of a field cannot be the name of a file. The message names the
                 field.
         """
-        leaves: list[tuple[str, Any]] = []
-        structure = describe(batch, leaves, number_ndim=1)
-        if not leaves:
+        structure, fields = infer_batch(batch)
+        if not fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return cls._checked(structure, [describe_rows(*leaf) for leaf in leaves])
+        return cls._checked(structure, fields)
 
     @classmethod
     def _checked(cls, structure: Node, fields: list[Field]) -> "Schema":

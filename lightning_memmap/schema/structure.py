@@ -7,14 +7,13 @@ from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.leaves import EMPTY, EMPTY_LIST, Records, RowList, is_missing
 from lightning_memmap.schema.names import check_name_length, field_name
-from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
+from lightning_memmap.schema.numbers import stack_numbers
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
@@ -92,6 +91,14 @@ class Node:
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)
 
+    def field_paths(self, path: Path = ()) -> list[Path]:
+        """Where the fields below this node are, which is at a path."""
+        return [found for found, part in self.walk(path) if part.is_field]
+
+    def field_names(self, path: Path = ()) -> list[str]:
+        """The names of the fields below this node, which is at a path."""
+        return list(map(field_name, self.field_paths(path)))
+
     def fields(self) -> list[tuple[str, "Node"]]:
         """List the fields below this node.
 
@@ -133,69 +140,6 @@ MASK = "mask"
 FIELD_NODES = {node.kind: node for node in (LEAF, SEQUENCE)}
 #: The number of children of the kinds that have no keys.
 WRAPPERS = {"records": 1, "optional": 2}
-
-
-def describe(
-    value: Any,
-    leaves: list[tuple[str, Any]],
-    number_ndim: int,
-    path: Path = (),
-    variable: Collection[str] = (),
-) -> Node:
-    """Find the structure of a sample or of a batch.
-
-    Args:
-        value: The sample or batch.
-        leaves: The name and value of each leaf are appended to this list.
-        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-        path: Where the value is in the sample.
-        variable: Names of fields whose rows may differ in length.
-
-    Returns:
-        The structure, whose fields are in the order of ``leaves``.
-
-    Raises:
-        SchemaError: The sample is nested too deeply, a dict has keys that cannot be stored, or a
-            list has too many numbers. The message names the field where there is one.
-    """
-    if len(path) > MAX_DEPTH:
-        raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
-    # A batch has no rows that are missing.
-    if not number_ndim and is_missing(value):
-        if not path:
-            raise SchemaError("the sample is None: leave the row out of the dataset")
-        return NONE
-    found = children_of(value, path)
-    if found is None:
-        leaves.append((field_name(path), value))
-        return LEAF
-    kind, keys, values = found
-    is_variable = field_name(path) in variable
-    if (
-        kind in ("tuple", "list")
-        and (len(values) >= MIN_NUMBERS or is_variable)
-        and number_dtype(values, number_ndim) is not None
-    ):
-        name = field_name(path)
-        leaves.append((name, stack_numbers(name, values, number_ndim)))
-        return SEQUENCE
-    first = len(leaves)
-    children = tuple(
-        describe(child, leaves, number_ndim, (*path, key), variable)
-        for key, child in zip(keys, values, strict=True)
-    )
-    name = type(value).__name__ if kind in CLASS_KINDS else ""
-    if kind != "tensordict":
-        return Node(kind, tuple(keys), children, name)
-    if len(leaves) == first:
-        raise SchemaError(f"field {field_name(path)!r}: found an empty TensorDict: leave it out")
-    for name_of_leaf, leaf in leaves[first:]:
-        if not isinstance(leaf, Tensor):
-            raise SchemaError(
-                f"field {name_of_leaf!r}: found {type(leaf).__name__} in a TensorDict,"
-                " of which only tensors are stored: give it beside the tensors, in a dict or tuple"
-            )
-    return Node(kind, tuple(keys), children, name, np.ndim(leaves[first][1]) - value.batch_dims)
 
 
 def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:

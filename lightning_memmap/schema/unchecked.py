@@ -39,7 +39,7 @@ def read_schema(value: Any) -> Schema:
         The schema.
 
     Raises:
-        SchemaError: The values describe no schema that `from_sample` could have made.
+        SchemaError: The values describe no schema that `Schema.infer` could have made.
     """
     items = _entry(value, "fields", list)
     if not 1 <= len(items) <= _MAX_FIELDS:

@@ -3,25 +3,25 @@
 import pickle
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.field_options import FieldOptions
 from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
-from lightning_memmap.store.samples import flatten_row, merged_schema, read_row, read_sample
+from lightning_memmap.store.samples import flatten_row, infer_schema, read_row, read_sample
 from lightning_memmap.store.workers import Workers, run_tasks
 
 NUM_PROBES = 8
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
 MAX_PROBES = 1024
-_MOMENT_S = 0.1
 
 
 def probe_rows(num_rows: int) -> list[int]:
@@ -36,23 +36,18 @@ def probe_rows(num_rows: int) -> list[int]:
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A row that was the same in two reads.
+class Probes(NamedTuple):
+    """Rows that were the same in two reads, and what they show of the others."""
 
-    Args:
-        row: The row.
-        schema: The schema of its sample.
-        digest: Its hash; see `hash_row`.
-        duration_s: Seconds that the first of the two reads took.
-        num_bytes: Bytes of the row over all fields.
-    """
-
-    row: int
     schema: Schema
-    digest: str
-    duration_s: float
-    num_bytes: int
+    digests: tuple[tuple[int, str], ...]
+    """Row and hash of each; see `hash_row`."""
+    row_s: float
+    """Seconds that reading a row takes."""
+    row_bytes: int
+    """Bytes of the largest one over all fields."""
+    mean_bytes: float
+    """Bytes of one, on average."""
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
@@ -89,7 +84,7 @@ class _PickledSample:
             return None
 
 
-def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> list[Probe]:
+def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> Probes:
     """Read each probe row twice and hash it.
 
     Args:
@@ -99,50 +94,16 @@ def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> list[
         num_rows: The length of the dataset.
         options: What the user says of fields.
 
-    Returns:
-        The probes in ascending order of rows. All have the schema that has all their samples.
-
     Raises:
         SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
             fields; or ``options`` do not fit the samples.
         DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
             raised an error.
     """
-    rows, probes, found = probe_rows(num_rows), list[Probe](), list[tuple[Schema, int]]()
-    prober = partial(_Prober, options=options)
-    workers.run(prober, [rows], probes.extend)
-    # Where rows are slow, the others are read by several processes.
-    others = [[row] for row in rows[len(probes) :]]
-    workers.run(partial(prober, schema=probes[-1].schema), others, probes.extend)
-    schema = probes[0].schema
-    for probe in probes:
-        try:
-            merged = schema.merged(probe.schema)
-        except SchemaError as error:
-            raise SchemaError(f"row {probe.row}: {error}") from error
-        # Each was merged with the first one, so that any two of them differ in no more than that.
-        assert merged is not None
-        schema = merged.stored_as(options.dtypes)
-    num_read = len(probes)
-    if wanted := schema.unknown.keys() & options.names:
-        more = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64)
-        search = partial(_Search, schema=schema, names=wanted)
-        workers.run(search, [np.unique(more).tolist()], found.append)
-        schema, num_read = found[0][0].stored_as(options.dtypes), found[0][1]
-    check_known(schema, options.names, num_read)
-    schema = schema.declaring(options.forms)
-    warn_of_mixed_numbers(schema)
-    # What a row consists of, and so its hash, may depend on what other rows have shown.
-    stale = {
-        probe.row
-        for probe in probes
-        if probe.schema.structure != schema.structure
-        or (schema.optional and probe.schema.fields != schema.fields)
-    }
-    probes = [replace(probe, schema=schema) for probe in probes if probe.row not in stale]
-    tasks = [[row] for row in sorted(stale)]
-    workers.run(partial(prober, schema=schema), tasks, probes.extend)
-    return sorted(probes, key=lambda probe: probe.row)
+    found = list[Probes]()
+    workers.run(partial(_Prober, options=options), [num_rows], found.append)
+    warn_of_mixed_numbers(found[0].schema)
+    return found[0]
 
 
 def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
@@ -194,63 +155,44 @@ def warn_of_mixed_numbers(schema: Schema) -> None:
 
 
 @dataclass(frozen=True)
-class _Search:
-    """Reads rows until these show what has some names: lists that were empty, and None.
-
-    It returns the schema, and how many rows were read.
-    """
-
-    dataset: Any
-    schema: Schema
-    names: Collection[str]
-
-    def __call__(self, rows: list[int]) -> tuple[Schema, int]:
-        schema = self.schema
-        for count, row in enumerate(rows, 1):
-            schema = merged_schema(schema, read_sample(self.dataset, row)) or schema
-            if not schema.unknown.keys() & set(self.names):
-                return schema, count
-        return schema, len(rows)
-
-
-@dataclass(frozen=True)
 class _Prober:
-    """Probes as many rows as fit into `_MOMENT_S`.
-
-    The first row sets the schema where none is given; later ones may differ in length.
-    """
+    """Reads the probe rows of a dataset of so many rows."""
 
     dataset: Any
     options: FieldOptions
-    schema: Schema | None = None
 
-    def __call__(self, rows: list[int]) -> list[Probe]:
-        end = perf_counter() + _MOMENT_S
-        probes = [self._probe(rows[0], self.schema)]
-        for row in rows[1:]:
-            if perf_counter() > end:
-                break
-            probes.append(self._probe(row, probes[-1].schema))
-        return probes
+    def __call__(self, num_rows: int) -> Probes:
+        rows, durations = probe_rows(num_rows), list[float]()
+        samples = list[Any]()
+        for row in rows:
+            start = perf_counter()
+            samples.append(read_sample(self.dataset, row))
+            durations.append(perf_counter() - start)
+        schema = self._schema(samples, rows, num_rows)
+        digests, sizes = [], list[int]()
+        for row, sample in zip(rows, samples, strict=True):
+            leaves, again = flatten_row(sample, row, schema), read_row(self.dataset, row, schema)
+            for field, one, other in zip(schema.fields, leaves, again, strict=True):
+                if leaf_bytes(one).tobytes() != leaf_bytes(other).tobytes():
+                    raise random_dataset_error(row, field.name)
+            digests.append((row, hash_row(leaves)))
+            sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
+        return Probes(schema, tuple(digests), median(durations), max(sizes), fmean(sizes))
 
-    def _probe(self, row: int, schema: Schema | None) -> Probe:
-        start = perf_counter()
-        sample = read_sample(self.dataset, row)
-        duration_s = perf_counter() - start
-        try:
-            if schema is None:
-                schema = self.options.schema_of(sample)
-        except SchemaError as error:
-            raise SchemaError(f"row {row}, {error}") from error
-        if (merged := merged_schema(schema, sample)) is not None:
-            schema = merged.stored_as(self.options.dtypes)
-        leaves = flatten_row(sample, row, schema)
-        again = read_row(self.dataset, row, schema)
-        for field, one, other in zip(schema.fields, leaves, again, strict=True):
-            if leaf_bytes(one).tobytes() != leaf_bytes(other).tobytes():
-                raise random_dataset_error(row, field.name)
-        num_bytes = sum(leaf_bytes(leaf).nbytes for leaf in leaves)
-        return Probe(row, schema, hash_row(leaves), duration_s, num_bytes)
+    def _schema(self, samples: list[Any], rows: list[int], num_rows: int) -> Schema:
+        """The schema of the samples, and of more where these do not show what has some names."""
+        schema, wanted = infer_schema(samples, rows, self.options), self.options.names
+        found, read = list(samples), list(rows)
+        spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
+        more = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+        while schema.unknown.keys() & wanted and more:
+            # As many as there are: all are looked at again.
+            new, more = more[: len(found)], more[len(found) :]
+            found += [read_sample(self.dataset, row) for row in new]
+            read += new
+            schema = infer_schema(found, read, self.options)
+        check_known(schema, wanted, len(read))
+        return schema
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:

@@ -1,6 +1,6 @@
 """Samples of a dataset: read by row, and checked against the schema of a store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,12 @@ from torch.utils.data import Subset
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.forms import FieldOptions, read_forms
+
+_ONE_STRUCTURE = (
+    "All rows of a store share one structure, and each field one dtype and number of dimensions:"
+    " convert it in the dataset"
+)
 
 
 def read_sample(dataset: Any, row: int) -> Any:
@@ -65,13 +71,44 @@ def _raised(row: int, error: Exception) -> DatasetError:
     return DatasetError(f"the dataset raised at row {row}: {describe_error(error)}")
 
 
-def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
+def infer_schema(samples: Sequence[Any], rows: Sequence[int], options: FieldOptions) -> Schema:
+    """Find the schema of samples; see `Schema.infer`.
+
+    Args:
+        samples: The samples, at least one.
+        rows: The rows that they were read from, for messages.
+        options: What the user says of fields.
+
+    Raises:
+        SchemaError: They have none. The message names the first row that does not fit those before
+            it.
+    """
+    with suppress(SchemaError):
+        return Schema.infer(samples, options)
+    schema: Schema | None = None
+    for count, row in enumerate(rows, 1):
+        try:
+            schema = Schema.infer(samples[:count], options)
+        except MismatchError as error:
+            if schema is None:
+                raise SchemaError(f"row {row}, {error}") from error
+            flatten_row(samples[count - 1], row, schema, lambda: samples[0])
+            raise
+        except SchemaError as error:
+            raise SchemaError(f"row {row}, {error}") from error
+    raise AssertionError("the samples have a schema")
+
+
+def flatten_row(
+    sample: Any, row: int, schema: Schema, another: Callable[[], Any] | None = None
+) -> list[Tensor | np.ndarray]:
     """Return the leaves of the sample at one row, checked by `Schema.flatten`.
 
     Args:
         sample: The sample.
         row: The row that it was read from, for messages.
         schema: The schema of the store.
+        another: Gives a sample that fits, by which the message says what to do.
 
     Raises:
         SchemaError: The sample does not fit. The message names the row.
@@ -79,44 +116,26 @@ def flatten_row(sample: Any, row: int, schema: Schema) -> list[Tensor | np.ndarr
     try:
         return schema.flatten(sample)
     except MismatchError as error:
-        raise SchemaError(f"row {row}, {error}. {_way_out(schema, sample)}") from error
+        remedy = _way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE
+        raise SchemaError(f"row {row}, {error}. {remedy}") from error
     except SchemaError as error:
         raise SchemaError(f"row {row}, {error}") from error
 
 
-def _way_out(schema: Schema, sample: Any) -> str:
-    """What to do about a sample that does not fit."""
+def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
+    """What to do about samples of which the last one does not fit."""
+    known = schema.arguments()
     try:
-        merged = schema.merged(Schema.from_sample(sample))
+        found = Schema.infer(samples, FieldOptions(read_forms(known)))
+    except MismatchError:
+        return _ONE_STRUCTURE
     except SchemaError as error:
         return str(error)
-    if merged is None:
-        return (
-            "All rows of a store share one structure, and each field one dtype and number of"
-            " dimensions: convert it in the dataset"
-        )
-    known, found = schema.arguments(), merged.arguments()
-    argument = {name: each for name, each in found.items() if known.get(name) != each}
+    argument = {name: each for name, each in found.arguments().items() if known.get(name) != each}
     if not argument:
         return "The records of a list must be alike within a row: convert them in the dataset"
-    what = "are None" if merged.optional.keys() - schema.optional.keys() else "differ in length"
+    what = "are None" if found.optional.keys() - schema.optional.keys() else "differ in length"
     return f"Where rows {what}, that must be declared: variable={argument}"
-
-
-def merged_schema(schema: Schema, sample: Any) -> Schema | None:
-    """Find the schema that has one more sample.
-
-    Args:
-        schema: The schema of some samples.
-        sample: Another sample.
-
-    Returns:
-        The schema; None where the sample differs in more than the lengths of fields.
-    """
-    try:
-        return schema.merged(Schema.from_sample(sample))
-    except SchemaError:
-        return None
 
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:

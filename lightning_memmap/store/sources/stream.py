@@ -18,19 +18,17 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_memmap.errors import DatasetError, SchemaError, describe_error
+from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.field_options import FieldOptions
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import flatten_row, merged_schema
+from lightning_memmap.store.samples import flatten_row, infer_schema
 
-#: Instead of a sample, at the end.
-_END = object()
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
@@ -93,19 +91,14 @@ class Spool:
         if not piece:
             read = " A generator gives its rows once." if is_read_once(stream) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
-        try:
-            self.schema = options.schema_of(piece[0])
-        except SchemaError as error:
-            raise SchemaError(f"row 0, {error}") from error
-        for sample in piece[1:]:
-            self.schema = merged_schema(self.schema, sample) or self.schema
-        while self.schema.unknown.keys() & options.forms.keys() and len(piece) < MAX_PROBES:
-            if (sample := next(samples, _END)) is _END:
+        self._first = piece[0]
+        self.schema = infer_schema(piece, range(len(piece)), options)
+        while self.schema.unknown.keys() & options.names and len(piece) < MAX_PROBES:
+            if not (more := list(islice(samples, min(len(piece), MAX_PROBES - len(piece))))):
                 break
-            piece.append(sample)
-            self.schema = merged_schema(self.schema, sample) or self.schema
+            piece += more
+            self.schema = infer_schema(piece, range(len(piece)), options)
         check_known(self.schema, options.names, len(piece))
-        self.schema = self.schema.declaring(options.forms)
         warn_of_mixed_numbers(self.schema)
         with ExitStack() as stack:
             self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
@@ -149,7 +142,8 @@ class Spool:
         stacked = stack_samples(samples, schema.structure, schema.fields)
         if stacked is None:
             rows = [
-                flatten_row(sample, row, schema) for row, sample in enumerate(samples, len(self))
+                flatten_row(sample, row, schema, lambda: self._first)
+                for row, sample in enumerate(samples, len(self))
             ]
             leaves = zip(schema.fields, zip(*rows, strict=True), strict=True)
             stacked = [join_rows(*each) for each in leaves]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.schema import Pad, Schema
+from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.schema.stack import stack_samples
 from tests.texts import texts
@@ -31,11 +32,8 @@ def a_sample(rows: int, columns: int, text: str, is_given: bool) -> dict[str, An
 @given(st.lists(st.tuples(SIZES, SIZES, texts(4), st.booleans()), min_size=1))
 def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> None:
     samples = [a_sample(*values) for values in drawn]
-    schema = Schema.from_sample(a_sample(1, 1, "a", True), {})
-    for row in (a_sample(2, 3, "ab", False), a_sample(0, 2, "", True)):
-        merged = schema.merged(Schema.from_sample(row))
-        assert merged is not None
-        schema = merged
+    shown = [a_sample(1, 1, "a", True), a_sample(2, 3, "ab", False), a_sample(0, 2, "", True)]
+    schema = Schema.infer(shown)
     assert {field.name for field in schema.fields if field.num_variable} == {
         *("text", "array", "tensor", "bytes")
     }
@@ -56,7 +54,7 @@ def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> Non
 
 
 def test_samples_that_may_not_fit_are_not_stacked() -> None:
-    schema = Schema.from_sample(a_sample(2, 3, "ab", True), {"array": Pad()})
+    schema = Schema.infer([a_sample(2, 3, "ab", True)], FieldOptions({"array": Pad()}))
     wrong = {**a_sample(2, 3, "ab", True), "array": np.zeros((2, 4), ">i2")}
     for other in (wrong, {**wrong, "array": [1, 2]}, {**wrong, "array": torch.zeros(2, 3)}):
         samples = [a_sample(2, 3, "ab", True), other]
@@ -74,7 +72,7 @@ def test_leaves_are_stacked_in_given_memory_only_where_all_fit(
 ) -> None:
     arrays = [np.full((size, 3), row, dtype) for row, size in enumerate(sizes)]
     leaves: Any = [native_tensor(array) for array in arrays] if are_tensors else arrays
-    schema = Schema.from_sample(np.zeros((2, 3), "i2"))
+    schema = Schema.infer([np.zeros((2, 3), "i2")])
     # Their sizes may add up all the same.
     room = torch.full((len(sizes), 2, 3), -1, dtype=torch.int16)
     stacked = stack_samples(leaves, schema.structure, schema.fields, [room])

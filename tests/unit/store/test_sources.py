@@ -257,7 +257,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     tmp_path: Path, kind: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = kind(tmp_path)
-    assert source_of(dataset, Schema.from_sample(dataset[0])) is not None
+    assert source_of(dataset, Schema.infer([dataset[0]])) is not None
     by_items = build_store(Wrapped(dataset), tmp_path / "items", num_shards=7, progress=False)
     # In many ranges, of which the last one is not whole.
     monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)

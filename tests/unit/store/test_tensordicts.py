@@ -74,7 +74,7 @@ def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None
 
 def test_tensordict_is_stored_by_slices(tmp_path: Path) -> None:
     dataset = nested(50)
-    assert source_of(dataset, Schema.from_sample(dataset[0])) is not None
+    assert source_of(dataset, Schema.infer([dataset[0]])) is not None
     by_slices = build_store(dataset, tmp_path / "slices", progress=False)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     assert by_slices.manifest.checksums == by_items.manifest.checksums
@@ -102,7 +102,7 @@ def test_row_with_other_keys_is_refused(tmp_path: Path) -> None:
 
 
 def test_schema_comes_back_from_json() -> None:
-    schema = Schema.from_sample(nested(3)[0])
+    schema = Schema.infer([nested(3)[0]])
     assert read_schema(schema.to_json()) == schema
 
 
@@ -116,7 +116,7 @@ def test_tensorclass_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature_dims", [-1, "1", None])
 def test_schema_that_is_no_tensordict_is_refused(feature_dims: Any) -> None:
-    value = Schema.from_sample(nested(3)[0]).to_json()
+    value = Schema.infer([nested(3)[0]]).to_json()
     value["structure"]["children"][1]["feature_dims"] = feature_dims
     with pytest.raises(SchemaError):
         read_schema(value)

@@ -1,0 +1,226 @@
+"""Inference: the structure and the fields that all of some samples have, found path by path."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memmap.errors import MismatchError, SchemaError
+from lightning_memmap.schema.fields import Field, dtype_name
+from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.leaves import describe_leaf, describe_rows, is_missing
+from lightning_memmap.schema.names import field_name
+from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
+from lightning_memmap.schema.structure import (
+    CLASS_KINDS,
+    LEAF,
+    MASK,
+    MAX_DEPTH,
+    NONE,
+    SEQUENCE,
+    Node,
+    Path,
+    children_of,
+)
+
+#: What some samples have at a path: its structure, and its fields in order.
+Part = tuple[Node, list[Field]]
+
+
+def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
+    """Find what samples have. They may differ in the lengths of lists, in the sizes of fields, in
+    what is None, and in the order of a dict's keys.
+
+    Args:
+        samples: The samples, at least one. The order of keys is that of the first one.
+        forms: The form of each field and list that may differ in length, or be None, in other
+            samples.
+
+    Raises:
+        MismatchError: They differ in more than that.
+        SchemaError: A sample cannot be stored. The message names the field.
+    """
+    return _Inference(forms, 0, describe_leaf).part(samples, ())
+
+
+def infer_batch(batch: Any) -> Part:
+    """Find what the rows of a batch have.
+
+    Raises:
+        SchemaError: They cannot be stored. The message names the field.
+    """
+    return _Inference({}, 1, describe_rows).part([batch], ())
+
+
+@dataclass(frozen=True)
+class _Inference:
+    """Looks at the values of all samples at one path.
+
+    Args:
+        forms: As of `infer_samples`.
+        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
+        describe: Describes the field of a leaf.
+    """
+
+    forms: Mapping[str, Form]
+    number_ndim: int
+    describe: Callable[[str, Any], Field]
+
+    def part(
+        self, values: Sequence[Any], path: Path, *, in_record: bool = False, is_record: bool = False
+    ) -> Part:
+        """What values have.
+
+        Args:
+            values: What samples have at the path.
+            path: Where that is.
+            in_record: Whether they are in the records of a list.
+            is_record: Whether they are such records, which have the path of the list.
+        """
+        if len(path) > MAX_DEPTH:
+            raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
+        # A batch has no rows that are missing.
+        given = [value for value in values if self.number_ndim or not is_missing(value)]
+        if not path and not is_record and len(given) < len(values):
+            raise SchemaError("the sample is None: leave the row out of the dataset")
+        if not given:
+            return NONE, []
+        form = self.forms.get(field_name(path)) if path and not is_record else None
+        found = self._given(given, path, in_record)
+        if len(given) == len(values) and not (form is not None and form.nullable):
+            return found
+        return _optional(*found, path)
+
+    def _given(self, values: Sequence[Any], path: Path, in_record: bool) -> Part:
+        found = [children_of(value, path) for value in values]
+        containers = [each for each in found if each is not None]
+        if not containers:
+            fields = [self.describe(field_name(path), value) for value in values]
+            return LEAF, [_merged(fields, path)]
+        if len(containers) < len(found):
+            raise _differ(path)
+        if {kind for kind, _, _ in containers} <= {"tuple", "list"}:
+            return self._list(
+                [children for _, _, children in containers], containers, path, in_record
+            )
+        return self._container(containers, values, path, in_record)
+
+    def _list(
+        self, lists: Sequence[Sequence[Any]], containers: Any, path: Path, in_record: bool
+    ) -> Part:
+        lengths = set(map(len, lists))
+        differ, is_declared = len(lengths) > 1, bool(path) and field_name(path) in self.forms
+        if lengths == {0}:
+            return Node(containers[0][0]), []
+        if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
+            field = self._numbers(
+                [each for each in lists if len(each)], path, differ or is_declared
+            )
+            if field is not None:
+                return SEQUENCE, [replace(field, shape=(None,)) if differ else field]
+            if differ and in_record:
+                raise SchemaError(
+                    f"field {field_name(path)!r}: the records of a list have lists of different"
+                    " lengths there, which cannot be stored: join them into one array or text each"
+                )
+            if (differ or is_declared) and not in_record:
+                records = [*chain.from_iterable(lists)]
+                try:
+                    record, fields = self.part(records, path, in_record=True, is_record=True)
+                except MismatchError as error:
+                    raise MismatchError(
+                        f"{field_name(path)!r} is a list of parts that differ in more than their"
+                        " values: give all of them the same fields"
+                    ) from error
+                return Node("records", (), (record,)), [field.in_list for field in fields]
+        return self._container(containers, (), path, in_record)
+
+    def _numbers(
+        self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
+    ) -> Field | None:
+        """The field of lists of numbers of one dtype; None where they have other things."""
+        dtypes = {number_dtype(each, self.number_ndim) for each in lists}
+        name = field_name(path)
+        if len(dtypes) == 1 and None not in dtypes:
+            return self.describe(name, stack_numbers(name, lists[0], self.number_ndim))
+        numbers = {number_dtype([value], self.number_ndim) for value in chain.from_iterable(lists)}
+        if None in numbers or (None in dtypes and not must_agree):
+            return None
+        found = " and ".join(sorted(dtype_name(dtype) for dtype in numbers if dtype is not None))
+        raise SchemaError(
+            f"rows of {name!r} are lists of {found}: give all numbers one dtype, such as"
+            " [1.0, 2.0], or arrays in place of the lists"
+        )
+
+    def _container(
+        self, containers: Any, values: Sequence[Any], path: Path, in_record: bool
+    ) -> Part:
+        kind, keys, _ = containers[0]
+        classes = {type(value).__name__ for value in values} if kind in CLASS_KINDS else {""}
+        alike = {(each[0], frozenset(each[1])) for each in containers}
+        if len(alike) > 1 or len(classes) > 1:
+            raise _differ(path)
+        children = [dict(zip(each[1], each[2], strict=True)) for each in containers]
+        nodes, fields = [], list[Field]()
+        for key in keys:
+            node, within = self.part(
+                [each[key] for each in children], (*path, key), in_record=in_record
+            )
+            nodes.append(node)
+            fields += within
+        feature_dims = 0
+        if kind == "tensordict":
+            _check_tensors(values[0], fields, path)
+            feature_dims = len(fields[0].shape) + self.number_ndim - values[0].batch_dims
+        return Node(kind, tuple(keys), tuple(nodes), classes.pop(), feature_dims), fields
+
+
+def _check_tensors(value: Any, fields: Sequence[Field], path: Path) -> None:
+    """Check that a TensorDict has only what a store keeps of one."""
+    if not fields:
+        raise SchemaError(f"field {field_name(path)!r}: found an empty TensorDict: leave it out")
+    for key in value.keys(include_nested=True, leaves_only=True):
+        if not isinstance(leaf := value.get(key), Tensor):
+            name = field_name((*path, *(key if isinstance(key, tuple) else (key,))))
+            raise SchemaError(
+                f"field {name!r}: found {type(leaf).__name__} in a TensorDict, of which only"
+                " tensors are stored: give it beside the tensors, in a dict or tuple"
+            )
+
+
+def _merged(fields: Sequence[Field], path: Path) -> Field:
+    """The field that has the rows of several."""
+
+    def merge(one: Field, other: Field) -> Field:
+        found = one.merged(other)
+        if found is None:
+            raise _differ(path)
+        return found
+
+    return reduce(merge, fields)
+
+
+def _differ(path: Path) -> MismatchError:
+    return MismatchError(f"field {field_name(path)!r}: the samples differ there")
+
+
+def _optional(node: Node, fields: list[Field], path: Path) -> Part:
+    """What is None in some rows, with the field that says in which."""
+    if node.kind == "records" and node.children[0].kind == "optional":
+        raise SchemaError(
+            f"field {field_name(path)!r}: some rows are None in place of a list, and some lists"
+            " have None in them, and only one of these can be stored: give an empty list in place"
+            " of the rows that are None, or leave None out of the lists"
+        )
+    name = field_name((*path, MASK))
+    if name in {field.name for field in fields}:
+        raise SchemaError(
+            f"field {name!r}: {field_name(path)!r} is None in some rows, and the field of this name"
+            " is to say in which: rename it in the dataset"
+        )
+    mask = Field(name, torch.bool, (), "mask")
+    return Node("optional", (), (node, LEAF)), [*fields, mask]
