@@ -34,8 +34,7 @@ from lightning_memmap.loading.window_sizes import (
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows
-from lightning_memmap.store.columns.variable import Located
+from lightning_memmap.store.columns import ItemRows, Located
 from lightning_memmap.store.series import windows_over
 
 #: Runs of a shard in a window that are few: it may wrap around, and reach into another store.

@@ -94,7 +94,8 @@ def test_store_that_is_replaced_once_it_is_open_is_never_mixed_with_the_new_one(
         with pytest.raises(StoreError, match=r"b/.* was replaced .*: open it again"):
             JoinedStore(tmp_path, stores)
         return
-    loader = loader_over(make_split(joined), 12, collate=FormedCollate(joined.schema))
+    collate = FormedCollate(joined.schema)
+    loader = loader_over(joined, make_split(joined), 12, collate=collate)
     batches = [step.to("cpu") for step in loader]
     seen = {*chain(*(zip(each["x"].tolist(), each["text"], strict=True) for each in batches))}
     assert seen == {(1, "1"), (2, "2")}
