@@ -113,7 +113,7 @@ class Replaced(Wrapped):
 
 def column_files(store: Store) -> dict[str, bytes]:
     """What the files of fields of fixed shape contain, by their names."""
-    return {path.name: path.read_bytes() for path in store.path.glob("*.memmap")}
+    return {path.name: path.read_bytes() for path in store.files.glob("*.memmap")}
 
 
 def in_dataset_order(store: Store) -> dict[str, Tensor]:

@@ -147,7 +147,6 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path
         (["--variants", "dpp"], "'dpp' is unknown"),
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
-        (["--scaling", "a"], "scaling='a'"),
         (["--config", "other.yaml"], "--config is given 2 times"),
         (["--out", "tests"], "holds something other than"),
     ],

@@ -315,7 +315,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
 def test_import_twice_registers_once(tmp_path: Path) -> None:
     program = """
 import importlib
-import lightning_memmap, lightning_memmap.strategies._registry as registry
+import lightning_memmap, lightning_memmap.strategies as registry
 from lightning.pytorch.strategies import StrategyRegistry
 before = dict(StrategyRegistry)
 importlib.reload(registry)

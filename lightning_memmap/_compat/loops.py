@@ -1,8 +1,7 @@
 """Private names of Lightning's loops and loaders."""
 
-import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -232,85 +231,21 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
     trainer.callbacks = [*trainer.callbacks, _SettleCounts(loop._batches_that_stepped)]
 
 
-def make_proxy(original: Any, **overrides: Any) -> Any:
-    """An object that differs from another one in some attributes, and shares all of its state.
-
-    Args:
-        original: An object that keeps its state in its ``__dict__``.
-        **overrides: By name: a property, or a value, which then cannot be assigned.
-
-    Returns:
-        An instance of a new subclass of the original's class.
-    """
-    namespace: dict[str, Any] = {"__slots__": (), "_proxy_original": original}
-    for name, value in overrides.items():
-        namespace[name] = value if isinstance(value, property) else _constant(value)
-    kind = types.new_class(
-        type(original).__name__, (type(original),), exec_body=lambda body: body.update(namespace)
-    )
-    proxy: Any = object.__new__(kind)
-    object.__setattr__(proxy, "__dict__", original.__dict__)
-    return proxy
-
-
-def original_of(value: Any) -> Any:
-    """The original of a proxy.
-
-    Args:
-        value: What `make_proxy` returned, or any other object.
-
-    Returns:
-        The original; the value itself if it is not a proxy.
-    """
-    return vars(type(value)).get("_proxy_original", value)
-
-
-def _constant(value: Any) -> property:
-    return property(lambda proxy: value)
-
-
-def make_strategy_proxy(strategy: Any, given_optimizers: list[Any], **overrides: Any) -> Any:
-    """The proxy of a strategy, with other optimizers for a module that asks for them.
-
-    Args:
-        strategy: The strategy.
-        given_optimizers: What ``self.optimizers()`` of the module returns, one for each optimizer.
-        **overrides: As for `make_proxy`.
-    """
-    return make_proxy(strategy, _lightning_optimizers=given_optimizers, **overrides)
-
-
-def lightning_optimizers(strategy: Any) -> list[Any]:
-    """The optimizers as Lightning wraps them for the module.
-
-    Args:
-        strategy: A strategy after its set-up.
-
-    Returns:
-        A ``LightningOptimizer`` for each of ``strategy.optimizers``, in the same order.
-    """
-    optimizers: list[Any] = strategy._lightning_optimizers
-    return optimizers
-
-
-def make_trainer_proxy(trainer: Any, results: Any, **overrides: Any) -> Any:
-    """The proxy of a Trainer, with other results: what ``self.log`` writes to.
+def make_trainer_proxy(trainer: Any, results: Callable[[], Any]) -> Any:
+    """A Trainer that shares all of its state with another one, but for what ``self.log`` writes to.
 
     Args:
         trainer: The Trainer.
-        results: Returns the results, each time they are needed.
-        **overrides: As for `make_proxy`.
-    """
-    return make_proxy(trainer, _results=property(lambda proxy: results()), **overrides)
-
-
-def results_of(trainer: Any) -> Any:
-    """The results of a Trainer, which ``self.log`` writes to.
-
-    Args:
-        trainer: A Trainer that runs a stage.
+        results: Returns what takes the place of Lightning's results, each time they are needed.
 
     Returns:
-        Lightning's results; None in a stage that logs nothing.
+        An instance of a new subclass of the Trainer's class.
     """
-    return trainer._results
+    kind: Any = type(
+        type(trainer).__name__,
+        (type(trainer),),
+        {"__slots__": (), "_results": property(lambda proxy: results())},
+    )
+    proxy: Any = object.__new__(kind)
+    object.__setattr__(proxy, "__dict__", trainer.__dict__)
+    return proxy

@@ -74,22 +74,3 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
         setattr(target, name, merged)
     target._update_count = sum(metric._update_count for metric in updated)
     target._computed = None
-
-
-def batch_value(metric: Metric) -> Any:
-    """What a metric's ``forward`` returned last.
-
-    Returns:
-        The value over the rows of that call; None if there was no call since a reset.
-    """
-    return metric._forward_cache
-
-
-def set_batch_value(metric: Metric, value: Any) -> None:
-    """Set what a metric's ``forward`` returned last, which ``self.log`` logs for a step.
-
-    Args:
-        metric: The metric.
-        value: The value over the rows of the step.
-    """
-    metric._forward_cache = value

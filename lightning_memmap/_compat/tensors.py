@@ -1,4 +1,4 @@
-"""Private names of torch: memory, process groups, operations on many tensors."""
+"""Private names of torch: the memory of tensors, process groups, fake tensors."""
 
 import sys
 from collections.abc import Iterable
@@ -10,8 +10,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -76,30 +74,6 @@ def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
     """
     made: Tensor = NestedTensor(values, offsets)
     return made
-
-
-def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of the same shapes, in few kernels if they are on one device.
-
-    On GPUs the copies are enqueued and not waited for.
-
-    Args:
-        targets: The tensors to write to, on any devices.
-        sources: As many tensors, in the same order.
-    """
-    with torch.no_grad():
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def add_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Add tensors of the same shapes in place, in few kernels.
-
-    Args:
-        targets: Dense tensors that are added to, on one device.
-        sources: As many tensors on the same device, in the same order.
-    """
-    with torch.no_grad():
-        torch._foreach_add_(targets, sources)
 
 
 def without_computing(module: nn.Module, example: Any) -> None:

@@ -5,7 +5,6 @@ import json
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,17 +12,14 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.snapshots import (
-    dump_cuda_memory_snapshot,
-    record_cuda_memory_history,
-)
-from lightning_memmap._compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.variable_leaves import dense_tensors
-from lightning_memmap.strategies.scattering.batch import ScatteredBatch
+from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: The kinds of memory, from the bottom of a picture to its top.
 KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
@@ -81,15 +77,7 @@ def batches_of(batch: Any) -> list[Any]:
     """
     if isinstance(batch, SuperBatch):
         return batch.batches
-    return batch.batches if isinstance(batch, ScatteredBatch) else [batch]
-
-
-@dataclass
-class _Allocation:
-    kind: str
-    num_bytes: int
-    began_s: float
-    ended_s: float | None = None
+    return batch.parts if isinstance(batch, MicroBatches) else [batch]
 
 
 class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
@@ -101,21 +89,25 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.start_s = perf_counter()
-        self._allocations: list[_Allocation] = []
-        self._live: dict[int, tuple[Any, _Allocation]] = {}
+        self._start_s = perf_counter()
+        self._kinds: list[str] = []
+        #: Time, change of bytes, number of the storage.
+        self._events: list[tuple[float, int, int]] = []
+        self._live: dict[int, tuple[Any, int]] = {}
 
     def add(self, tensors: Iterable[Any], kind: str, *, from_start: bool = False) -> None:
         """Set the kind of the memory of tensors.
 
+        Of a DTensor the local shard counts; what is on the meta device or not dense is ignored.
+
         Args:
-            tensors: Tensors, some of which may be traced already. Of a DTensor the local shard
-                counts; what is on the meta device or not dense is ignored.
+            tensors: Tensors, some of which may be traced already.
             kind: One of `KINDS`.
             from_start: Whether those that are not traced yet existed when the trace began.
         """
         for tensor in tensors:
-            self._find(tensor, self.start_s if from_start else perf_counter()).kind = kind
+            if (number := self._number_of(tensor, from_start)) is not None:
+                self._kinds[number] = kind
 
     @override
     def __torch_dispatch__(
@@ -124,56 +116,43 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._find(leaf, perf_counter())
+                self._number_of(leaf)
         return result
 
-    def _find(self, tensor: Any, now_s: float) -> _Allocation:
+    def _number_of(self, tensor: Any, from_start: bool = False) -> int | None:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.device.type == "meta" or local.layout is not torch.strided:
-            return _Allocation("activations", 0, now_s)
+            return None
         storage = local.untyped_storage()
-        key = id(storage)
-        if key in self._live:
-            return self._live[key][1]
-        allocation = _Allocation("activations", storage.nbytes(), now_s)
+        key, num_bytes = id(storage), storage.nbytes()
+        if key not in self._live:
+            number = len(self._kinds)
+            self._kinds.append("activations")
+            self._note(num_bytes, number, from_start)
 
-        def end(_: Any) -> None:
-            allocation.ended_s = perf_counter()
-            del self._live[key]
+            def end(_: Any) -> None:
+                self._note(-num_bytes, number)
+                del self._live[key]
 
-        self._live[key] = (weakref.ref(storage, end), allocation)
-        self._allocations.append(allocation)
-        return allocation
+            self._live[key] = (weakref.ref(storage, end), number)
+        return self._live[key][1]
 
-    def series(self, num_points: int = 400) -> dict[str, list[float]]:
-        """Bytes of each kind over time.
+    def _note(self, change: int, number: int, from_start: bool = False) -> None:
+        time_s = 0.0 if from_start else perf_counter() - self._start_s
+        self._events.append((time_s, change, number))
 
-        Args:
-            num_points: Maximum number of moments, spread evenly over allocations and releases. Of
-                several that are merged, the one with the most bytes is kept.
+    def series(self) -> dict[str, list[float]]:
+        """``time_s``, the seconds since the start, and the bytes of each of `KINDS` at these times.
 
-        Returns:
-            ``time_s``, in seconds since the start of the trace, and the bytes of each of `KINDS`.
+        A moment for each allocation and release; what existed at the start is one.
         """
-        events: list[tuple[float, int, str]] = []
-        for found in self._allocations:
-            events.append((found.began_s - self.start_s, found.num_bytes, found.kind))
-            if found.ended_s is not None:
-                events.append((found.ended_s - self.start_s, -found.num_bytes, found.kind))
-        events.sort(key=lambda event: event[0])
-        sizes = dict.fromkeys(KINDS, 0)
-        moments: dict[int, tuple[float, dict[str, int]]] = {}
-        per_moment = max(1.0, len(events) / num_points)
-        for index, (time_s, num_bytes, kind) in enumerate(events):
-            sizes[kind] += num_bytes
-            # Everything that existed at the start is one moment.
-            moment = int(index / per_moment) if time_s > 0 else 0
-            if moment not in moments or sum(sizes.values()) >= sum(moments[moment][1].values()):
-                moments[moment] = (time_s, dict(sizes))
-        return {
-            "time_s": [time_s for time_s, _ in moments.values()],
-            **{kind: [float(found[kind]) for _, found in moments.values()] for kind in KINDS},
-        }
+        sizes = dict.fromkeys(KINDS, 0.0)
+        moments: dict[float, list[float]] = {}
+        for time_s, change, number in sorted(self._events):
+            sizes[self._kinds[number]] += change
+            moments[time_s] = [time_s, *sizes.values()]
+        columns = map(list, zip(*moments.values(), strict=True))
+        return dict(zip(("time_s", *KINDS), columns, strict=True)) if moments else {}
 
 
 class MemoryTrace(L.Callback):
@@ -219,7 +198,8 @@ class MemoryTrace(L.Callback):
     ) -> None:
         if self._step == self._steps.start:
             if trainer.strategy.root_device.type == "cuda":
-                record_cuda_memory_history(True)
+                # torch has no public name for the history that its viewer shows.
+                torch.cuda.memory._record_memory_history(enabled="all")
             self._tracer = AllocationTracer()
             state = optimizer_tensors(trainer.optimizers)
             self._tracer.add(live_parameters(), "parameters", from_start=True)
@@ -276,7 +256,8 @@ class MemoryTrace(L.Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         rank = trainer.global_rank
         if trainer.strategy.root_device.type == "cuda":
-            dump_cuda_memory_snapshot(self._directory / f"memory_snapshot_rank{rank}.pickle")
-            record_cuda_memory_history(False)
+            path = self._directory / f"memory_snapshot_rank{rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
         path = self._directory / f"memory_trace_rank{rank}.json"
         path.write_text(json.dumps(tracer.series()), encoding="utf-8")

@@ -19,8 +19,8 @@ from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.plan import StorePlan
-from lightning_memmap.store.recovery import is_store
+from lightning_memmap.store.building import StorePlan
+from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place
 
 #: For predicted rows that are not in a store.

@@ -23,7 +23,7 @@ TRAINER_OPTIONS = (
 )
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
 #: Most of the first steps of a check run look at one thing more.
-_LEAST_CHECK_STEPS = 5
+_LEAST_CHECK_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class ComparisonOptions:
         steps: Steps that are measured in each of them.
         warmup_steps: Steps before those, which are not measured.
         check_steps: Steps that are checked for parity, in a run of their own.
-        scaling: Numbers of devices to measure the speed on as well, such as ``1,2,4``.
         accelerator: ``auto``, ``cpu`` or ``cuda``.
         tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
             says for the precision.
@@ -62,7 +61,6 @@ class ComparisonOptions:
     steps: int = 100
     warmup_steps: int = 10
     check_steps: int = 10
-    scaling: str = ""
     accelerator: str = "auto"
     tolerance: float | None = None
     timeout_s: float = 1800.0
@@ -88,14 +86,6 @@ class ComparisonOptions:
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s}: more than 0 seconds")
         parse_variants(self.variants)
-        if min(self.scaling_counts, default=1) < 1:
-            raise ValueError(f"scaling={self.scaling!r}: write numbers of devices, like 1,2,4")
-
-    @property
-    def scaling_counts(self) -> tuple[int, ...]:
-        """The numbers of devices of ``scaling``; 0 stands for what is not a number."""
-        parts = [part.strip() for part in self.scaling.split(",") if part.strip()]
-        return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from lightning_memmap.placement import DataTopology, data_parallel_rank, topolog
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.store import Store
+from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.recovery import is_store
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8

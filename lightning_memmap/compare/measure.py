@@ -7,15 +7,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from math import nan
 from pathlib import Path
-from time import monotonic, perf_counter, time
+from time import monotonic, perf_counter
 from typing import Any, cast
 
 import lightning as L
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
@@ -27,9 +25,9 @@ from lightning_memmap.compare.rows import MODULUS, hash_batch
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
-#: Steps of a check run, counted from 0, in which it measures bytes, movement and operations: by
+#: Steps of a check run, counted from 0, in which it measures bytes and movement: by
 #: then the optimizer has its state, and what is allocated once has been allocated.
-_BYTES_STEP, _MOVEMENT_STEP, _FLOPS_STEP = 1, 2, 3
+_BYTES_STEP, _MOVEMENT_STEP = 1, 2
 #: How often a run writes how many steps are done.
 _PROGRESS_S = 0.2
 
@@ -48,7 +46,7 @@ class RunCallback(L.Callback, ABC):
         self.data = data
         self._losses: list[Tensor | None] = []
         self._started_s = perf_counter()
-        self._first_batch_s = self._process_to_first_batch_s = nan
+        self._first_batch_s = nan
         self._shown_s = 0.0
 
     @override
@@ -71,7 +69,6 @@ class RunCallback(L.Callback, ABC):
             if (device := trainer.strategy.root_device).type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
             self._first_batch_s = perf_counter() - self._started_s
-            self._process_to_first_batch_s = time() - psutil.Process().create_time()
         self.begin_step(batch)
 
     @override
@@ -109,7 +106,6 @@ class RunCallback(L.Callback, ABC):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seen, values = self.observe(trainer, pl_module)
         seen.first_batch_s = self._first_batch_s
-        seen.process_to_first_batch_s = self._process_to_first_batch_s
         rank = Rank(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -164,7 +160,6 @@ class CheckCallback(RunCallback):
         super().__init__(spec, data)
         self._loader_hashes = hashes
         self._model_hashes: list[int] = []
-        self._flops = FlopCounterMode(display=False)
         self._movement = MovementRecorder()
         self._open = ExitStack()
         self._is_assembled = True
@@ -184,8 +179,6 @@ class CheckCallback(RunCallback):
             parts = batches_of(batch)
             self._is_assembled = parts[0] is batch
             self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in tensors_of(part))
-        if step == _FLOPS_STEP:
-            self._open.enter_context(self._flops)
         if step == _MOVEMENT_STEP:
             self._open.enter_context(self._movement)
 
@@ -218,7 +211,6 @@ class CheckCallback(RunCallback):
             trainer,
             state_bytes=self._state_bytes,
             moved_bytes=self._movement.num_bytes + self._moved_row_bytes(trainer),
-            flops=self._flops.get_total_flops(),
         )
         return seen, {
             "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],

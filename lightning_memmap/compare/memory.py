@@ -7,15 +7,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import (
-    TorchDispatchMode,
-    dense_parts,
-    process_group_size,
-    storage_key,
-    tree_leaves,
-)
+from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
 from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
 
 #: Operations in which a process sends something, the longer names first.

@@ -12,7 +12,6 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 import lightning as L
-import torch
 
 from lightning_memmap.compare.memory import device_peaks, process_memory
 from lightning_memmap.sizes import format_bytes
@@ -31,19 +30,15 @@ class Observed:
         trainer: The Trainer.
         steps: Seconds of each of `PARTS` of each measured step, in a timed run.
         first_batch_s: Seconds from ``Trainer.fit`` until the first batch was on its device.
-        process_to_first_batch_s: The same from the start of the process, with its imports.
         state_bytes: In a check run: by device, the bytes of parameters, gradients and optimizer.
         moved_bytes: In a check run: bytes that left this process or a device in a step.
-        flops: In a check run: floating point operations of a step.
     """
 
     trainer: L.Trainer
     steps: list[dict[str, float]] = field(default_factory=list)
     first_batch_s: float = 0.0
-    process_to_first_batch_s: float = 0.0
     state_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     moved_bytes: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,13 +69,11 @@ class Run:
         ranks: What they wrote.
         global_batch: Rows of a step.
         ideal_rate: Rows per second of the same strategy replaying one batch; None if not measured.
-        flops_per_row: Floating point operations for a row in the reference; None if not counted.
     """
 
     ranks: Sequence[Rank]
     global_batch: int
     ideal_rate: float | None = None
-    flops_per_row: float | None = None
 
     def values(self, collect: Callable[[Observed], Any]) -> list[Any]:
         """What a function collected in each process."""
@@ -153,8 +146,8 @@ def steps(seen: Observed) -> Any:
 
 
 def first_batch(seen: Observed) -> Any:
-    """Seconds to the first batch, from the fit and from the start of the process."""
-    return [seen.first_batch_s, seen.process_to_first_batch_s]
+    """Seconds to the first batch."""
+    return seen.first_batch_s
 
 
 def memory(seen: Observed) -> Any:
@@ -167,11 +160,6 @@ def peaks(seen: Observed) -> Any:
     return device_peaks()
 
 
-def threads(seen: Observed) -> Any:
-    """Threads of torch."""
-    return torch.get_num_threads()
-
-
 def state(seen: Observed) -> Any:
     """Bytes of the model by device."""
     return seen.state_bytes
@@ -180,11 +168,6 @@ def state(seen: Observed) -> Any:
 def moved(seen: Observed) -> Any:
     """Bytes that move in a step."""
     return seen.moved_bytes
-
-
-def flops(seen: Observed) -> Any:
-    """Floating point operations of a step."""
-    return seen.flops
 
 
 def rate_of(run: Run) -> float:
@@ -201,10 +184,6 @@ def _step_s(rank: Rank) -> float:
 
 def _part_s(run: Run, *parts: str) -> float:
     return fmean(sum(step[part] for part in parts) for own in run.values(steps) for step in own)
-
-
-def _first_batch_s(run: Run, index: int) -> float:
-    return float(max(found[index] for found in run.values(first_batch)))
 
 
 def _all_processes(run: Run) -> list[Any]:
@@ -271,12 +250,8 @@ METRICS = {
             "first_batch_s", "time to first batch", SECONDS,
             "from `Trainer.fit` until the first batch is on its device, in the slowest process:"
             " processes and workers started, store opened, shards placed",
-            first_batch, partial(_first_batch_s, index=0), better="less", table="speed",
-        ),
-        Metric(
-            "process_to_first_batch_s", "process to first batch", SECONDS,
-            "the same from the start of the process, with its imports",
-            first_batch, partial(_first_batch_s, index=1),
+            first_batch, lambda run: float(max(run.values(first_batch))), better="less",
+            table="speed",
         ),
         *(
             Metric(
@@ -322,20 +297,6 @@ METRICS = {
         Metric(
             "device_reserved_bytes", "reserved", BYTES, "the same of reserved memory",
             peaks, partial(_peak_bytes, index=1), table="devices",
-        ),
-        Metric(
-            "flops_per_s", "FLOP/s", COUNT,
-            "floating point operations per second, as torch counts them in the reference",
-            steps, lambda run: run.flops_per_row * rate_of(run) if run.flops_per_row else None,
-        ),
-        Metric(
-            "flops_per_step", "FLOP per step", COUNT,
-            "floating point operations of a step in all processes, as far as torch counts them",
-            flops, lambda run: sum(run.values(flops)), run="check",
-        ),
-        Metric(
-            "threads", "threads", COUNT, "threads that torch uses in each process",
-            threads, lambda run: run.values(threads)[0],
         ),
     )
 }  # fmt: skip

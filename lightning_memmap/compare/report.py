@@ -70,17 +70,6 @@ class VariantResult:
 
 
 @dataclass(frozen=True)
-class ScalingPoint:
-    """Rows per second of each run of a variant on a number of devices; without any, the reason."""
-
-    variant: str
-    devices: int
-    global_batch: int
-    samples_per_s: Sequence[float] = field(default_factory=list)
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Change:
     """How the median of one figure of one variant changed since a baseline."""
 
@@ -128,7 +117,6 @@ class Report:
         model: The model.
         reference: Name of the variant that the others are compared with; empty where none finished.
         variants: In the order in which they were asked for.
-        scaling: Speed on several numbers of devices.
         left_out: Parts of the config that a comparison does not use.
         interrupted: Whether the user stopped it.
         regression: What changed since a baseline; None where none was given.
@@ -142,7 +130,6 @@ class Report:
     model: dict[str, Any]
     reference: str
     variants: Sequence[VariantResult]
-    scaling: Sequence[ScalingPoint] = field(default_factory=list)
     left_out: Sequence[str] = field(default_factory=list)
     interrupted: bool = False
     regression: Regression | None = None
@@ -226,11 +213,10 @@ def read_report(path: str | Path) -> Report:
         values.pop(name, None)
     try:
         variants = [_variant(**each) for each in values.pop("variants")]
-        scaling = [ScalingPoint(**each) for each in values.pop("scaling")]
         if (regression := values.pop("regression")) is not None:
             changes = [Change(**each) for each in regression.pop("changes")]
             regression = Regression(changes=changes, **regression)
-        return Report(variants=variants, scaling=scaling, regression=regression, **values)
+        return Report(variants=variants, regression=regression, **values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a whole report, run the comparison again: {error!r:.300}"

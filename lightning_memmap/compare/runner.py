@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from math import isfinite
@@ -18,13 +17,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_memmap.arguments import read_config
 from lightning_memmap.compare.config import ComparisonOptions, RunKind, RunSpec, shared_config
 from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
-from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
-from lightning_memmap.compare.report import Report, ScalingPoint, Status, VariantResult
+from lightning_memmap.compare.parity import (
+    CheckedRun,
+    Parity,
+    check_parity,
+    default_tolerance,
+)
+from lightning_memmap.compare.report import Report, Status, VariantResult
 from lightning_memmap.compare.variants import Machine, Variant, parse_variants
 from lightning_memmap.compare.worker import ConfigCheck
 from lightning_memmap.errors import MemmapError
@@ -133,12 +136,9 @@ class _Variant:
     status: Status = "pending"
     reason: str = ""
     check: list[Rank] = field(default_factory=list)
-    checked: CheckedRun | None = None
+    parity: Parity | None = None
+    losses: list[float] = field(default_factory=list)
     timed: list[list[Rank]] = field(default_factory=list)
-
-    def stop(self, error: RunError) -> None:
-        """Do no further runs of this variant."""
-        self.status, self.reason = "refused" if error.refused else "failed", str(error)
 
 
 class Comparison:
@@ -171,8 +171,9 @@ class Comparison:
         self._out = Path(options.out)
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._variants = [_Variant(variant) for variant in parse_variants(options.variants)]
-        self._scaling: list[ScalingPoint] = []
         self._facts: dict[str, Any] = {}
+        #: What the others are compared with, and its weights.
+        self._reference: tuple[_Variant, CheckedRun] | None = None
 
     def run(self) -> Report:
         """Do all runs. After Ctrl-C, the report has what is finished.
@@ -198,17 +199,20 @@ class Comparison:
         is_interrupted = False
         try:
             for each in self._variants:
-                each.reason = self._obstacle(each.variant, self._options.devices)
+                configures_itself = self._facts["model"]["configures_itself"]
+                each.reason = each.variant.obstacle(
+                    self._machine, self._options.devices, configures_itself
+                )
                 if each.reason:
                     each.status = "unavailable"
                     self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
-            for each in self._pending():
-                self._check(each)
+            # The single device with the store is the reference; without it, the first that runs.
+            for each in sorted(self._pending(), key=lambda each: each.variant != Variant("auto")):
+                self._try(each, "check")
             # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
                 for each in self._pending():
-                    self._time(each, repeat)
-            self._scale()
+                    self._try(each, "timed", repeat)
         except KeyboardInterrupt:
             is_interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
@@ -227,11 +231,8 @@ class Comparison:
             (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
 
-    def _spec(
-        self, kind: RunKind, folder: str, variant: Variant | None = None, devices: int | None = None
-    ) -> RunSpec:
-        options, data = self._options, self._facts.get("data", {})
-        devices = devices or options.devices
+    def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
+        options, devices = self._options, self._options.devices
         mine = {"devices": 1} if variant is None else variant.trainer_options(devices)
         timed = kind == "timed"
         return RunSpec(
@@ -240,169 +241,129 @@ class Comparison:
             trainer={**self._trainer, **mine},
             variant="" if variant is None else variant.name,
             devices=devices,
-            global_batch=data.get("batch_size", 0) * devices,
+            global_batch=self._global_batch,
             warmup_steps=options.warmup_steps if timed else 0,
             steps=options.steps if timed else options.check_steps,
-            transform_is_random=data.get("transform_is_random", False),
+            transform_is_random=self._facts.get("data", {}).get("transform_is_random", False),
             out=str((self._out / RUNS / folder).resolve()),
         )
 
     def _run(self, title: str, spec: RunSpec) -> list[Rank]:
-        """Do a run, with a progress bar and then a line that says what came out."""
-        with self._progress(title, spec) as (on_step, end):
-            try:
-                ranks = run(spec, self._options.timeout_s, on_step)
-            except RunError as error:
-                word = "cannot do this" if error.refused else "failed"
-                end(f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}")
-                raise
-            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
-            end(f"{rate:,.0f} samples/s" if rate else "done")
-        return ranks
-
-    @contextmanager
-    def _progress(
-        self, title: str, spec: RunSpec
-    ) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-        bar = Progress(
-            TextColumn("  {task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        task = bar.add_task(escape(title), total=spec.total_steps)
-        started_s, outcome = monotonic(), ["[red]interrupted[/]"]
+        """Do a run, and print a line that says what came out."""
+        started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
-            with bar:
-                yield lambda done: bar.update(task, completed=done), outcome.append
+            with self._console.status(escape(title)) as status:
+                ranks = run(
+                    spec,
+                    self._options.timeout_s,
+                    lambda done: status.update(
+                        f"{escape(title)}, step {done} of {spec.total_steps}"
+                    ),
+                )
+            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
+            outcome = f"{rate:,.0f} samples/s" if rate else "done"
+        except RunError as error:
+            word = "cannot do this" if error.refused else "failed"
+            outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
+            raise
         finally:
             seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
-            self._note(f"{escape(title):<42} {outcome[-1]}  {seconds}")
+            self._note(f"{escape(title):<42} {outcome}  {seconds}")
+        return ranks
 
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
-    def _obstacle(self, variant: Variant, devices: int) -> str:
-        configures_itself = self._facts["model"]["configures_itself"]
-        return variant.obstacle(self._machine, devices, configures_itself)
-
-    def _check(self, each: _Variant) -> None:
-        name = each.variant.name
-        if each.variant.loader == "ideal":
+    def _try(self, each: _Variant, kind: RunKind, repeat: int = 0) -> None:
+        """Do a run of a variant, or stop the variant: its failure costs no other anything."""
+        name, repeats = each.variant.name, self._options.repeats
+        if kind == "check" and each.variant.loader == "ideal":
             # It trains on one batch again and again: there is nothing to check.
             return
-        spec = self._spec("check", f"{name}/check", each.variant)
+        title = f"{name}: timed run {repeat} of {repeats}" if repeat else f"{name}: check"
+        spec = self._spec(kind, f"{name}/{kind}{repeat or ''}", each.variant)
         try:
-            ranks = self._run(f"{name}: check", spec)
-            # Now: a run whose records do not fit is this variant's failure, and no other's.
-            each.checked, each.check = CheckedRun.of(ranks, Path(spec.out)), ranks
+            ranks = self._run(title, spec)
+            if kind == "check":
+                self._compare(each, ranks, Path(spec.out))
+            else:
+                each.timed.append(ranks)
         except RunError as error:
-            each.stop(error)
+            refused = error.refused and kind == "check"
+            each.status, each.reason = "refused" if refused else "failed", str(error)
         except Exception as error:
-            each.stop(RunError(f"its check run cannot be evaluated: {error!r}"))
+            # Its weights may not be there, or its processes may have done other numbers of steps.
+            each.status, each.reason = "failed", f"what it wrote cannot be evaluated: {error!r}"
 
-    def _time(self, each: _Variant, repeat: int) -> None:
-        name = each.variant.name
-        spec = self._spec("timed", f"{name}/timed{repeat}", each.variant)
-        title = f"{name}: timed run {repeat} of {self._options.repeats}"
-        try:
-            each.timed.append(self._run(title, spec))
-        except RunError as error:
-            each.stop(RunError(str(error)))
-
-    def _scale(self) -> None:
-        batch_size = self._facts["data"]["batch_size"]
-        for devices in self._options.scaling_counts:
-            for each in self._pending():
-                variant, name = each.variant, each.variant.name
-                if variant.strategy == "auto":
-                    continue
-                reason, done = self._obstacle(variant, devices), each.timed
-                if not reason and devices != self._options.devices:
-                    spec = self._spec("timed", f"{name}/scaling{devices}", variant, devices)
-                    try:
-                        done = [self._run(f"{name}: on {devices} devices", spec)]
-                    except RunError as error:
-                        reason = str(error)
-                batch = batch_size * devices
-                rates = [] if reason else [rate_of(Run(ranks, batch)) for ranks in done]
-                self._scaling.append(ScalingPoint(name, devices, batch, rates, reason))
+    def _compare(self, each: _Variant, ranks: list[Rank], folder: Path) -> None:
+        """Compare a check run with that of the reference, whose weights alone are kept."""
+        if each.variant.is_compared:
+            checked, data = CheckedRun.of(ranks, folder), self._facts["data"]
+            _, reference = self._reference or (each, checked)
+            each.parity = check_parity(
+                checked,
+                reference,
+                self._facts["expected"],
+                self._tolerance,
+                is_random=data["transform_is_random"] and not data["has_eval_transform"],
+                notes=self._notes(len(shares_of(ranks))),
+            )
+            each.losses = checked.losses
+            self._reference = self._reference or (each, checked)
+        each.check = ranks
 
     def _pending(self) -> list[_Variant]:
         """The variants that nothing has stopped."""
         return [each for each in self._variants if each.status == "pending"]
 
     @property
-    def _reference(self) -> _Variant | None:
-        """The single device with the memory-mapped store if it was checked, else the first."""
-        checked = [each for each in self._variants if each.variant.is_compared and each.checked]
-        preferred = [each for each in checked if each.variant == Variant("auto")]
-        return next(iter(preferred + checked), None)
+    def _precision(self) -> str:
+        return str(self._trainer.get("precision", "32-true"))
+
+    @property
+    def _tolerance(self) -> float:
+        given = self._options.tolerance
+        return default_tolerance(self._precision) if given is None else given
 
     def _report(self, is_interrupted: bool) -> Report:
         options = self._options
-        precision = str(self._trainer.get("precision", "32-true"))
-        tolerance = options.tolerance
-        settings = {
-            **asdict(options),
-            "accelerator": self._machine.accelerator,
-            "tolerance": default_tolerance(precision) if tolerance is None else tolerance,
-            "global_batch": self._facts["data"]["batch_size"] * options.devices,
-            "precision": precision,
-            "seed": self._config["seed_everything"],
-        }
-        reference = self._reference
         return Report(
             created=self._created,
             command=self._command,
             environment=self._facts["environment"],
-            settings=settings,
+            settings={
+                **asdict(options),
+                "accelerator": self._machine.accelerator,
+                "tolerance": self._tolerance,
+                "global_batch": self._global_batch,
+                "precision": self._precision,
+                "seed": self._config["seed_everything"],
+            },
             data=self._facts["data"],
             model=self._facts["model"],
-            reference="" if reference is None else reference.variant.name,
-            variants=[self._result_of(each, settings) for each in self._variants],
-            scaling=self._scaling,
+            reference="" if self._reference is None else self._reference[0].variant.name,
+            variants=[self._result(each) for each in self._variants],
             left_out=self._left_out,
             interrupted=is_interrupted,
         )
 
-    def _result_of(self, each: _Variant, settings: dict[str, Any]) -> VariantResult:
-        try:
-            return self._result(each, settings)
-        except Exception as error:
-            # Whatever its records have that no other's have costs the others nothing.
-            reason = f"its runs cannot be evaluated: {error!r}"
-            return self._result(_Variant(each.variant, "failed", reason), settings)
+    @property
+    def _global_batch(self) -> int:
+        """Rows of a step; 0 until the data is known."""
+        batch_size: int = self._facts.get("data", {}).get("batch_size", 0)
+        return batch_size * self._options.devices
 
-    def _result(self, each: _Variant, settings: dict[str, Any]) -> VariantResult:
-        variant, status, reason, checked = each.variant, each.status, each.reason, each.checked
-        batch, repeats, reference = settings["global_batch"], settings["repeats"], self._reference
+    def _result(self, each: _Variant) -> VariantResult:
+        variant, status, reason, batch = each.variant, each.status, each.reason, self._global_batch
         if status == "pending":
-            done = len(each.timed)
+            done, repeats = len(each.timed), self._options.repeats
             status = "ok" if done == repeats else status
             reason = "" if status == "ok" else f"interrupted after {done} of {repeats} runs"
         ideal = Variant(variant.strategy, "ideal")
         ideals = [rate_of(Run(ranks, batch)) for other in self._variants for ranks in other.timed
                   if other.variant == ideal]  # fmt: skip
         ideal_rate = median(ideals) if ideals else None
-        flops = sum(rank.values["flops"] for rank in reference.check) / batch if reference else None
-        timed = [Run(ranks, batch, ideal_rate, flops) for ranks in each.timed]
-        parity = None
-        if checked is not None and variant.is_compared and reference and reference.checked:
-            data = self._facts["data"]
-            parity = check_parity(
-                checked,
-                reference.checked,
-                self._facts["expected"],
-                settings["tolerance"],
-                is_random=data["transform_is_random"] and not data["has_eval_transform"],
-                notes=self._notes(len(shares_of(each.check))),
-            )
-        losses = checked.losses if checked is not None and variant.is_compared else []
+        timed = [Run(ranks, batch, ideal_rate) for ranks in each.timed]
         logs = sorted((self._out / RUNS / variant.name).glob("*/log.txt"))
         return VariantResult(
             variant=variant.name,
@@ -411,14 +372,14 @@ class Comparison:
             description=variant.description,
             status=status,
             reason=reason,
-            parity=parity,
+            parity=each.parity,
             figures=figures_of(timed, Run(each.check, batch) if each.check else None),
             model_bytes={
                 f"rank {rank.rank}, {device}": sizes
                 for rank in each.check
                 for device, sizes in rank.values["state"].items()
             },
-            check_losses=[loss if isfinite(loss) else None for loss in losses],
+            check_losses=[loss if isfinite(loss) else None for loss in each.losses],
             logs=[str(path.relative_to(self._out)) for path in logs],
         )
 

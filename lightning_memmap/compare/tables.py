@@ -23,7 +23,6 @@ def all_tables(report: Report) -> Iterator[Table]:
         for table in (
             parity_table(report),
             *(figure_table(report, key) for key in TABLES),
-            scaling_table(report),
             missing_table(report),
             *([regression_table(report.regression)] if report.regression else []),
         )
@@ -105,19 +104,6 @@ def _cells(metric: Metric, variant: VariantResult) -> Iterator[Cell]:
     yield Cell(write(median(values))) if values else _UNKNOWN
     if metric.shows_range:
         yield Cell(f"{write(min(values))}..{write(max(values))}") if values else _UNKNOWN
-
-
-def scaling_table(report: Report) -> Table:
-    """Rows per second and device on several numbers of devices."""
-    counts = sorted({point.devices for point in report.scaling})
-    rates = {(each.variant, each.devices): each.samples_per_s for each in report.scaling}
-    rows = []
-    for name in dict.fromkeys(point.variant for point in report.scaling):
-        found = [(count, rates.get((name, count))) for count in counts]
-        texts = [f"{median(values) / count:,.0f}" if values else "-" for count, values in found]
-        rows.append([Cell(name), *map(Cell, texts)])
-    columns = [_VARIANT, *(Column(f"{count} devices") for count in counts)]
-    return Table("Scaling: samples/s per device, with the same rows per device", columns, rows)
 
 
 def missing_table(report: Report) -> Table:

@@ -15,9 +15,9 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Rows, SamplerFactory, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.recovery import is_store, stores_within
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_memmap._compat.tensors import tree_leaves
+from torch.utils._pytree import tree_leaves
 
 
 class AbsentRows(Tensor):

@@ -29,7 +29,7 @@ from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.columns.fixed import take_rows
 from lightning_memmap.store.columns.variable import Located
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 #: A file begins at a multiple of this in memory.
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -111,11 +111,6 @@ class JoinedStore(Store):
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         return self._files[column.field.name]
 
-    @override
-    def check_in_place(self) -> None:
-        for part in self._parts:
-            part.check_in_place()
-
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._rows.places(rows))
 
@@ -124,7 +119,7 @@ class JoinedStore(Store):
         variable = [column for column in columns if isinstance(column, ItemRows)]
         if not variable:
             files = [
-                (part.path / name, int(first) * field.row_bytes, size)
+                (part.files / name, int(first) * field.row_bytes, size)
                 for part, first in zip(self._parts, firsts, strict=True)
                 for name, size in part.manifest.columns[index].file_bytes.items()
             ]
@@ -136,7 +131,7 @@ class JoinedStore(Store):
         sizes = [len(column.items) for column in variable]
         begins = np.cumsum(sizes) - sizes + _shifts(self._parts[0].schema.fields, sizes)
         files = [
-            (part.path / f"{field.name}.values", int(begin) * field.item_bytes, size)
+            (part.files / f"{field.name}.values", int(begin) * field.item_bytes, size)
             for part, begin in zip(self._parts, begins, strict=True)
             if (size := part.manifest.columns[index].file_bytes.get(f"{field.name}.values", 0))
         ]

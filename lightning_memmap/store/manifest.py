@@ -27,7 +27,7 @@ from lightning_memmap.store.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 1
+VERSION = 2
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
@@ -46,6 +46,8 @@ _MAX_ROWS = 2**48
 #: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
 _HEX = re.compile(r"[0-9a-f]{16}")
+#: What the directory of a generation is named.
+GENERATION = re.compile(r"g-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Manifest:
         source: Where the store came from, for people to read.
         fingerprint: The identity of the dataset; None in stores that were not built from one.
         classes: The names of its classes, by label; empty where it has none.
+        generation: The directory of its files, in that of the manifest.
     """
 
     shards: Shards
@@ -71,6 +74,7 @@ class Manifest:
     source: Mapping[str, str]
     fingerprint: Fingerprint | None = None
     classes: tuple[str, ...] = ()
+    generation: str = "g-" + "0" * 16
 
     @property
     def num_rows(self) -> int:
@@ -159,6 +163,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "version": VERSION,
+            "generation": self.generation,
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
             **self.schema.to_json(),
@@ -229,10 +234,10 @@ class Manifest:
             )
         try:
             return cls._decode(data)
-        except _OtherVersionError as error:
-            raise StoreError(
-                f"the store at {where} has format version {error}; this version of"
-                f" lightning_memmap reads version {VERSION}: build it again"
+        except _VersionError as error:
+            raise OtherVersionError(
+                f"the store at {where} has format version {error}, and this version of"
+                f" lightning_memmap reads version {VERSION}: remove it and build it again"
             ) from None
         except (ValueError, SchemaError) as error:
             raise StoreError(
@@ -251,7 +256,7 @@ class Manifest:
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise ValueError(f"it does not name the format {FORMAT!r}")
         if body.get("version") != VERSION:
-            raise _OtherVersionError(short_repr(body.get("version")))
+            raise _VersionError(short_repr(body.get("version")))
         if body.pop("digest", None) != _digest(body):
             raise ValueError("its digest does not match its content")
         return cls._from_json(body)
@@ -280,6 +285,7 @@ class Manifest:
             _source(body.get("source")),
             None if identity is None else Fingerprint.from_json(identity),
             _classes(body.get("classes", [])),
+            _generation(body.get("generation")),
         )
 
 
@@ -316,6 +322,12 @@ def _source(found: Any) -> dict[str, str]:
     return found
 
 
+def _generation(found: Any) -> str:
+    if not isinstance(found, str) or not GENERATION.fullmatch(found):
+        raise ValueError(f"its generation is {short_repr(found)}, and not like g-0123456789abcdef")
+    return found
+
+
 def _classes(found: Any) -> tuple[str, ...]:
     if not isinstance(found, list) or not are_class_names(found):
         raise ValueError("its classes are not a list of short texts")
@@ -326,8 +338,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     """Check that every file of the columns is there, is a plain file, and has exactly its size.
 
     Args:
-        directory: Directory of the store.
-        manifest: Its manifest.
+        directory: Where the files are.
+        manifest: The manifest of the store.
 
     Raises:
         StoreError: The message names the file, what was found and what was expected.
@@ -346,22 +358,6 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                     f"{path} has {found} bytes, expected {expected}"
                     f" ({manifest.num_rows} rows of {column.field}): build the store again"
                 )
-
-
-def manifest_mark(directory: Path) -> tuple[int, int] | None:
-    """Return a value that changes when another store is put in the place of this one.
-
-    Args:
-        directory: Directory of the store.
-
-    Returns:
-        Inode and modification time in ns of the manifest; None if it cannot be looked up.
-    """
-    try:
-        status = os.lstat(directory / MANIFEST)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def check_num_shards(num_shards: int) -> int:
@@ -383,8 +379,12 @@ def check_num_shards(num_shards: int) -> int:
     return num_shards
 
 
-class _OtherVersionError(ValueError):
-    """The manifest is of another version of the format, which the message names."""
+class OtherVersionError(StoreError):
+    """A store is of another version of the format."""
+
+
+class _VersionError(ValueError):
+    """The version that a manifest names."""
 
 
 def _digest(body: dict[str, Any]) -> str:

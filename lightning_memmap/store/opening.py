@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.reader import Store, open_directory
 from lightning_memmap.store.remote.store import open_url
+from lightning_memmap.store.store import Store, open_directory
 
 
 def open_store(path: str | Path) -> Store:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class Probes(NamedTuple):
     """Seconds that reading a row takes."""
     row_bytes: int
     """Bytes of the largest one over all fields."""
+    mean_bytes: float
+    """Bytes of one, on average."""
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
@@ -167,15 +169,15 @@ class _Prober:
             samples.append(read_sample(self.dataset, row))
             durations.append(perf_counter() - start)
         schema = self._schema(samples, rows, num_rows)
-        digests, row_bytes = [], 0
+        digests, sizes = [], list[int]()
         for row, sample in zip(rows, samples, strict=True):
             leaves, again = flatten_row(sample, row, schema), read_row(self.dataset, row, schema)
             for field, one, other in zip(schema.fields, leaves, again, strict=True):
                 if leaf_bytes(one).tobytes() != leaf_bytes(other).tobytes():
                     raise random_dataset_error(row, field.name)
             digests.append((row, hash_row(leaves)))
-            row_bytes = max(row_bytes, sum(leaf_bytes(leaf).nbytes for leaf in leaves))
-        return Probes(schema, tuple(digests), median(durations), row_bytes)
+            sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
+        return Probes(schema, tuple(digests), median(durations), max(sizes), fmean(sizes))
 
     def _schema(self, samples: list[Any], rows: list[int], num_rows: int) -> Schema:
         """The schema of the samples, and of more where these do not show what has some names."""

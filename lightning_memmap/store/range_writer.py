@@ -1,8 +1,8 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,12 +14,9 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
-from lightning_memmap.store.files import OpenFiles
-from lightning_memmap.store.journal import share
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.building import RowWriter, StorePlan
 from lightning_memmap.store.samples import flatten_row, read_sample, read_samples
 from lightning_memmap.store.sources import reading_order, source_of
-from lightning_memmap.store.workers import exit_if_orphaned
 
 _RANGE_BYTES = 32 * 2**20
 #: Of rows that are read item by item: such a range should take little time, whatever its size.
@@ -28,10 +25,6 @@ _MAX_RANGE_ROWS = 2048
 _MAX_PACKED_ROWS = 2**15
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
-#: The disk begins with so many bytes while others are being read, so that few are left at the end.
-_SYNC_BYTES = 8 * 2**20
-#: Files that a worker keeps open. With more fields than that, it opens them again when needed.
-_MAX_OPEN_FILES = 64
 
 
 class _Block:
@@ -78,6 +71,7 @@ class RangeWriter:
     Args:
         dataset: The dataset.
         plan: The store that is being built.
+        building: Its generation.
         journal: The name of its journal.
         row_bytes: Bytes of a row, estimated where rows differ in length.
         first_row: The row of the store that row 0 of the dataset is.
@@ -88,7 +82,13 @@ class RangeWriter:
     """
 
     def __init__(
-        self, dataset: Any, plan: StorePlan, journal: str, row_bytes: int, first_row: int = 0
+        self,
+        dataset: Any,
+        plan: StorePlan,
+        building: Path,
+        journal: str,
+        row_bytes: int,
+        first_row: int = 0,
     ) -> None:
         self._dataset = dataset
         self._first_row = first_row
@@ -100,7 +100,6 @@ class RangeWriter:
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
-        self._num_waiting = 0
         self.has_arrays = self._source is not None
         self.max_rows = self._rows_of(_RANGE_BYTES)
         self._max_item_rows = min(_MAX_RANGE_ROWS, self.max_rows)
@@ -109,8 +108,7 @@ class RangeWriter:
         elif any(field.num_variable for field in plan.schema.fields):
             self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._max_piece_rows = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
-        self._files = OpenFiles(plan.building, _MAX_OPEN_FILES)
-        self._journal = share(journal, self._files.directory)
+        self._writer = RowWriter(building, plan.columns, journal)
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
@@ -183,10 +181,7 @@ class RangeWriter:
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
         self.finish()
-        for column, values in zip(self._plan.columns, found, strict=True):
-            exit_if_orphaned()
-            column.write(self._files, self._stored(rows), values)
-        self._begin_sync(len(rows))
+        self._writer.write(self._stored(rows), found)
         return True
 
     def _write_items(self, rows: range | Integers) -> None:
@@ -202,17 +197,7 @@ class RangeWriter:
         self._writing = self._thread.submit(self._write_blocks, blocks, self._stored(rows))
 
     def _write_blocks(self, blocks: Sequence[_Block], rows: range | Integers) -> None:
-        exit_if_orphaned()
-        for column, block in zip(self._plan.columns, blocks, strict=True):
-            column.write(self._files, rows, block.values(len(rows)))
-        self._begin_sync(len(rows))
-
-    def _begin_sync(self, num_rows: int) -> None:
-        """Let the disk begin with what was written, these rows among it, once that is much."""
-        self._num_waiting += num_rows
-        if self._num_waiting >= self._rows_of(_SYNC_BYTES):
-            self._files.begin_sync()
-            self._num_waiting = 0
+        self._writer.write(rows, [block.values(len(rows)) for block in blocks])
 
     def _put_items(self, blocks: Sequence[_Block], index: int, rows: range | Integers) -> None:
         """Copy items into blocks, whose row ``index`` is the first of them."""
@@ -233,5 +218,4 @@ class RangeWriter:
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
         self._thread.shutdown()
-        self._files.close()
-        os.close(self._journal)
+        self._writer.close()

@@ -1,6 +1,7 @@
 """Whether a dataset is the one that a store was built from."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,7 +20,6 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import NUM_PROBES
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
-from lightning_memmap.store.recovery import can_write_manifest
 from lightning_memmap.store.samples import flatten_row, read_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
@@ -166,7 +166,7 @@ def recognise(
 
 def _how_often(path: Path, given: str | None) -> str:
     """How often all rows are compared, and what to do about it."""
-    if not can_write_manifest(path):
+    if not os.access(path, os.W_OK):
         return (
             "each time, since this process may not write there and record that they are equal:"
             " train without the dataset or with check='off', which uses the store as it is, or let"

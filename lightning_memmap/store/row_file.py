@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
 _MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 512, 4096
@@ -212,8 +212,7 @@ def open_row_files(
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: Another store has replaced this one since it was opened, or a field is kept
-            in a column of another kind, whose rows cannot be streamed.
+        StoreError: A field is kept in a column of another kind, whose rows cannot be streamed.
     """
     files: list[RowFile | None] = []
     for column in columns:
@@ -231,5 +230,4 @@ def open_row_files(
             files.append(JoinedFile(parts, size))
         else:
             files.append(RowFile(parts[0][0], size))
-    store.check_in_place()
     return files

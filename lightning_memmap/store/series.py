@@ -13,7 +13,7 @@ from lightning_memmap.sampling import Fields, Integers, Rows, WindowedRows
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Form, Windows
 from lightning_memmap.store.columns import ItemRows, OpenColumn
-from lightning_memmap.store.reader import Store
+from lightning_memmap.store.store import Store
 
 
 class Series(NamedTuple):

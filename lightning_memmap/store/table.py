@@ -9,11 +9,8 @@ Beside the fields there is a byte for each row, which is set with the row. Each 
 exactly once if every byte is set and the processes have written as many rows as the table has.
 """
 
-import os
-import shutil
-import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,28 +22,27 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList
 from lightning_memmap.schema.values import Values
-from lightning_memmap.store.build import explained
+from lightning_memmap.store.building import Building, RowWriter, StorePlan, explained, numbers_of
 from lightning_memmap.store.columns.fixed import FixedColumn
 from lightning_memmap.store.columns.variable import pack_rows
-from lightning_memmap.store.files import OpenFiles
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.directory import StoreDirectory, check_free, is_store
+from lightning_memmap.store.files import TEMPORARY
+from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recovery import (
-    is_store,
-    locked,
-    make_room,
-    no_store_error,
-)
-from lightning_memmap.store.written import WrittenStore
-
-#: The file with the token, which distinguishes one build from the next in the same place.
-_TOKEN = "token"
+from lightning_memmap.store.store import Store, open_directory
 
 
 def _marks(shards: Shards) -> FixedColumn:
     """A byte for each row, set when it is written. No field's name begins with a dot."""
-    return FixedColumn(Field(".written", torch.uint8, (), "array"), shards)
+    return _Marks(Field(".written", torch.uint8, (), "array"), shards)
+
+
+class _Marks(FixedColumn):
+    """It goes with the build."""
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.field.name}{TEMPORARY}"
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
@@ -59,11 +55,8 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     Raises:
         StoreError: Something other than a store is there, or a store is and ``overwrite`` is False.
     """
-    if not os.path.lexists(path):
-        return
-    if not is_store(path):
-        raise no_store_error(path, "path")
-    if not overwrite:
+    check_free(path, "path")
+    if is_store(path) and not overwrite:
         raise StoreError(
             f"{path} exists: choose another path, or replace what is there with overwrite=True"
         )
@@ -87,18 +80,18 @@ class TableBuild:
 
     def __init__(self, plan: StorePlan, *, overwrite: bool = False) -> None:
         self._plan = plan
-        self.token = uuid.uuid4().hex
         plan.check()
+        check_place(plan.path, overwrite=overwrite)
         plan.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(locked(plan.path, timeout_s=0))
+            stack.enter_context(StoreDirectory(plan.path).locked(timeout_s=0))
             check_place(plan.path, overwrite=overwrite)
-            make_room(plan.path)
-            plan.make_files()
-            stack.callback(shutil.rmtree, plan.building, ignore_errors=True)
+            building = Building.begin(plan, Fingerprint({}), {}, resume=False)
+            stack.callback(building.close)
+            stack.callback(self._discard)
+            self._building, self.token, self._is_finished = building, building.path.name, False
             with open(self._marks_path, "wb") as file:
                 file.truncate(plan.num_rows)
-            (plan.building / _TOKEN).write_text(self.token, encoding="ascii")
             self._cleanup = stack.pop_all()
 
     def finish(self, num_written: int, **source: str) -> Store:
@@ -114,22 +107,25 @@ class TableBuild:
                 old table stays.
         """
         plan = self._plan
-        with self._cleanup:
+        with self._cleanup, explained(plan.path, "nothing was changed"):
             self._check_written(num_written)
-            self._marks_path.unlink()
-            (plan.building / _TOKEN).unlink()
-            with explained(plan.path, "nothing was changed"):
-                written = WrittenStore.finish(plan, 2, partial(show_progress, hidden=True))
-            written.commit(written.probes(), source)
+            self._building.wrote(range(plan.num_rows))
+            show = partial(show_progress, hidden=True)
+            self._building.finish(None, source, None, num_threads=2, show=show)
+            self._is_finished = True
         return open_directory(plan.path)
 
     def abandon(self) -> None:
         """Remove what was written, and release the lock. A second call does nothing."""
         self._cleanup.close()
 
+    def _discard(self) -> None:
+        if not self._is_finished:
+            self._building.abandon()
+
     @property
     def _marks_path(self) -> Path:
-        return self._plan.building / _marks(self._plan.shards).file_name
+        return self._building.path / _marks(self._plan.shards).file_name
 
     def _check_written(self, num_written: int) -> None:
         plan = self._plan
@@ -167,24 +163,15 @@ class TableWriter:
     def __init__(self, plan: StorePlan, token: str) -> None:
         self._plan = plan
         # The marks last: a row with one has all its values.
-        self._columns = (*plan.columns, _marks(plan.shards))
+        columns = (*plan.columns, _marks(plan.shards))
         self.num_written = 0
-        with ExitStack() as stack:
-            found = ""
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self._files = OpenFiles(plan.building)
-                stack.callback(self._files.close)
-                found = _read_token(self._files.directory)
-            if found != token:
-                raise StoreError(
-                    f"this process does not see the files of the table at {plan.path}: all"
-                    " processes must share one file system there, also those of other machines"
-                )
-            # Opened now: a writer that outlives its build must not find the files of the next one.
-            for column in self._columns:
-                for name in column.file_bytes:
-                    self._files.open(name)
-            stack.pop_all()
+        try:
+            self._writer = RowWriter(plan.path / token, columns, None)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(
+                f"this process does not see the files of the table at {plan.path}: all processes"
+                " must share one file system there, also those of other machines"
+            ) from None
 
     def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
         """Write rows in any order.
@@ -200,15 +187,13 @@ class TableWriter:
         """
         if not len(rows):
             return
-        numbers = np.asarray(rows, np.int64)
-        if numbers.min() < 0 or numbers.max() >= self._plan.num_rows:
-            raise IndexError(
-                f"rows {numbers.min()} to {numbers.max()}: the table has {self._plan.num_rows}"
-            )
+        numbers = numbers_of(rows, self._plan.num_rows)
+        values = [
+            pack_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
+            for column, leaf in zip(self._plan.columns, leaves, strict=True)
+        ]
         marks = torch.ones(len(numbers), dtype=torch.uint8)
-        for column, leaf in zip(self._columns, (*leaves, marks), strict=True):
-            packed = pack_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
-            column.write(self._files, numbers, packed)
+        self._writer.write(numbers, (*values, Values(marks)))
         self.num_written += len(numbers)
 
     def close(self) -> None:
@@ -217,17 +202,9 @@ class TableWriter:
         Raises:
             OSError: The disk reports an error.
         """
-        self._files.sync()
+        self._writer.files.sync()
         self.abandon()
 
     def abandon(self) -> None:
         """Close the files. A second call does nothing."""
-        self._files.close()
-
-
-def _read_token(directory: int) -> str:
-    descriptor = os.open(_TOKEN, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-    try:
-        return os.read(descriptor, 64).decode("ascii")
-    finally:
-        os.close(descriptor)
+        self._writer.close()

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.manifest import MANIFEST, Manifest, check_files
+from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, check_files
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.recovery import finish_interrupted
 from lightning_memmap.store.remote.store import open_url
 
 
@@ -59,15 +58,16 @@ def verify_store(
     if isinstance(place, StoreUrl):
         found_there = open_url(place).damaged(num_threads, advance)
         return [Damage(name, shard, place) for name, shard in found_there]
-    directory = finish_interrupted(Path(os.path.realpath(place)))
-    manifest = Manifest.read(directory)
+    store = Path(os.path.realpath(place))
+    manifest = Manifest.read(store)
+    directory = store / manifest.generation
     check_files(directory, manifest)
     found = compute_checksums(directory, manifest.columns, num_threads=num_threads, advance=advance)
     damages = []
     for column in manifest.columns:
         name = column.field.name
         # A field without bytes has no file, only its checksums in the manifest.
-        path = directory / next(iter(column.file_bytes), MANIFEST)
+        path = directory / next(iter(column.file_bytes), f"../{MANIFEST}")
         pairs = zip(manifest.checksums[name], found[name], strict=True)
         damages += [
             Damage(name, shard, path)
@@ -78,14 +78,18 @@ def verify_store(
 
 
 def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
-    """List what lies in the directory of a store without being part of it.
+    """List what lies in the directory of a store without being part of it, or of a build.
 
     Args:
         directory: Directory of the store.
         manifest: Its manifest.
 
     Returns:
-        File names in alphabetical order. This package reads none of these files.
+        Paths in alphabetical order. This package reads none of these files.
     """
-    known = {MANIFEST}.union(*(column.file_bytes for column in manifest.columns))
-    return sorted(set(os.listdir(directory)) - known)
+    known = set().union(*(column.file_bytes for column in manifest.columns))
+    names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
+    inside = set(os.listdir(directory / manifest.generation)) - known
+    return sorted(
+        {*(names - {MANIFEST, ".lock"}), *(f"{manifest.generation}/{name}" for name in inside)}
+    )

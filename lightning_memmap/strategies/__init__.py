@@ -1,8 +1,11 @@
-"""The strategies of this pack, one file each; what one of them is made of, in a folder."""
+"""The strategies of this pack, one file each, registered with Lightning's Trainer by name."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_memmap.strategies._fsdp2_wrap import consolidate_checkpoint
 from lightning_memmap.strategies._member_results import MemberResult, MemberResults, read_results
-from lightning_memmap.strategies._registry import STRATEGIES, register
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.independent import IndependentStrategy
@@ -26,3 +29,26 @@ __all__ = [
     "read_results",
     "register",
 ]
+
+_CLASSES: tuple[Any, ...] = (
+    SuperBatchStrategy,
+    DataParallelStrategy,
+    LocalModelParallelStrategy,
+    SuperBatchDDPStrategy,
+    FSDP2Strategy,
+    IndependentStrategy,
+    PipelineStrategy,
+)
+
+#: Name in ``Trainer(strategy=...)``, class, and what it does.
+STRATEGIES: tuple[tuple[str, type[Strategy], str], ...] = tuple(
+    (each.strategy_name, each, (each.__doc__ or "").partition("\n")[0].rstrip("."))
+    for each in _CLASSES
+)
+
+
+def register() -> None:
+    """Register the strategies with the Trainer, by name. Doing it again changes nothing."""
+    for name, strategy, description in STRATEGIES:
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=description)

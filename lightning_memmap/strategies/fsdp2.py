@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
@@ -59,7 +59,7 @@ _BATCH_DTYPES = {
 }
 
 
-class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighting, ModelParallelStrategy):
+class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: its blocks become units of sharding, and then the

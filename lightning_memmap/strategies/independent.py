@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_memmap.errors import MemberError
 from lightning_memmap.launched import Launched
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._devices import OneNode, was_started_in_several
+from lightning_memmap.strategies._base import OneNode, started_in_several
 from lightning_memmap.strategies._member_results import (
     ABSENT,
     DONE,
@@ -187,7 +187,7 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
         has_rank = isinstance(environment, LightningEnvironment) and (
             environment.creates_processes_externally
         )
-        if has_rank or (environment is not None and was_started_in_several(environment)):
+        if has_rank or (environment is not None and started_in_several(environment)):
             raise ValueError(
                 "strategy='memmap_independent' starts the processes of its members itself, and this"
                 " program was already started in several (by torchrun, srun or another Trainer):"

@@ -1,45 +1,64 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import make_trainer_proxy
+from lightning_memmap._compat.tensors import without_computing
+from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies.model_stages.cut import (
-    Stage,
-    connect_stages,
-    find_stages,
-    move_stages,
+from lightning_memmap.strategies.microbatch import (
+    MetricCopies,
+    MicroBatches,
+    PartLog,
+    StepsInParts,
+    counted_in_copies,
 )
-from lightning_memmap.strategies.scattering.batch import ScatteredBatch, scatter
-from lightning_memmap.strategies.scattering.logs import StepLog
-from lightning_memmap.strategies.scattering.metrics import StepMetrics
-from lightning_memmap.strategies.scattering.steps import ScatteredSteps
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
+
+#: Bytes in training for each byte of a parameter: itself, its gradient, and two averages of Adam.
+_TRAINING_FACTOR = 4
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What exists from set-up on."""
+class Stage:
+    """The layers on one device.
 
-    stages: list[Stage]
-    hooks: list[RemovableHandle]
-    metrics: StepMetrics
-    #: The proxy of the Trainer for micro-batches.
-    trainer: Any
+    Args:
+        index: Index of the stage.
+        device: The device.
+        names: The layers' names in the module, in order.
+        layers: The layers.
+        parameter_bytes: Bytes of their parameters.
+        activation_bytes: Bytes of their outputs for the module's example input; 0 without one.
+    """
+
+    index: int
+    device: torch.device
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+    parameter_bytes: int
+    activation_bytes: int
 
 
-class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
+class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
     """Trains one model whose layers are divided among several devices, in one process.
 
     Each of the Trainer's devices holds a stage of the model; the first, the root device, receives
@@ -53,7 +72,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
             stages. By default its only attribute that is an ``nn.Sequential``. A module may name
-            its stages itself; see `lightning_memmap.strategies.model_stages.cut.find_stages`.
+            its stages itself; see `find_stages`.
         num_microbatches: Micro-batches of a step.
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer.
@@ -83,8 +102,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if num_microbatches < 1:
-            raise ValueError(f"num_microbatches={num_microbatches}: at least 1, the whole batch")
+        check_integer("num_microbatches", num_microbatches, 1, "at least 1, the whole batch")
         super().__init__(
             data_devices,
             root_holds_data,
@@ -95,13 +113,15 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
         )
         self._layers = layers
         self.num_microbatches = num_microbatches
+        self._stages: list[Stage] = []
+        self._hooks: list[RemovableHandle] = []
         # Of the current micro-batch.
-        self._log = StepLog(0)
+        self._log = PartLog(0)
 
     @property
     def stages(self) -> list[Stage]:
         """The stages of the model, from set-up to teardown; elsewhere none."""
-        return [] if self._run is None else self._run.stages
+        return self._stages
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -111,7 +131,7 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
                 " training_step would step the optimizers once for each micro-batch; use"
                 " num_microbatches=1"
             )
-        self.refuse_sync_batchnorm(f"num_microbatches={self.num_microbatches}")
+        self.refuse_sync_batchnorm("micro-batches")
         for device in self.parallel_devices:
             check_device(device)
         super().setup(trainer)
@@ -122,21 +142,18 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
 
     @override
     def model_to_device(self) -> None:
-        module = self.module
-        stages = find_stages(module, self.parallel_devices, self._layers)
-        move_stages(module, stages)
-        self._run = _Run(
-            stages,
-            connect_stages(stages),
-            StepMetrics(module, self.root_device),
-            make_trainer_proxy(module.trainer, lambda: self._log),
-        )
+        self._stages = find_stages(self.module, self.parallel_devices, self._layers)
+        move_stages(self.module, self._stages)
+        self._hooks = connect_stages(self._stages)
+        self._metrics = MetricCopies(self.root_device)
+        self._part_trainer = make_trainer_proxy(self.module.trainer, lambda: self._log)
 
     @override
     def teardown(self) -> None:
-        for hook in [] if self._run is None else self._run.hooks:
+        for hook in self._hooks:
             hook.remove()
-        self._run = None
+        self._stages = []
+        self._hooks = []
         super().teardown()
 
     @override
@@ -147,21 +164,305 @@ class LocalModelParallelStrategy(ScatteredSteps[_Run], SuperBatchStrategy):
 
     @property
     @override
-    def scatters(self) -> bool:
-        return self.num_microbatches > 1
+    def num_parts(self) -> int:
+        return self.num_microbatches
 
     @override
-    def scatter(self, batch: Any) -> ScatteredBatch:
-        return scatter(batch, [self.root_device] * self.num_microbatches)
+    def split(self, batch: Any) -> MicroBatches:
+        return MicroBatches.split(batch, self.num_microbatches)
 
     @override
-    def run_scattered(
-        self, name: str, batch: ScatteredBatch, logs: list[StepLog], *args: Any, **kwargs: Any
+    def run_parts(
+        self, name: str, batch: MicroBatches, logs: list[PartLog], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        run, step = self.run, getattr(self.module, name)
-        self.module.trainer = run.trainer
+        step = getattr(self.module, name)
+        self.module.trainer = self._part_trainer
         outputs = []
-        with run.metrics.copies_in_place([]):
-            for own, self._log in zip(batch.batches, logs, strict=True):
+        with counted_in_copies(self.module, [self._metrics]):
+            for own, self._log in zip(batch.parts, logs, strict=True):
                 outputs.append(step(own, *args, **kwargs))
         return outputs
+
+
+def find_stages(
+    module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
+) -> list[Stage]:
+    """Find the stages of a module: those that it names itself, or an even cut of its layers.
+
+    A module names them in an attribute or method ``model_parallel_stages``: for each device a
+    module, or the name of one, or a list of them. Otherwise the layers of an ``nn.Sequential`` or
+    ``nn.ModuleList`` are cut so that the largest stage is as small as possible. A layer counts as
+    ``4 * bytes of parameters + bytes of outputs``, since Adam keeps two averages beside each
+    parameter and its gradient. Outputs are counted for the module's ``example_input_array``, which
+    should have as many rows as a step; it is not computed.
+
+    Args:
+        module: The module.
+        devices: One per stage.
+        layers: Name of the ``nn.Sequential`` or ``nn.ModuleList``; by default the only
+            ``nn.Sequential`` that is an attribute of the module.
+
+    Returns:
+        The stages, in the order of the devices.
+
+    Raises:
+        ValueError: There is nothing to cut, the number of stages is not that of the devices, there
+            are fewer layers than devices, a named stage is not in the module, two stages share a
+            layer or a parameter, or the example input cannot be run.
+    """
+    given = getattr(module, "model_parallel_stages", None)
+    if given is not None and layers is not None:
+        raise ValueError(
+            f"layers={layers!r}: the module names its model_parallel_stages itself; leave out one"
+            " of the two"
+        )
+    if given is not None:
+        cut = _named_stages(module, given() if callable(given) else given, len(devices))
+        activations: dict[nn.Module, int] = {}
+    else:
+        name, sequence = _find_sequence(module, layers)
+        # A layer that occurs twice counts twice.
+        children = sequence._modules.items()
+        found = [(f"{name}.{key}", layer) for key, layer in children if layer is not None]
+        if len(found) < len(devices):
+            raise ValueError(
+                f"{name} has {len(found)} layers for {len(devices)} devices: use at most"
+                f" Trainer(devices={len(found)}), or name model_parallel_stages"
+            )
+        activations = _output_bytes(module, [layer for _, layer in found])
+        loads = [
+            _TRAINING_FACTOR * _parameter_bytes([layer]) + activations.get(layer, 0)
+            for _, layer in found
+        ]
+        cut = [found[start:stop] for start, stop in even_cut(loads, len(devices))]
+    _check_disjoint(module, cut)
+    return [
+        Stage(
+            index,
+            device,
+            tuple(name for name, _ in stage),
+            tuple(layer for _, layer in stage),
+            _parameter_bytes([layer for _, layer in stage]),
+            sum(activations.get(layer, 0) for _, layer in stage),
+        )
+        for index, (device, stage) in enumerate(zip(devices, cut, strict=True))
+    ]
+
+
+def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+    """Cut a sequence into contiguous stages so that the largest sum is as small as possible.
+
+    Args:
+        loads: One number per item, at least as many as stages.
+        num_stages: Number of stages; each gets at least one item.
+
+    Returns:
+        First and one-past-last item of each stage.
+    """
+    sums = [0, *accumulate(loads)]
+
+    @cache
+    def best(stop: int, num: int) -> tuple[float, int]:
+        """The best cut of the first items into a number of stages.
+
+        Returns:
+            The smallest possible largest sum, and the first item of the last stage.
+        """
+        if num == 0:
+            return (0 if stop == 0 else math.inf), 0
+        return min(
+            ((max(best(k, num - 1)[0], sums[stop] - sums[k]), k) for k in range(stop)),
+            default=(math.inf, 0),
+        )
+
+    bounds, stop = [], len(loads)
+    for num in range(num_stages, 0, -1):
+        start = best(stop, num)[1]
+        bounds.append((start, stop))
+        stop = start
+    return bounds[::-1]
+
+
+def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
+    """Move each stage to its device and the rest of the module to the first one.
+
+    Args:
+        module: The module, on any device.
+        stages: Its stages, which share no layer.
+    """
+    with _without_stages(module, stages):
+        module.to(stages[0].device)
+    for stage in stages:
+        for layer in stage.layers:
+            layer.to(stage.device)
+
+
+def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
+    """Move tensors between stages whenever layers are called.
+
+    The inputs of each layer go to its device, and the output of the very last layer to the first
+    device.
+
+    Args:
+        stages: The stages of a module, after `move_stages`.
+
+    Returns:
+        The hooks that do this.
+    """
+    handles = [
+        layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)
+        for stage in stages
+        for layer in dict.fromkeys(stage.layers)
+    ]
+    root = stages[0].device
+    handles.append(
+        stages[-1]
+        .layers[-1]
+        .register_forward_hook(lambda layer, arguments, output: move_data_to_device(output, root))
+    )
+    return handles
+
+
+def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return move_data_to_device(args, device), move_data_to_device(kwargs, device)
+
+
+def _named_stages(
+    module: nn.Module, given: Any, num_devices: int
+) -> list[list[tuple[str, nn.Module]]]:
+    stages = list(given)
+    if len(stages) != num_devices:
+        raise ValueError(
+            f"model_parallel_stages names {len(stages)} stages for {num_devices} devices: there"
+            f" must be one for each; use Trainer(devices={len(stages)})"
+        )
+    names = {child: name for name, child in module.named_modules()}
+    cut = []
+    for index, stage in enumerate(stages):
+        items = stage if isinstance(stage, (list, tuple)) else [stage]
+        layers = []
+        for item in items:
+            try:
+                layer = module.get_submodule(item) if isinstance(item, str) else item
+            except AttributeError:
+                layer = None
+            if not isinstance(layer, nn.Module) or not names.get(layer):
+                raise ValueError(
+                    f"model_parallel_stages: {item!r} in stage {index} is not in the module;"
+                    " give submodules of it, or their names"
+                )
+            layers.append((names[layer], layer))
+        if not layers:
+            raise ValueError(f"model_parallel_stages: stage {index} has no layers")
+        cut.append(layers)
+    return cut
+
+
+def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Module]:
+    if layers is not None:
+        try:
+            sequence = module.get_submodule(layers)
+        except AttributeError:
+            sequence = None
+        if not isinstance(sequence, (nn.Sequential, nn.ModuleList)):
+            raise ValueError(
+                f"layers={layers!r}: the module has no nn.Sequential or nn.ModuleList of that name"
+            )
+        return layers, sequence
+    found = {n: child for n, child in module.named_children() if isinstance(child, nn.Sequential)}
+    if len(found) != 1:
+        raise ValueError(
+            f"the module has {len(found)} attributes that are an nn.Sequential {list(found)}, and"
+            " one is needed to cut it: choose one with LocalModelParallelStrategy(layers=NAME), or"
+            " name model_parallel_stages in the module"
+        )
+    return next(iter(found.items()))
+
+
+def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
+    """Check that no layer and no parameter is in two stages, or both in a stage and outside."""
+    stage_of: dict[nn.Module, tuple[int, str]] = {}
+    for index, stage in enumerate(cut):
+        for name, layer in stage:
+            for child in layer.modules():
+                other, other_name = stage_of.setdefault(child, (index, name))
+                if other != index:
+                    raise ValueError(
+                        f"{other_name} in stage {other} and {name} in stage {index} are, or share,"
+                        " one layer: a layer can only be on one device"
+                    )
+    owners: dict[nn.Parameter, tuple[int | None, str]] = {}
+    for module_name, child in module.named_modules():
+        stage_index = stage_of[child][0] if child in stage_of else None
+        for name, parameter in child.named_parameters(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
+            other_index, other_name = owners.setdefault(parameter, (stage_index, full))
+            if other_index != stage_index:
+                raise ValueError(
+                    f"{other_name} ({_stage_name(other_index)}) and {full}"
+                    f" ({_stage_name(stage_index)}) are one parameter, which can only be on one"
+                    " device: put both layers into one stage with model_parallel_stages, or untie"
+                    " them"
+                )
+
+
+def _stage_name(index: int | None) -> str:
+    return "outside the stages, on the root device" if index is None else f"stage {index}"
+
+
+def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
+    return sum(p.nbytes for p in nn.ModuleList(layers).parameters())
+
+
+def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """The bytes of the outputs of all modules in each layer, for the module's example input."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return {}
+    sizes = dict.fromkeys(layers, 0)
+
+    def count(layer: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            tensors: list[Tensor] = []
+            apply_to_collection(output, Tensor, tensors.append)
+            sizes[layer] += sum(tensor.nbytes for tensor in tensors)
+
+        return hook
+
+    handles = [
+        child.register_forward_hook(count(layer))
+        for layer in layers
+        for child in layer.modules()
+        if not list(child.children())
+    ]
+    try:
+        without_computing(module, example)
+    except Exception as error:
+        raise ValueError(
+            "the module's example_input_array cannot be run without computing, to see how large"
+            f" the outputs of its layers are: {error}. Leave it out, and the layers are cut by"
+            " their parameters alone, or name model_parallel_stages"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
+
+
+@contextmanager
+def _without_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
+    """Replace the layers of the stages by placeholders within the context."""
+    layers = {layer for stage in stages for layer in stage.layers}
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if child in layers
+    ]
+    for parent, name, _ in found:
+        setattr(parent, name, nn.Identity())
+    try:
+        yield
+    finally:
+        for parent, name, child in found:
+            setattr(parent, name, child)

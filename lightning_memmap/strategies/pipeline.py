@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
     SplitModuleChecks,
@@ -70,7 +70,7 @@ class _Run:
     restores_late: bool
 
 
-class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighting, DDPStrategy):
+class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through

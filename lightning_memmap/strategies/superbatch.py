@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memmap.loading import BatchLoader
-from lightning_memmap.strategies._assembly import SuperBatchAssembly
-from lightning_memmap.strategies._devices import LocalDevices
+from lightning_memmap.strategies._base import OneProcess
 
 
-class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
+class SuperBatchStrategy(OneProcess):
     """Trains on the root device from data that all devices hold, in one process.
 
     A `MemmapDataModule` places its shards on ``data_devices``; each step, every data device fetches
@@ -54,9 +53,8 @@ class SuperBatchStrategy(SuperBatchAssembly, LocalDevices):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            data_devices, accelerator, checkpoint_io, precision_plugin, prefetch=prefetch
-        )
+        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
+        self.set_prefetch(prefetch)
         if data_devices is not None and not root_holds_data:
             raise ValueError(
                 "root_holds_data=False with data_devices: leave one of them out; the devices that"

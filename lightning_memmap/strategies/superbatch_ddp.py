@@ -10,10 +10,10 @@ from typing_extensions import override
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._assembly import RowWeighting
+from lightning_memmap.strategies._base import RowWeighted
 
 
-class SuperBatchDDPStrategy(RowWeighting, DDPStrategy):
+class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
     """Trains with DDP from data that all devices hold: each process owns several data devices.
 
     By default every device has a process that trains. With ``data_devices_per_process`` the devices

@@ -143,7 +143,7 @@ class Bench:
         source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_streams(self.device))
         source.zero_()
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        files = sorted(store.path.glob("*.memmap"))
+        files = sorted(store.files.glob("*.memmap"))
         runs: dict[str, Callable[[], object]] = {
             "page-locked memory to the device": lambda: target.copy_(source, non_blocking=True),
             "reading the files, page cache": lambda: _read(files, cold=False),

@@ -6,11 +6,12 @@ import torch
 
 from lightning_memmap import open_store, verify_store
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch, launch_any
 from tests.models import Points, Regression
+from tests.unit.store.layout import is_empty
 
 ROWS = 101
 #: Tables that come to be: of two data-parallel ranks by ddp and with data devices in groups, of two
@@ -38,7 +39,7 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
             assert difference in rank[name]
             assert "on rank 0; 101 rows of " in rank[name]
     held = f"StoreError: another process is writing the store at {tmp_path / 'held'}: it "
-    held += f"holds {tmp_path / '.held.lock'}; wait for it"
+    held += f"holds {tmp_path / 'held' / '.lock'}; wait for it"
     assert ranks[0]["held"] == held
     assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
     for name in WHOLE:
@@ -46,9 +47,8 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     assert_holds_predictions(tmp_path / "several" / "short", 7)
     assert_holds_predictions(tmp_path / "several" / "long")
     assert open_store(tmp_path / "data module").num_shards == 6
-    left = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
-    assert not left & {"held", "twice", "dtype", "apart"}
-    assert not [name for name in left if name.endswith(".building")]
+    for name in ("held", "twice", "dtype", "apart"):
+        assert all(map(is_empty, tmp_path.rglob(name)))
 
 
 def test_ddp_rank_killed_in_the_middle_leaves_the_old_table(tmp_path: Path) -> None:

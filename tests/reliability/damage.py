@@ -125,8 +125,7 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
     """Flip one bit of one file. It must be found, unless it changes nothing that is read."""
     outcome = Outcome()
     pristine, path = _copy(stores(beginnings), scratch, rng)
-    files = [file for file in sorted(path.iterdir()) if file.stat().st_size]
-    file = rng.choice(files)
+    file = rng.choice([file for file in _files(path) if file.stat().st_size])
     data = bytearray(file.read_bytes())
     byte, bit = rng.randrange(len(data)), rng.randrange(8)
     data[byte] ^= 1 << bit
@@ -144,7 +143,7 @@ def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random
     """Cut one file off, or let it grow. It must be found, and crash nobody."""
     outcome = Outcome()
     _, path = _copy(stores(beginnings), scratch, rng)
-    file = rng.choice(sorted(path.iterdir()))
+    file = rng.choice(_files(path))
     size = file.stat().st_size
     sizes = {0, 1, size // 2, size - 1, size + 1, size + 4096, 2 * size, 2**40} - {size, -1}
     new = rng.choice(sorted(sizes))
@@ -153,6 +152,10 @@ def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random
     if not _is_found(outcome, subject, path, what) and size:
         outcome.add(Fault.WRONG_ROWS, f"{what} was made {new} bytes: neither refused nor found")
     return outcome
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
 
 
 def _copy(stores: Path, scratch: Path, rng: random.Random) -> tuple[Path, Path]:

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.store.manifest import Manifest
 from tests.reliability.calls import Calls, Mode
 from tests.reliability.dataset import Edited, Files, expected_rows, files, rows_of
 from tests.reliability.forks import Forked, Raised, call, orphans, wait_for_orphans
@@ -339,8 +340,10 @@ def _rows_of_editions(found: list[Any]) -> str:
 
 def look_for_leftovers(outcome: Outcome, path: Path) -> None:
     """Look for what a finished build should have cleared away."""
-    beside = {entry.name for entry in path.parent.iterdir() if entry.suffix != ".lock"}
-    inside = {entry.name for entry in path.iterdir() if entry.suffix not in _ROWS}
-    left = sorted(beside - {_STORE}) + sorted(inside - {"manifest.json", "meta.json"})
+    beside = {entry.name for entry in path.parent.iterdir()}
+    generation = Manifest.read(path).generation
+    within = {entry.name for entry in path.iterdir()} - {generation, "manifest.json", ".lock"}
+    inside = {entry.name for entry in (path / generation).iterdir() if entry.suffix not in _ROWS}
+    left = sorted(beside - {_STORE}) + sorted(within) + sorted(inside)
     if left:
         outcome.add(Fault.LEFTOVER, f"the finished build left {', '.join(left)}")

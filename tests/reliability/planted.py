@@ -81,15 +81,16 @@ FILES = (
     Plant("bytes of no encoding", lambda path, _: path.write_bytes(b"\xff\xfe" * 1000)),
 )
 
-#: Where: beside the store, in what an interrupted build left, and in the store.
-BESIDE = (".s.building", ".s.old", ".s.lock", "s")
+#: Where: in the directory of the store, in what an interrupted build left, and in the generation.
+IN_STORE = ("manifest.json", "manifest.json.tmp", ".lock", "g-0123456789abcdef")
 IN_BUILDING = ("build.json", "journal", "x.memmap", "label.memmap", "manifest.json", "meta.json")
-IN_STORE = ("manifest.json", "meta.json", "x.memmap", "build.json", "journal")
+IN_GENERATION = ("manifest.json", "x.memmap", "build.json", "parts.json", "journal")
 
 PLACES = (
-    *BESIDE,
-    *(f".s.building/{name}" for name in IN_BUILDING),
+    "s",
     *(f"s/{name}" for name in IN_STORE),
+    *(f"building/{name}" for name in IN_BUILDING),
+    *(f"generation/{name}" for name in IN_GENERATION),
 )
 ACTIONS = ("open", "verify", "build", "overwrite")
 
@@ -142,12 +143,14 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     place, plant, action = _parts(number)
     directory, away = _begin(scratch)
     edition = NEW
-    if place.startswith(".s.building/"):
+    if place.startswith("building/"):
         shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
     elif place != "s":
         shutil.copytree(beginnings / "overwrite", directory, dirs_exist_ok=True)
         edition = NEW if action == "overwrite" else OLD
     path = directory / place
+    if place.startswith(("building/", "generation/")):
+        (path,) = ((each / path.name) for each in (directory / "s").glob("g-*"))
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -183,8 +186,9 @@ def _meet_foreign_build(subject: Subject, beginnings: Path, scratch: Path, numbe
     directory, away = _begin(scratch)
     shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
     # Rows 3 to 30, which are no probes, and which the unfinished build has written.
-    _spoil(directory / ".s.building" / "x.memmap")
-    plant.put(directory / ".s.building", away)
+    (building,) = (directory / "s").glob("g-*")
+    _spoil(building / "x.memmap")
+    plant.put(building, away)
     build = Build(directory / "s")
     ending = call(build.run, subject, limit_s=_LIMIT_S)
     if outcome.add_ending(ending, plant.name, allowed=True):

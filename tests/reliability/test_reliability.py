@@ -21,6 +21,7 @@ from tests.reliability.kinds import KINDS, Case, Scale, cases, prepare, run_case
 from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.reliability.report import BEGIN, END, Log, Report
 from tests.reliability.runner import runners
+from tests.unit.store.layout import files_of
 
 SCALE = Scale(kills=1, every_call=397, flips=50, resizes=8, manifests=300, every_plant=113)
 
@@ -67,11 +68,11 @@ def committed_before_its_rows(dataset: Any, path: Path, **options: Any) -> Any:
     # Where no calls are counted.
     elsewhere = path.parent.with_name("elsewhere") / "s"
     build_store(dataset, elsewhere, **options)
-    rows = (elsewhere / "x.memmap").read_bytes()
-    (elsewhere / "x.memmap").write_bytes(bytes(len(rows)))
+    rows = (files_of(elsewhere) / "x.memmap").read_bytes()
+    (files_of(elsewhere) / "x.memmap").write_bytes(bytes(len(rows)))
     shutil.rmtree(path, ignore_errors=True)
     elsewhere.rename(path)
-    file = os.open(path / "x.memmap", os.O_WRONLY)
+    file = os.open(files_of(path) / "x.memmap", os.O_WRONLY)
     for start in range(0, len(rows), 32):
         os.pwrite(file, rows[start : start + 32], start)
     os.close(file)
@@ -123,7 +124,7 @@ def foreign(*arguments: Any, **options: Any) -> Any:
 
 def untidy(dataset: Any, path: Path, **options: Any) -> Any:
     store = build_store(dataset, path, **options)
-    path.with_name(".s.building").mkdir()
+    (path / "g-0123456789abcdef").mkdir()
     return store
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.memory import MovementRecorder
-from lightning_memmap.strategies.replicas.module import Replicas
+from lightning_memmap.strategies._replicas import Replicas
 from tests.models import make_trainer
 from tests.simulated_gpu import devices
 
@@ -109,21 +109,26 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     module.to(ROOT)
     replicas = Replicas(module, [ROOT, OTHER, ROOT, OTHER])
     values = [*module.parameters(), *module.buffers()]
+    # They are made in the first call.
+    replicas.pull(with_values=True)
     with MovementRecorder() as recorder:
-        replicas.refresh(always_copy=True)
+        replicas.pull(with_values=True)
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
     assert recorder.num_bytes == num_bytes
-    for index in range(4):
-        for parameter in replicas.module_of(index).parameters():
+    modules = replicas.modules(4)
+    for first, second in zip(modules[0].parameters(), modules[2].parameters(), strict=True):
+        assert first is second
+    for index in range(2):
+        for parameter in modules[index].parameters():
             parameter.grad = torch.full_like(parameter, 2.0**index)
     with MovementRecorder() as recorder:
-        replicas.reduce_gradients()
+        replicas.push_gradients()
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     assert recorder.num_bytes == num_bytes
     for parameter in module.parameters():
         assert parameter.grad is not None
-        assert (parameter.grad == 15).all()
+        assert (parameter.grad == 3).all()
 
 
 def test_memory_trace_keeps_a_snapshot_of_the_steps_that_it_records(

@@ -5,11 +5,14 @@ run one after the other.
 """
 
 import dataclasses
+import functools
 import itertools
+import threading
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -33,7 +36,8 @@ from torchmetrics import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies.scattering.batch import ScatteredBatch, scatter
+from lightning_memmap.strategies._replicas import run_replicas
+from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined
 
@@ -176,103 +180,16 @@ class Lbfgs(Base):
         return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=3)
 
 
-class Gan(Base):
-    """Two players by hand, both in each step, with a schedule and toggled optimizers."""
-
-    def build(self) -> None:
-        super().build()
-        self.other = nn.Linear(8, 1)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for index, optimizer in enumerate(optimizers):
-            self.toggle_optimizer(optimizer)
-            assert [p.requires_grad for p in self.other.parameters()] == [index == 1] * 2
-            difference = self.net(batch["x"]) - self.other(batch["x"])
-            loss = self.loss(batch) + (difference**2).mean() * (-0.1 if index else 1)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.3)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-        schedulers: Any = self.lr_schedulers()
-        schedulers.step()
-
-    def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
-        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
-
-
-class ByAttributes(Base):
-    """Keeps optimizer and schedulers to itself, of which Lightning knows one at most; looks at its
-    gradients, and clips them by torch's own function."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-        self.norms: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.opt.zero_grad()
-        self.manual_backward(loss)
-        assert all(p.grad is not None for p in self.parameters())
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
-        self.log("first", self.net[0].weight.grad[0, 0], on_epoch=True)
-        self.opt.step()
-        self.schedulers["cosine"].step()
-        self.plateau.step(loss.detach())
-        self.log("lr", self.opt.param_groups[0]["lr"], on_epoch=True)
-
-    def configure_optimizers(self) -> Any:
-        self.opt = torch.optim.SGD(self.parameters(), lr=0.2)
-        self.schedulers = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 20)}
-        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            self.opt, factor=0.5, patience=0, threshold=0.2
-        )
-        return self.opt
-
-
 class InContainers(Base):
-    """Keeps optimizer, scheduler and layers in containers within containers."""
+    """Keeps layers in containers within containers."""
 
     def build(self) -> None:
         super().build()
-        self.automatic_optimization = False
         self.parts = {"layers": [{"net": self.net}]}
         self.parts["itself"] = [self.parts]  # type: ignore[list-item]
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.parts["layers"][0]["net"](batch["x"]), batch["y"])
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        pairs = self.players["all"]
-        for optimizer, scheduler in pairs:
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            scheduler.step()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        self.players = {"all": [(optimizer, scheduler)]}
-        return optimizer
-
-
-class SchedulerByAttribute(Base):
-    """Automatic optimization, with a scheduler that the step steps."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch) * self.sched.get_last_lr()[0]
-        self.sched.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
-        self.sched = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return optimizer
 
 
 class TestWeights:
@@ -281,16 +198,7 @@ class TestWeights:
         [
             *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
             *itertools.product(
-                (
-                    Zoo,
-                    FollowingTeacher,
-                    Changing,
-                    Lbfgs,
-                    Gan,
-                    ByAttributes,
-                    InContainers,
-                    SchedulerByAttribute,
-                ),
+                (Zoo, FollowingTeacher, Changing, Lbfgs, InContainers),
                 (3, SIDE_BY_SIDE),
             ),
         ],
@@ -307,9 +215,6 @@ class TestWeights:
         metrics, wanted = trainer.callback_metrics, reference.callback_metrics
         torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
         assert not torch.allclose(weights(found), weights_before(make, found), rtol=1e-2)
-        assert {"first", "lr"}.isdisjoint(wanted) or {
-            name: metrics[name].item() for name in ("first", "lr")
-        } == pytest.approx({name: wanted[name].item() for name in ("first", "lr")})
 
     @pytest.mark.parametrize(
         "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
@@ -403,7 +308,7 @@ class TestRows:
                 return super().training_step(batch, batch_idx)
 
         monkeypatch.setattr(SuperBatch, "to", refuse)
-        monkeypatch.setattr(ScatteredBatch, "merge", refuse)
+        monkeypatch.setattr(MicroBatches, "merge", refuse)
         fit_dp(tmp_path, Watching(), 4, precision="32-true", limit_val_batches=0)
         assert taken == used
         assert len(taken) == STEPS * 4
@@ -824,20 +729,14 @@ class TestOutputs:
             fit_dp(tmp_path, Returning(), SIDE_BY_SIDE)
 
     @pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict, MappingProxyType])
-    @pytest.mark.parametrize("is_manual", [False, True])
-    def test_mapping_is_an_output_as_on_one_device(
-        self, tmp_path: Path, kind: Any, is_manual: bool
-    ) -> None:
+    def test_mapping_is_an_output_as_on_one_device(self, tmp_path: Path, kind: Any) -> None:
         class Returning(Base):
             def build(self) -> None:
                 super().build()
-                self.automatic_optimization = not is_manual
                 self.outputs: list[Any] = []
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)
-                if is_manual:
-                    return kind({}) if batch_idx == 1 else kind({"mean": loss.detach()})
                 return kind({"loss": loss, "mean": loss.detach()})
 
             def on_train_batch_end(self, outputs: Any, *rest: Any) -> None:
@@ -897,14 +796,14 @@ class TestOutputs:
 
     def test_tensordict_is_scattered_and_assembled(self) -> None:
         batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
-        scattered = scatter(batch, [CPU] * 3)
-        assert [each["a"].tolist() for each in scattered.batches] == [[0, 3, 6], [1, 4], [2, 5]]
+        scattered = MicroBatches.split(batch, 3)
+        assert [each["a"].tolist() for each in scattered.parts] == [[0, 3, 6], [1, 4], [2, 5]]
         assert scattered.assembled.batch_size == (7,)
         assert torch.equal(scattered["a"], torch.arange(7))
         assert scattered.assembled["b", "c"].shape == (7, 2)
 
     def test_batch_of_two_is_unpacked(self) -> None:
-        x, y = scatter((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
+        x, y = MicroBatches.split((torch.arange(5), torch.arange(5, 10)), 2)  # type: ignore[misc]
         assert x.tolist() == [0, 1, 2, 3, 4]
         assert y.tolist() == [5, 6, 7, 8, 9]
 
@@ -912,13 +811,13 @@ class TestOutputs:
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
     def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
-        assert scatter(batch, [CPU] * 2).batches == [batch]
+        assert MicroBatches.split(batch, 2).parts == [batch]
 
     @pytest.mark.parametrize("first", [0, 1, 2])
     def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:
         batches = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
-        scattered = ScatteredBatch(batches, 8, first, CPU)
-        assert scattered.rows_per_batch == [len(rows) for rows in batches]
+        scattered = MicroBatches.of_devices(batches, 8, first, CPU)
+        assert scattered.rows == [len(rows) for rows in batches]
         merged = scattered.merge(
             [
                 {
@@ -953,66 +852,50 @@ class TestOutputs:
 class TestErrors:
     @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
     def test_error_in_a_replica_is_raised(self, tmp_path: Path, devices: Any) -> None:
-        class Failing(Gan):
-            def training_step(self, batch: Any, batch_idx: int) -> None:
+        class Failing(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
                 if 7 in batch["row"]:
                     raise KeyError("row 7")
-                super().training_step(batch, batch_idx)
+                return super().training_step(batch, batch_idx)
 
         with pytest.raises(KeyError, match="row 7"):
             fit_dp(tmp_path, Failing(), devices)
 
+    def test_manual_optimization_is_refused(self, tmp_path: Path) -> None:
+        module = Base()
+        module.automatic_optimization = False
+        with pytest.raises(ValueError, match=r"automatic_optimization=False.*memmap_superbatch"):
+            fit_dp(tmp_path, module)
+
     @pytest.mark.parametrize("devices", [3, SIDE_BY_SIDE], ids=str)
-    @pytest.mark.parametrize("replica", [0, 1])
-    def test_replicas_that_diverge_raise(self, tmp_path: Path, devices: Any, replica: int) -> None:
-        class Parting(Gan):
-            def training_step(self, batch: Any, batch_idx: int) -> None:
-                count = 4 if devices is SIDE_BY_SIDE else 3
-                if int(batch["row"][0]) % count == replica:
-                    self.manual_backward(self.loss(batch))
-                super().training_step(batch, batch_idx)
-
-        with pytest.raises(RuntimeError, match=r"replica . of . reached .*manual_backward"):
-            fit_dp(tmp_path, Parting(), devices)
-
-    def test_backward_behind_the_strategy_is_refused(self, tmp_path: Path) -> None:
-        class Direct(Gan):
-            def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-                loss.backward()
-
-        with pytest.raises(RuntimeError, match=r"call self\.manual_backward\(loss\)"):
-            fit_dp(tmp_path, Direct())
-
-    def test_step_of_an_optimizer_that_is_not_known_is_refused(self, tmp_path: Path) -> None:
-        class Hiding(Base):
-            def build(self) -> None:
-                super().build()
-                self.automatic_optimization = False
-
-            def training_step(self, batch: Any, batch_idx: int) -> None:
-                # For each replica alone, which is its own affair.
+    @pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
+    def test_step_of_what_there_is_once_is_refused(
+        self, tmp_path: Path, devices: Any, kind: str
+    ) -> None:
+        class Stepping(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                # Of each replica alone, which is its own affair.
                 guess = torch.zeros(1, requires_grad=True)
                 guess.sum().backward()
                 torch.optim.SGD([guess], lr=1.0).step()
-                assert guess.item() == -1
-                self.manual_backward(self.loss(batch))
-                self.player.optimizer.step()
+                self.player[kind].step()
+                return self.loss(batch)
 
             def configure_optimizers(self) -> Any:
-                self.player = SimpleNamespace(optimizer=super().configure_optimizers())
-                return self.player.optimizer
+                optimizer = super().configure_optimizers()
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+                self.player = {"optimizer": optimizer, "scheduler": scheduler}
+                return [optimizer], [scheduler]
 
-        with pytest.raises(RuntimeError, match=r"the SGD in an object .* every replica would step"):
-            fit_dp(tmp_path, Hiding())
-        fit_one(tmp_path, Hiding())
+        with pytest.raises(RuntimeError, match=r"steps the (SGD|ExponentialLR), which every"):
+            fit_dp(tmp_path, Stepping(), devices)
 
-    def test_closure_by_hand_is_refused(self, tmp_path: Path) -> None:
-        class Closing(Gan):
-            def training_step(self, batch: Any, batch_idx: int) -> None:
-                self.optimizers()[0].step(lambda: self.manual_backward(self.loss(batch)))  # type: ignore[index]
-
-        with pytest.raises(ValueError, match=r"step\(closure=\.\.\.\)"):
-            fit_dp(tmp_path, Closing())
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
+    @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+    def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, mode: str) -> None:
+        compiled: Any = torch.compile(Base(), mode=mode)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"CUDA graphs.*on 4 devices"):
+            fit_dp(tmp_path, compiled, SIDE_BY_SIDE)
 
     @pytest.mark.parametrize(
         ("make", "error", "match"),
@@ -1043,10 +926,48 @@ class TestErrors:
             make_trainer(tmp_path, strategy="memmap_dp", num_nodes=2)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_replicas_run_in_the_modes_of_the_caller(
+    grad: bool, inference: bool, autocast: bool
+) -> None:
+    def modes() -> Any:
+        output = nn.Linear(2, 2)(torch.ones(1, 2))
+        return output.dtype, output.requires_grad, output.is_inference()
+
+    devices = [torch.device(name) for name in SIDE_BY_SIDE]
+    with (
+        ThreadPoolExecutor() as threads,
+        torch.set_grad_enabled(grad),
+        torch.inference_mode(inference),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        assert run_replicas([modes] * 4, devices, threads) == [modes()] * 4
+
+
+def test_replicas_of_one_device_run_in_turn_in_one_thread() -> None:
+    order = []
+
+    def work(index: int) -> Any:
+        order.append(index)
+        return threading.current_thread()
+
+    devices = [CPU, torch.device("cpu:1"), CPU, torch.device("cpu:1")]
+    with ThreadPoolExecutor() as threads:
+        first, other, *rest = run_replicas(
+            [functools.partial(work, index) for index in range(4)], devices, threads
+        )
+    assert [first, other, *rest] == [threading.current_thread(), other] * 2
+    assert other is not first
+    assert order.index(0) < order.index(2)
+    assert order.index(1) < order.index(3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 class TestGpus:
-    @pytest.mark.parametrize("make", [Base, Changing, Gan], ids=lambda make: make.__name__)
+    @pytest.mark.parametrize("make", [Base, Changing], ids=lambda make: make.__name__)
     def test_weights_on_gpus_are_those_of_one(
         self, tmp_path: Path, make: Callable[[], Base]
     ) -> None:

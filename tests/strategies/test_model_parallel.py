@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies.model_stages.cut import even_cut, find_stages, move_stages
+from lightning_memmap.strategies.model_parallel import even_cut, find_stages, move_stages
 from tests.models import make_trainer, weights
 from tests.rows import CPU, joined
 from tests.strategies.test_dp import (
@@ -21,7 +21,6 @@ from tests.strategies.test_dp import (
     VAL,
     Base,
     Counted,
-    Gan,
     Lbfgs,
     assert_alike,
     fit_one,
@@ -45,6 +44,34 @@ def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.T
     )
     trainer.fit(module, datamodule=make_data(path, 24 // len(strategy.data_devices)))
     return trainer
+
+
+class Gan(Base):
+    """Two players by hand, both in each step, with a schedule and toggled optimizers."""
+
+    def build(self) -> None:
+        super().build()
+        self.other = nn.Linear(8, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            assert [p.requires_grad for p in self.other.parameters()] == [index == 1] * 2
+            difference = self.net(batch["x"]) - self.other(batch["x"])
+            loss = self.loss(batch) + (difference**2).mean() * (-0.1 if index else 1)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.3)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        schedulers: Any = self.lr_schedulers()
+        schedulers.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.7)]
 
 
 class Named(Base):

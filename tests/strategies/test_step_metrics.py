@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 from torchmetrics import SumMetric
 
-from lightning_memmap.strategies.scattering.metrics import StepMetrics
+from lightning_memmap.strategies.microbatch import MetricCopies, counted_in_copies
 from tests.rows import CPU
 
 
@@ -16,17 +16,17 @@ class Total(L.LightningModule):
 
 def test_failed_step_leaves_nothing_for_the_next_one() -> None:
     module = Total()
-    metrics, own = StepMetrics(module, CPU), module.total
+    copies, own = [MetricCopies(CPU)], module.total
 
     def fail() -> None:
-        with metrics.copies_in_place([]):
+        with counted_in_copies(module, copies):
             module.total.update(100.0)
             raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
         fail()
     assert module.total is own
-    with metrics.copies_in_place([]):
+    with counted_in_copies(module, copies):
         assert module.total is not own
         module.total.update(1.0)
     assert module.total.compute() == 1

@@ -1,13 +1,11 @@
 """Columns: how each field of a store is kept in files.
 
 A column decides which files a field has, how rows are written to them, where they lie, and how
-they are read again. Nothing else in a store knows it. A new kind of column is a class like
-`fixed.FixedColumn`, and its line in `_KINDS`. The kind of each field is decided when a store is
+they are read again. The kind of each field is decided when a store is
 built, and recorded in its manifest.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,28 +28,10 @@ __all__ = [
     "columns_from_json",
     "columns_to_json",
     "grow_columns",
-    "registered",
 ]
 
 #: All kinds of columns. A field of a new store gets the first one that takes it.
 _KINDS: list[type[Column]] = [VariableColumn, FixedColumn]
-
-
-@contextmanager
-def registered(kind: type[Column]) -> Iterator[None]:
-    """Add a kind of column that takes precedence over all others, within this context.
-
-    Args:
-        kind: The class. Its ``kind`` is the name that manifests have for it.
-
-    Yields:
-        Nothing; inside, stores are written and opened with this kind too.
-    """
-    _KINDS.insert(0, kind)
-    try:
-        yield
-    finally:
-        _KINDS.remove(kind)
 
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:

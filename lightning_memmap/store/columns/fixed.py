@@ -4,6 +4,7 @@ It has one file, in which each row lies at a multiple of its size, shard after s
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import MemoryMappedTensor
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,7 +23,14 @@ from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.columns.column import Column, FileRange, OpenColumn
-from lightning_memmap.store.files import OpenFiles, read_exactly, write_all, write_rows
+from lightning_memmap.store.files import (
+    OpenFiles,
+    open_plain,
+    read_exactly,
+    unreadable,
+    write_all,
+    write_rows,
+)
 from lightning_memmap.store.hashing import leaf_bytes
 
 _MAX_FILE_BYTES = 2**62
@@ -125,10 +132,10 @@ class FixedColumn(Column):
 
 
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file as a tensor.
+    """Map a file as a tensor, by its descriptor: what was checked is what is mapped.
 
     Args:
-        path: The file, whose size was checked.
+        path: The file. A link is not followed.
         dtype: Dtype of the tensor.
         shape: Its shape.
 
@@ -136,18 +143,34 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         The tensor, on the CPU. What a process writes into it does not reach the file.
 
     Raises:
-        StoreError: The file cannot be mapped.
+        FileNotFoundError: There is no file: the store was replaced, or the file removed.
+        StoreError: It is no plain file of this size, or cannot be mapped.
     """
+    count = math.prod(shape)
     try:
-        # Mode "r" maps copy-on-write.
-        mapped: Tensor = MemoryMappedTensor.from_filename(str(path), dtype, shape, mode="r")
+        file = open_plain(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        found = os.fstat(file).st_size
+        if found != count * dtype.itemsize:
+            raise StoreError(
+                f"{path} has {found} bytes, expected {count * dtype.itemsize}: build the store"
+                " again"
+            )
+        # Not shared: copy-on-write.
+        mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
     except (OSError, RuntimeError) as error:
         raise StoreError(
             f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
             " disk works, and that the process may map that much (`ulimit -v`) and that many files"
             " (`sysctl vm.max_map_count`)"
         ) from error
-    return mapped
+    finally:
+        os.close(file)
+    return mapped.view(shape)
 
 
 @dataclass(frozen=True)
@@ -161,19 +184,14 @@ class _Mapped:
     def _starts(self) -> list[int]:
         return [int(start) for start in self.shards.starts]
 
-    @cached_property
-    def _rows(self) -> Tensor:
-        # An index into a tensor of the subclass takes many times as long.
-        return self.tensor.as_subclass(Tensor)
-
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
         num_shards = self.shards.num_shards
-        return self._rows[self._starts[row % num_shards] + row // num_shards].clone()
+        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
-        return take_rows(self._rows, self.shards.locate(rows))
+        return take_rows(self.tensor, self.shards.locate(rows))
 
 
 #: torch copies no rows of these, but of integers of their size.

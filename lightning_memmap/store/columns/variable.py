@@ -284,7 +284,7 @@ class VariableColumn(Column):
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
-        return ItemRows(self.field, self.shards, items.as_subclass(Tensor), index.numpy())
+        return ItemRows(self.field, self.shards, items, index.numpy())
 
 
 def packed_index(sizes: Integers) -> Integers:
@@ -411,8 +411,7 @@ class ItemRows:
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
         starts, sizes = self._at_rows(rows)
-        # An index into a tensor of the subclass takes many times as long.
-        items = self.items.as_subclass(Tensor)
+        items = self.items
         return [
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)

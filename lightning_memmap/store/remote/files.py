@@ -151,7 +151,7 @@ class RemoteFiles:
             StoreNotFoundError: There is no such bucket.
             StoreError: The directory cannot be reached, or access is refused.
         """
-        self._make_directory()
+        self._make_directory(name)
         self._tried(lambda: self._system.put_file(str(path), self._at(name)), name)
 
     def write(self, name: str, data: bytes) -> None:
@@ -161,7 +161,7 @@ class RemoteFiles:
             name: Its name.
             data: Its content.
         """
-        self._make_directory()
+        self._make_directory(name)
         self._tried(lambda: self._system.pipe_file(self._at(name), data), name)
 
     def remove(self, name: str) -> None:
@@ -176,10 +176,10 @@ class RemoteFiles:
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def _make_directory(self) -> None:
+    def _make_directory(self, name: str) -> None:
         # Elsewhere there are no directories, and for some protocols this would make a bucket.
         if isinstance(self._system, LocalFileSystem):
-            self._system.makedirs(self._path, exist_ok=True)
+            self._system.makedirs(os.path.dirname(self._at(name)), exist_ok=True)
 
     def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
         where, pause_s = self.url / name if name else self.url, _FIRST_PAUSE_S

@@ -208,7 +208,11 @@ class RemoteShards:
             for name, start, end in self._pieces[number // self._step][number % self._step]:
                 for first in range(start, end, _READ_BYTES):
                     last = min(first + _READ_BYTES, end)
-                    yield name, first, self._files.read(name, first, last)
+                    yield (
+                        name,
+                        first,
+                        self._files.read(f"{self.manifest.generation}/{name}", first, last),
+                    )
         except StoreNotFoundError as error:
             raise self._changed() or self._damaged(number) from error
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns import Column, OpenColumn
+from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.reader import Store
 from lightning_memmap.store.remote.cache import CachedShards
+from lightning_memmap.store.store import Store
 
 
 class RemoteStore(Store):
@@ -32,6 +31,7 @@ class RemoteStore(Store):
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
         super().__init__(shards.path, shards.manifest, fetched)
+        self.files = shards.directory
         self._shards, self._mapped = shards, mapped
 
     @property
@@ -46,11 +46,6 @@ class RemoteStore(Store):
         self._shards.require(found, shards)
         return [self._mapped[index] for index in found]
 
-    @override
-    def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
-        found = super().row_files(column)
-        return [(self._shards.directory / path.name, first, size) for path, first, size in found]
-
     def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
         """Compare the shards here with their checksums, and read the others from the server.
 
@@ -64,10 +59,6 @@ class RemoteStore(Store):
             verify = partial(self._shards.verify, advance=advance)
             are_right = list(pool.map(verify, range(len(pairs))))
         return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
-
-    @override
-    def check_in_place(self) -> None:
-        """Nothing replaces the files of an entry of the cache."""
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,35 +1,29 @@
 """Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted."""
 
 import os
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.store.files import TEMPORARY, open_plain, sync_path
-from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
-from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
-from lightning_memmap.store.plan import allocate_files
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.reader import Store, open_directory
-from lightning_memmap.store.recovery import (
-    check_ours,
-    finish_interrupted,
+from lightning_memmap.store.building import allocate_files
+from lightning_memmap.store.directory import (
+    KEY,
+    StoreDirectory,
+    check_free,
     is_store,
-    locked,
-    make_room,
-    no_store_error,
-    put_in_place,
     remove_tree,
 )
+from lightning_memmap.store.files import TEMPORARY, open_plain, own_directory, read_own, sync_path
+from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
+from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.remote.shards import (
     RemoteManifest,
     RemoteShards,
     make_records,
 )
-
-#: At a URL: the manifest of what is being pushed. In a directory: of what is being pulled.
-_UNFINISHED = MANIFEST + TEMPORARY
+from lightning_memmap.store.store import Store, open_directory
 
 
 def push_store(
@@ -43,8 +37,7 @@ def push_store(
     Args:
         path: Directory of the store.
         url: Where it goes, such as ``s3://bucket/stores/train``. Nothing else may be there.
-        overwrite: Replace a store that is there. While it is replaced, there is none: for others
-            who use it, push a new version to a URL of its own.
+        overwrite: Replace a store that is there, which stays until the new one is whole.
         progress: Show a progress bar.
 
     Raises:
@@ -53,40 +46,42 @@ def push_store(
         StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
             pushed there at the same time, or it cannot be reached.
     """
-    directory = finish_interrupted(store_directory(path))
-    manifest = Manifest.read(directory)
-    check_files(directory, manifest)
-    data = (directory / MANIFEST).read_bytes()
+    directory = store_directory(path)
+    data = _read_plain(directory)
+    manifest = Manifest.decode(data, str(directory))
+    check_files(directory / manifest.generation, manifest)
     there = RemoteFiles(_url(url))
-    found = _read(there, MANIFEST)
+    found = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
     if found == data:
-        there.remove(_UNFINISHED)  # Of a push that was killed just before its end.
         return
     if found is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
-    unfinished = _read(there, _UNFINISHED)
-    if unfinished != data:
-        if found is None and unfinished is None and not overwrite:
-            _check_free(there, sizes)
-        # Files that are there from now on are of this store.
-        for name in (MANIFEST, *sizes):
-            there.remove(name)
-        there.write(_UNFINISHED, data)
+    sizes = _objects(manifest)
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
             if there.size(name) != num_bytes:
                 there.put(directory / name, name)
             advance(num_bytes)
-    if Manifest.read(directory) != manifest:
+    if _read_plain(directory) != data:
         raise StoreError(f"the store at {directory} was replaced meanwhile: push it again")
-    if data not in (_read(there, _UNFINISHED), _read(there, MANIFEST)):
-        raise StoreError(f"another process has pushed another store to {url} meanwhile")
     there.write(MANIFEST, data)
-    there.remove(_UNFINISHED)
+    if found is not None:
+        with suppress(StoreError):  # Nobody names them any more.
+            for name in _objects(Manifest.decode(found, url)):
+                if name not in sizes:
+                    there.remove(name)
+
+
+def _objects(manifest: Manifest) -> dict[str, int]:
+    """The size of each object of a store at a URL, by its name."""
+    return {
+        f"{manifest.generation}/{name}": size
+        for column in manifest.columns
+        for name, size in column.file_bytes.items()
+    }
 
 
 def pull_store(
@@ -113,36 +108,28 @@ def pull_store(
             is in the directory.
         OSError: The disk is full, or the files cannot be written.
     """
-    directory = store_directory(path)
+    directory = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
     remote = RemoteManifest.read(files)
-    make_parent(directory)
-    with locked(directory):
-        if os.path.lexists(directory):
-            if not is_store(directory):
-                raise no_store_error(directory, "path")
-            if _read_plain(directory / MANIFEST) == remote.data:
-                return open_directory(directory)
+    check_free(directory.path, "path")
+    make_parent(directory.path)
+    with directory.locked():
+        if is_store(directory.path):
+            if _read_plain(directory.path) == remote.data:
+                return open_directory(directory.path)
             if not overwrite:
                 raise StoreError(
-                    f"{directory} has another store: replace it with overwrite=True (--overwrite),"
-                    " or choose another directory"
+                    f"{directory.path} has another store: replace it with overwrite=True"
+                    " (--overwrite), or choose another directory"
                 )
-        make_room(directory)
-        pulling = directory.parent / f".{directory.name}.pulling"
-        if not _is_begun(pulling, remote):
-            _begin(pulling, remote, directory)
-        if not is_store(pulling):
-            shards = RemoteShards(remote, files, pulling)
-            manifest = remote.manifest
-            numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
-            hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
-            with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
-                shards.fetch(numbers, advance)
-            os.rename(pulling / _UNFINISHED, pulling / MANIFEST)
-            sync_path(pulling)
-        put_in_place(directory, pulling)
-    return open_directory(directory)
+        shards = RemoteShards(remote, files, _begin(directory, remote))
+        manifest = remote.manifest
+        numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
+        hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
+        with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
+            shards.fetch(numbers, advance)
+        directory.commit(manifest)
+    return open_directory(directory.path)
 
 
 def stores_at(url: str) -> dict[str, str]:
@@ -186,10 +173,13 @@ def _has_store(url: str) -> bool:
         return False
 
 
-def _read_plain(path: Path) -> bytes:
-    """A manifest beside a store, which another user may have put there."""
-    with open(open_plain(path), "rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)
+def _read_plain(directory: Path) -> bytes:
+    """The bytes of the manifest of a store."""
+    try:
+        with open(open_plain(directory / MANIFEST), "rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"no store at {directory}") from None
 
 
 def _url(given: str) -> StoreUrl:
@@ -199,45 +189,22 @@ def _url(given: str) -> StoreUrl:
     return place
 
 
-def _read(files: RemoteFiles, name: str) -> bytes | None:
-    """A manifest; None where there is none."""
-    return files.read_if_there(name, MAX_MANIFEST_BYTES)
-
-
-def _check_free(there: RemoteFiles, names: Iterable[str]) -> None:
-    """Check that no file of a store would replace one of somebody else.
-
-    Raises:
-        StoreError: One would.
-    """
-    for name in names:
-        if there.size(name) is not None:
-            raise StoreError(
-                f"{there.url / name} is there already, and is of no store: choose another URL, or"
-                " replace it with overwrite=True (--overwrite)"
-            )
-
-
-def _is_begun(pulling: Path, remote: RemoteManifest) -> bool:
-    """Whether a directory has what an interrupted pull of the same store has left."""
-    if not os.path.lexists(pulling):
-        return False
-    check_ours(pulling)
-    for name in (MANIFEST, _UNFINISHED):
-        if os.path.lexists(pulling / name):
-            return _read_plain(pulling / name) == remote.data
-    return False
-
-
-def _begin(pulling: Path, remote: RemoteManifest, directory: Path) -> None:
-    """Make the files of a pull, at their sizes."""
-    if os.path.lexists(pulling):
-        remove_tree(pulling)
+def _begin(directory: StoreDirectory, remote: RemoteManifest) -> Path:
+    """Find the files that an interrupted pull of the same store has left, or make them."""
+    path = directory.files(remote.manifest)
+    for found in directory.unfinished(KEY):
+        if found == path:
+            with own_directory(path) as opened:
+                if read_own(KEY, opened, MAX_MANIFEST_BYTES) == remote.data:
+                    return path
+        remove_tree(found)
+    directory.begin(path.name)
     manifest = remote.manifest
-    allocate_files(pulling, manifest.columns, directory)
-    make_records(pulling, manifest)
-    temporary = pulling / f"{_UNFINISHED}{TEMPORARY}"
+    allocate_files(path, manifest.columns, directory.path)
+    make_records(path, manifest)
+    temporary = path / (KEY + TEMPORARY)
     temporary.write_bytes(remote.data)
     sync_path(temporary)
     # Its name says that everything else is there.
-    os.rename(temporary, pulling / _UNFINISHED)
+    os.rename(temporary, path / KEY)
+    return path

@@ -94,7 +94,7 @@ class Watch(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         store = data.stores["train"]
-        path = store.path / "value.memmap"
+        path = store.files / "value.memmap"
         trainer.strategy.barrier()
         self.trained = mappings_of(path)
         self.present = self.trained[0].present()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.store.recovery import locked
+from lightning_memmap.store.directory import locked
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Points, Regression, make_trainer
 

@@ -23,6 +23,7 @@ from lightning_memmap.loading import RowList
 from lightning_memmap.sampling import Subset as ChosenRows
 from tests.datasets import in_dataset_order
 from tests.models import Points, Regression, make_trainer
+from tests.unit.store.layout import is_empty
 
 NUM_ROWS = 61
 POINTS = Points(NUM_ROWS)
@@ -84,8 +85,7 @@ def assert_holds(store: Store, points: Points = POINTS) -> None:
 
 
 def nothing_at(path: Path) -> bool:
-    left = [entry.name for entry in path.iterdir() if entry.name.startswith((".table", "table"))]
-    return left in ([], [".table.lock"])
+    return is_empty(path / "table")
 
 
 class TestRows:
@@ -295,7 +295,7 @@ class TestStructure:
             assert torch.equal(found["labels"], torch.arange(row % 4))
             assert (found["text"], found["files"]) == ("ä" * (row % 3), bytes(row % 5))
         assert store.manifest.num_bytes < 2000 + 20 * NUM_ROWS
-        assert not [*store.path.glob("*.tmp")]
+        assert not [*store.files.glob("*.tmp")]
         assert verify_store(store.path) == []
 
     def test_predictions_of_bfloat16_keep_their_dtype(self, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning_memmap.compare.metrics import PARTS, Rank, Run, figures_of
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.compare.report import Report, ScalingPoint, VariantResult
+from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.compare.variants import parse_variants
 
 GLOBAL_BATCH, STEPS = 32, 10
@@ -29,10 +29,9 @@ def timed_rank(
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
     found = {
         "steps": [dict.fromkeys(PARTS, step_s / len(PARTS))] * STEPS,
-        "first_batch": [0.5 + rank, 2.0 + rank],
+        "first_batch": 0.5 + rank,
         "memory": {str(100 + rank): [200 * MIB, 100 * MIB]},
         "peaks": {},
-        "threads": 1,
     }
     return make_rank(rank, size, data_rank, **{**found, **values})
 
@@ -45,7 +44,6 @@ def check_rank(rank: int = 0, size: int = 1, **values: Any) -> Rank:
         "batch_bytes": GLOBAL_BATCH * 64 // size,
         "state": {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}},
         "moved": 0,
-        "flops": 1000,
         "parameters": [],
     }
     return make_rank(rank, size, None, **{**found, **values})
@@ -119,7 +117,6 @@ SETTINGS: dict[str, Any] = {
     "steps": STEPS,
     "warmup_steps": 2,
     "check_steps": 6,
-    "scaling": "",
     "accelerator": "cpu",
     "tolerance": 1e-3,
     "timeout_s": 60.0,
@@ -164,9 +161,5 @@ def make_report(*variants: VariantResult, **values: Any) -> Report:
         "data": DATA,
         "model": MODEL,
         "reference": "auto",
-        "scaling": [
-            ScalingPoint("ddp", 1, 16, [600.0]),
-            ScalingPoint("ddp", 2, 32, [1000.0, 1100.0]),
-        ],
     }
     return Report(variants=list(variants), **{**defaults, **values})

@@ -76,12 +76,10 @@ def test_peaks_of_processes_on_one_device_add_up() -> None:
     assert found["device_reserved_bytes"] == [30, 14]
 
 
-def test_figures_relative_to_others_need_them() -> None:
+def test_share_of_the_upper_bound_needs_it() -> None:
     run = [timed_rank(rate=900.0)]
-    found = figures(run, ideal_rate=1200.0, flops_per_row=100.0)
-    assert found["no_load_share"] == [pytest.approx(0.75)]
-    assert found["flops_per_s"] == [pytest.approx(90_000.0)]
-    assert not {"no_load_share", "flops_per_s"} & figures(run).keys()
+    assert figures(run, ideal_rate=1200.0)["no_load_share"] == [pytest.approx(0.75)]
+    assert "no_load_share" not in figures(run)
 
 
 def test_share_beyond_the_upper_bound_is_called_noise() -> None:
@@ -134,7 +132,7 @@ def test_figure_from_outside_is_in_report_tables_page_and_regression(
     seen = Observed(SimpleNamespace(), steps=[dict.fromkeys(PARTS, 1.0)] * 4)
     assert collected(seen, "timed")["window"] == 4 * len(PARTS)
     slow, fast = (
-        make_report(make_variant("auto", rates, window=seconds), scaling=[])
+        make_report(make_variant("auto", rates, window=seconds))
         for rates, seconds in (((100.0, 101.0, 102.0), 3.2), ((200.0, 201.0, 202.0), 1.6))
     )
     fast.write(tmp_path / "report.json")

@@ -67,7 +67,7 @@ def test_names_are_no_markup() -> None:
     hostile = '<script>alert("x")</script>'
     variant = make_variant("auto", status="failed", reason=hostile)
     page = render_html(
-        make_report(variant, command=hostile, model={**MODEL, "model_class": hostile}, scaling=())
+        make_report(variant, command=hostile, model={**MODEL, "model_class": hostile})
     )
     assert "<script" not in page
     assert page.count(str(escape(hostile))) == 3
@@ -77,7 +77,7 @@ def test_names_are_no_markup() -> None:
     "variants", [(), (make_variant("auto", (), status="pending", model_bytes={}),)]
 )
 def test_page_of_an_interrupted_report_is_a_page(variants: Any) -> None:
-    report = make_report(*variants, interrupted=True, scaling=())
+    report = make_report(*variants, interrupted=True)
     assert "Interrupted" in render_html(report)
 
 

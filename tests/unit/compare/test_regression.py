@@ -69,7 +69,7 @@ def test_baseline_of_a_stranger_cannot_control_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "\x1b]0;title\x07"
-    strange = make_report(replace(make_variant("auto"), variant=name), scaling=())
+    strange = make_report(replace(make_variant("auto"), variant=name))
     strange.write(tmp_path / "strange.json")
     new = write(tmp_path / "new.json", (1000.0,))
     assert compare(["--baseline", str(tmp_path / "strange.json"), "--report", new]) == 0
@@ -79,8 +79,8 @@ def test_baseline_of_a_stranger_cannot_control_the_terminal(
 
 
 def test_page_and_exit_code_tell_of_a_slower_variant() -> None:
-    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)), scaling=())
-    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)), scaling=())
+    old = make_report(make_variant("auto", (1000.0, 1005.0, 1010.0)))
+    new = make_report(make_variant("auto", (500.0, 505.0, 510.0)))
     regression = check_regression(old, new, "old.json")
     report = replace(new, regression=regression)
     assert report.exit_code == 4

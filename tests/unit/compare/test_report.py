@@ -89,7 +89,7 @@ def test_schema_of_the_docs_names_every_field(tmp_path: Path) -> None:
         return set(value) if isinstance(value, dict) else set()
 
     values = json.loads((tmp_path / "report.json").read_text())
-    found = set(values) | names(values["variants"]) | names(values["scaling"])
+    found = set(values) | names(values["variants"])
     for section in ("environment", "settings", "data", "model"):
         found |= names(values[section])
     for variant in values["variants"]:

@@ -12,7 +12,7 @@ from lightning_memmap.compare.loaders import expected_hashes
 from lightning_memmap.compare.rows import HashedTransform, hash_batch, hash_rows
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
-from lightning_memmap.strategies.scattering.batch import scatter
+from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.rows import CPU, make_loader, make_sampler
 
 BATCH = {
@@ -85,10 +85,10 @@ def test_batch_that_is_a_frozen_dataclass_has_rows() -> None:
     assert hash_batch(picture) == hash_rows([BATCH["image"], BATCH["label"]])
 
 
-def test_scattered_batch_has_the_rows_of_its_batch() -> None:
-    scattered = scatter(BATCH, [CPU] * 3)
-    assert len(scattered.batches) == 3
-    assert hash_batch(scattered) == hash_batch(BATCH)
+def test_divided_batch_has_the_rows_of_its_batch() -> None:
+    divided = MicroBatches.split(BATCH, 3)
+    assert len(divided.parts) == 3
+    assert hash_batch(divided) == hash_batch(BATCH)
 
 
 def test_hashed_transform_notes_the_rows_before_the_transform_in_all_its_copies() -> None:

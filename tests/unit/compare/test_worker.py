@@ -114,8 +114,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
         assert parts["forward"] > 0
         assert parts["backward"] > 0
     assert str(os.getpid()) in rank.values["memory"]
-    fit_s, process_s = rank.values["first_batch"]
-    assert 0 < fit_s < process_s
+    assert rank.values["first_batch"] > 0
 
 
 def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
@@ -133,9 +132,6 @@ def test_check_tells_bytes_of_model_rows_and_batch(tmp_path: Path) -> None:
     # Other parameters of this process may still be alive; those of a fresh one are the model's.
     assert rank.values["state"]["cpu"]["gradients"] >= 4 * PARAMETERS
     assert rank.values["state"]["cpu"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
-    # Forward and backward of two layers: no gradient of the input of the first is needed.
-    forward = 2 * 16 * (8 * 16 + 16)
-    assert rank.values["flops"] == 2 * forward + 2 * 16 * 16
     assert rank.values["moved"] == 0
 
 

@@ -74,7 +74,7 @@ def test_rows_of_needed_fields_are_those_of_a_whole_batch(
 
 def test_files_of_fields_that_are_not_needed_are_not_opened(tmp_path: Path) -> None:
     store = build_store(NumberedRows(NUM_ROWS), tmp_path / "s", num_shards=SHARDS, progress=False)
-    os.unlink(store.path / "image.memmap")
+    os.unlink(store.files / "image.memmap")
     found = batches(store, frozenset({"row"}), (STREAM,), 1)
     assert sum(len(batch["row"]) for batch in found) == 2 * NUM_ROWS
     with pytest.raises(FileNotFoundError, match="image"):

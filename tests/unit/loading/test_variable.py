@@ -240,7 +240,7 @@ def test_memory_of_padded_rows_is_used_again_once_it_is_dropped(store: Store) ->
 def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     store = build_store(Ragged(NUM_ROWS), tmp_path / "s", num_shards=12, progress=False)
     rows = make_split(store)
-    index = np.memmap(store.path / "sound.index", np.int64, "r+")
+    index = np.memmap(store.files / "sound.index", np.int64, "r+")
     index[:] = 2**40
     index.flush()
     with pytest.raises(StoreError, match="'sound': the index of its rows is damaged"):

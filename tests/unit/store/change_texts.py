@@ -11,14 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Stores do without Lightning, which takes long to import.
-_package = sys.modules["lightning_memmap"] = ModuleType("lightning_memmap")
-_package.__path__ = [str(Path(__file__).parents[3] / "lightning_memmap")]
+if __name__ == "__main__":
+    # Stores do without Lightning, which takes long to import.
+    package = sys.modules["lightning_memmap"] = ModuleType("lightning_memmap")
+    package.__path__ = [str(Path(__file__).parents[3] / "lightning_memmap")]
 
-from torch.utils.data import Dataset  # noqa: E402
+from torch.utils.data import Dataset
 
-from lightning_memmap.errors import MemmapError  # noqa: E402
-from lightning_memmap.store import (  # noqa: E402
+from lightning_memmap.errors import MemmapError
+from lightning_memmap.store import (
     append_store,
     build_part,
     build_store,

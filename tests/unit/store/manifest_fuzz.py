@@ -17,6 +17,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import open_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
+from tests.unit.store.layout import files_of
 from tests.unit.store.signing import encode_signed
 
 _NAMES = (
@@ -71,10 +72,12 @@ def open_mutated(directory: Path, data: bytes, original: Manifest) -> bool:
             continue  # Its rows are checked when they are read.
         assert tuple(column.tensor.shape) == (store.num_rows, *field.shape)
         if column.tensor.nbytes:
-            assert (directory / f"{field.name}.memmap").stat().st_size == column.tensor.nbytes
+            assert (
+                files_of(directory) / f"{field.name}.memmap"
+            ).stat().st_size == column.tensor.nbytes
     for stated in store.manifest.columns:
         for name, num_bytes in stated.file_bytes.items():
-            assert (directory / name).stat().st_size == num_bytes
+            assert (files_of(directory) / name).stat().st_size == num_bytes
     assert store.num_rows <= max(2**20, original.num_bytes)
     return True
 

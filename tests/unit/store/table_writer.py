@@ -16,7 +16,7 @@ import torch
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.unit.store.build_server import kill_before_change

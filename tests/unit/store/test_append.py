@@ -54,7 +54,7 @@ def test_store_that_was_appended_to_is_that_of_all_rows_byte_for_byte(
     assert found.probes == expected.probes
     assert verify_store(directory / "s") == []
     names = {path.name for path in directory.iterdir()}
-    assert names == {"s", ".s.lock", "one", ".one.lock"}
+    assert names == {"s", "one"}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -104,7 +104,7 @@ def test_row_that_does_not_fit_leaves_the_store_as_it_was(tmp_path: Path) -> Non
     with pytest.raises(SchemaError, match=r"row 17.*'x'"):
         append_store(broken, tmp_path / "s", **QUIET)
     assert holds(open_store(tmp_path / "s"), Numbered(50))
-    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"s"}
 
 
 class _Random(Numbered):
@@ -154,7 +154,7 @@ def test_append_killed_before_any_change_of_the_file_system_leaves_one_of_the_ve
         assert verify_store(directory / "s") == []
         assert server.run(append) == 0
         assert len(open_store(directory / "s")) == counts[-1] + 60
-        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        assert {path.name for path in directory.iterdir()} == {"s"}
         shutil.rmtree(directory)
         if status == 0:
             break

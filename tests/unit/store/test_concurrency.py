@@ -75,7 +75,7 @@ def test_overwrite_by_two_processes_at_once_leaves_one_whole_store(
     pids = [server.start(build) for _ in range(3)]
     assert [server.wait(pid) for pid in pids] == [0, 0, 0]
     assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS))
-    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"s"}
 
 
 def test_open_while_another_process_overwrites_never_fails_nor_mixes_two_stores(

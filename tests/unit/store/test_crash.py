@@ -1,10 +1,12 @@
 """Builders that are killed: a store is whole and of one dataset, or it is not there."""
 
 import os
+import pickle
 import random
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -13,12 +15,13 @@ import psutil
 import pytest
 import torch
 
-from lightning_memmap.errors import DatasetError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.recovery import building_path
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.layout import building_path, files_of, names_in
 
 OLD, NEW = 1, 2
 NUM_ROWS = 600
@@ -71,8 +74,6 @@ def assert_whole_or_old(directory: Path, kind: str) -> int | None:
     # Where there was a store, there always is one.
     assert version is not None or "overwrite" not in kind
     assert version != OLD or "overwrite" in kind
-    if version is not None:
-        assert not {"build.json", "journal"} & set(os.listdir(directory / "s"))
     return version
 
 
@@ -80,9 +81,8 @@ def assert_finishes(server: BuildServer, directory: Path, kind: str = "new") -> 
     assert server.run(build_of(directory, kind)) == 0
     assert version_in(directory) == NEW
     left = {path.name for path in directory.iterdir()}
-    assert left == {"s", ".s.lock"}
-    files = {path.name for path in (directory / "s").iterdir()}
-    assert files <= {"manifest.json", "x.memmap", "label.memmap"}
+    assert left == {"s"}
+    assert names_in(directory / "s") == ["label.memmap", "manifest.json", "x.memmap"]
 
 
 # Kills
@@ -401,83 +401,63 @@ def test_build_journal_names_only_rows_that_are_in_the_files(
     assert torch.equal(labels[: len(rows)], Numbered(NUM_ROWS, NEW).expected()["label"][rows])
 
 
-# Between the two renames of a replacement
+# Around the commit
 
 
 def stored(path: Path, version: int) -> None:
-    build_store(Numbered(NUM_ROWS, version), path, num_shards=3, progress=False)
+    build_store(Numbered(NUM_ROWS, version), path, num_shards=3, overwrite=True, progress=False)
 
 
-def old_path(path: Path) -> Path:
-    return path.parent / f".{path.name}.old"
-
-
-def test_open_old_store_moved_and_new_one_whole_gives_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    stored(building_path(path), NEW)
-    stored(old_path(path), OLD)
-    assert version_in(tmp_path) == NEW
-    assert path.is_dir()
-    assert not building_path(path).exists()
-
-
-def test_open_old_store_moved_and_new_one_unfinished_gives_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    stored(building_path(path), NEW)
-    (building_path(path) / "manifest.json").unlink()
-    stored(old_path(path), OLD)
-    assert version_in(tmp_path) == OLD
-    assert path.is_dir()
-    assert not old_path(path).exists()
-
-
-def test_open_first_store_whole_but_not_renamed_gives_it(tmp_path: Path) -> None:
-    stored(building_path(tmp_path / "s"), NEW)
-    assert version_in(tmp_path) == NEW
-
-
-def test_open_first_store_unfinished_raises_store_not_found(tmp_path: Path) -> None:
-    stored(building_path(tmp_path / "s"), NEW)
-    (building_path(tmp_path / "s") / "manifest.json").unlink()
-    assert version_in(tmp_path) is None
-    with pytest.raises(StoreNotFoundError):
-        verify_store(tmp_path / "s")
-
-
-def test_open_new_store_in_place_ignores_what_is_left_of_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    stored(path, NEW)
-    stored(old_path(path), OLD)
-    (old_path(path) / "manifest.json").unlink()
-    assert version_in(tmp_path) == NEW
-    # The next build removes it.
-    stored(path, NEW)
-    assert version_in(tmp_path) == NEW
-    assert not old_path(path).exists()
-
-
-def test_open_store_in_place_ignores_a_whole_build_beside_it(tmp_path: Path) -> None:
+def test_reader_that_comes_between_two_generations_reads_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "s"
     stored(path, OLD)
-    stored(building_path(path), NEW)
+    read = Manifest.read
+    replaced: list[Path] = []
+
+    def read_and_be_late(directory: Path) -> Manifest:
+        manifest = read(directory)
+        if not replaced:
+            replaced.append(directory)
+            stored(path, NEW)
+        return manifest
+
+    monkeypatch.setattr(Manifest, "read", read_and_be_late)
+    assert holds(open_store(path), Numbered(NUM_ROWS, NEW))
+
+
+def test_store_that_was_replaced_is_not_sent_to_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    stored(path, OLD)
+    store = open_store(path)
+    sent = pickle.dumps(store)
+    assert holds(pickle.loads(sent), Numbered(NUM_ROWS, OLD))
+    stored(path, NEW)
+    assert holds(store, Numbered(NUM_ROWS, OLD))
+    with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
+        pickle.loads(sent)
+
+
+@pytest.mark.parametrize("name", ["g-0123456789abcdef", "manifest.json.tmp"])
+def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "s"
+    stored(path, OLD)
+    if name.startswith("g-"):
+        shutil.copytree(files_of(path), path / name)
+    else:
+        (path / name).write_text("half")
+    # The same dataset: nothing is built.
+    build_store(Numbered(NUM_ROWS, OLD), path, num_shards=3, progress=False)
+    assert names_in(path) == ["label.memmap", "manifest.json", "x.memmap"]
     assert version_in(tmp_path) == OLD
 
 
-@pytest.mark.parametrize("read", [open_store, verify_store])
-def test_read_of_an_interrupted_replacement_finishes_it(tmp_path: Path, read: Any) -> None:
+def test_store_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    stored(building_path(path), NEW)
-    stored(old_path(path), OLD)
-    read(path)
-    assert {entry.name for entry in tmp_path.iterdir() if entry.suffix != ".lock"} == {"s"}
-    assert version_in(tmp_path) == NEW
-
-
-def test_build_of_an_interrupted_replacement_finishes_it_first(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    stored(building_path(path), NEW)
-    stored(old_path(path), OLD)
-    dataset = Counting(Numbered(NUM_ROWS, NEW))
-    build_store(dataset, path, num_shards=3, progress=False, check="off")
-    assert len(dataset.rows) <= 8
-    assert version_in(tmp_path) == NEW
+    path.mkdir()
+    (path / "manifest.json").write_text('{"format": "lightning_memmap store", "version": 1}')
+    for act in (open_store, verify_store, partial(stored, version=NEW)):
+        with pytest.raises(StoreError, match=r"has format version 1, .* remove it and build"):
+            act(path)
+    assert {entry.name for entry in path.iterdir()} <= {"manifest.json", ".lock"}

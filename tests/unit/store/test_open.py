@@ -15,6 +15,7 @@ from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered, holds
+from tests.unit.store.layout import files_of
 from tests.unit.store.manifest_fuzz import mutated_manifests, open_mutated
 from tests.unit.store.signing import read_manifest, sign_manifest
 
@@ -100,8 +101,8 @@ def directory(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
-        (grow, r"has \d+ bytes, expected \d+ \(100 rows of int64"),
+        (cut, r"has \d+ bytes, expected \d+"),
+        (grow, r"has \d+ bytes, expected \d+"),
         (empty, r"has 0 bytes, expected \d+"),
         (Path.unlink, "is missing: build the store again"),
         (link, "is a link, or not a plain file"),
@@ -113,10 +114,10 @@ def directory(file: Path) -> None:
 def test_open_damaged_field_file_is_refused_named_and_left_alone(
     path: Path, name: str, damage: Callable[[Path], Any], message: str
 ) -> None:
-    damage(path / name)
+    damage(files_of(path) / name)
     before = sizes(path)
     for read in (open_store, verify_store):
-        with pytest.raises(StoreError, match=f"{name}.* {message}|{name} {message}"):
+        with pytest.raises(StoreError, match=f"{name}.* {message}"):
             read(path)
     assert sizes(path) == before
 
@@ -145,7 +146,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 1}',
+        b'{"format": "lightning_memmap store", "version": 2}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -157,10 +158,10 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 1, "2", None, [2]])
 def test_open_other_format_version_is_refused_and_both_are_named(path: Path, version: Any) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
-    with pytest.raises(StoreError, match=r"has format version .* reads version 1: build it again"):
+    with pytest.raises(StoreError, match=r"has format version .* reads version 2: remove it"):
         open_store(path)
 
 
@@ -369,7 +370,7 @@ def test_open_manifest_that_lies_is_refused_and_nothing_touched(path: Path, kind
 
 def test_open_manifest_names_a_file_outside_that_fits_is_refused(path: Path) -> None:
     # The file is there and of the right size: only the name is wrong.
-    shutil.copy(path / "x.memmap", path.parent / "x.memmap")
+    shutil.copy(files_of(path) / "x.memmap", path.parent / "x.memmap")
     for key in (None, "../x"):
         sign_manifest(path, rename_field("../x", key))
         with pytest.raises(StoreError, match="cannot be trusted"):
@@ -382,7 +383,7 @@ def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
     # Opening cannot find a lie that agrees with the files; verifying does.
     sign_manifest(path, put("num_rows", value=102))
     for file, row_bytes in (("x.memmap", 32), ("label.memmap", 8)):
-        os.truncate(path / file, 102 * row_bytes)
+        os.truncate(files_of(path) / file, 102 * row_bytes)
     assert len(open_store(path)) == 102
     assert verify_store(path)
 
@@ -505,12 +506,12 @@ def test_open_manifest_with_code_for_names_runs_nothing(path: Path, tmp_path: Pa
 
 
 def test_open_tensor_written_in_process_leaves_the_file(path: Path) -> None:
-    before = (path / "x.memmap").read_bytes()
+    before = (files_of(path) / "x.memmap").read_bytes()
     store = open_store(path)
     store.tensors[0].fill_(-1)
     store.shard(1)["x"].zero_()
     assert (store.tensors[0][0] == -1).all()
-    assert (path / "x.memmap").read_bytes() == before
+    assert (files_of(path) / "x.memmap").read_bytes() == before
     assert holds(open_store(path), DATASET)
 
 
@@ -555,7 +556,9 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
     store = open_store(path)
     manifest = store.manifest
     assert manifest.row_bytes == 40
-    assert manifest.num_bytes == sum(file.stat().st_size for file in path.glob("*.memmap"))
+    assert manifest.num_bytes == sum(
+        file.stat().st_size for file in files_of(path).glob("*.memmap")
+    )
     assert manifest.shard_bytes().tolist() == [34 * 40, 33 * 40, 33 * 40]
     assert manifest.shard_bytes(Pool.of(store.rows(), 6)).tolist() == [17 * 40] * 4 + [16 * 40] * 2
     for fold in (StridedRows(1, 3), StridedRows(0, 3, excluded=True)):

@@ -29,9 +29,9 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.recovery import parts_path
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.layout import files_of, names_in, parts_path
 
 NUM_ROWS = 600
 OLD = 7
@@ -61,11 +61,9 @@ class Mixed(Dataset[dict[str, Any]]):
 
 def assert_same_store(path: Path, other: Path) -> None:
     """All bytes are the same, except for the time of the build."""
-    names = sorted(file.name for file in other.iterdir())
-    assert sorted(file.name for file in path.iterdir()) == names
-    for name in names:
-        if name != "manifest.json":
-            assert (path / name).read_bytes() == (other / name).read_bytes(), name
+    assert names_in(path) == names_in(other)
+    for file in files_of(path).iterdir():
+        assert file.read_bytes() == (files_of(other) / file.name).read_bytes(), file.name
     one, two = Manifest.read(path), Manifest.read(other)
     assert replace(one, source={}) == replace(two, source={})
     assert {**one.source, "created": ""} == {**two.source, "created": ""}
@@ -95,9 +93,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     build_store(dataset, directory / "one", **options)
     assert_same_store(store.path, directory / "one")
     assert verify_store(store.path) == []
-    assert {entry.name for entry in directory.iterdir()} == {"one", "parts", ".one.lock"} | {
-        ".parts.lock"
-    }
+    assert {entry.name for entry in directory.iterdir()} == {"one", "parts"}
 
 
 def test_part_reads_its_rows_alone(tmp_path: Path) -> None:
@@ -170,7 +166,7 @@ def test_parts_of_processes_killed_at_random_moments_make_the_store(
     found, expected = Manifest.read(tmp_path / "s"), Manifest.read(tmp_path / "one")
     assert found.content == expected.content
     assert verify_store(tmp_path / "s") == []
-    assert {path.name for path in tmp_path.iterdir()} == {"s", ".s.lock", "one", ".one.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"s", "one"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -194,7 +190,7 @@ def test_part_killed_before_any_change_of_the_file_system_is_run_again(
         if overwrite:
             assert holds(open_store(directory / "s"), Numbered(NUM_ROWS, OLD))
         assert server.run(of_finish(directory, overwrite=overwrite)) == 0
-        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        assert {path.name for path in directory.iterdir()} == {"s"}
         shutil.rmtree(directory)
         if status == 0:
             break
@@ -226,7 +222,7 @@ def test_finish_killed_before_any_change_of_the_file_system_is_run_again(
                 assert server.run(of_part(directory, 0, 2)) == 0
             assert server.run(finish) == 0
         assert version_in(directory / "s") == 0
-        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        assert {path.name for path in directory.iterdir()} == {"s"}
         shutil.rmtree(directory)
         if status == 0:
             break
@@ -352,7 +348,7 @@ def test_parts_beside_a_store_replace_it_at_the_end(tmp_path: Path) -> None:
 def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:
     build_store(Numbered(30), tmp_path / "s", **QUIET)
     build_part(Numbered(30), tmp_path / "s", (0, 2), **QUIET)
-    assert not parts_path(tmp_path / "s").exists()
+    assert names_in(tmp_path / "s")
 
 
 def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.errors import DatasetError, StoreError
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.recovery import building_path
 from lightning_memmap.store.workers import run_tasks
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
+from tests.unit.store.layout import building_path, files_of, names_in
 from tests.unit.store.signing import sign_manifest
 
 NUM_ROWS = 3000
@@ -88,7 +88,7 @@ def test_interrupted_build_says_what_is_kept_and_goes_on(
     interrupt(tmp_path, OLD)
     (line,) = caplog.messages
     assert line.startswith("interrupted: ")
-    assert "of 3,000 rows are kept beside" in line
+    assert "of 3,000 rows are kept at" in line
     assert "the same build goes on with them" in line
     dataset = Counting(OLD)
     # The wrapper has another identity.
@@ -107,12 +107,12 @@ def test_build_notes_its_rows_every_few_seconds(
 ) -> None:
     # Each look at the clock takes two seconds.
     monkeypatch.setattr("lightning_memmap.store.build.monotonic", itertools.count(step=2).__next__)
-    journal, sizes = building_path(tmp_path / "s") / "journal", []
+    sizes = []
 
     class Watching(Labelled):
         def __getitem__(self, row: int) -> int:
-            if journal.exists():
-                sizes.append(len(journal.read_text().splitlines()))
+            journals = tmp_path.glob("s/g-*/journal")
+            sizes.extend(len(journal.read_text().splitlines()) for journal in journals)
             return row
 
     monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 300)
@@ -155,13 +155,13 @@ def replace_by(make: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def linked(path: Path) -> None:
-    outside = path.parent.parent / "outside"
+    outside = path.parents[2] / "outside"
     path.rename(outside)
     path.symlink_to(outside)
 
 
 def hard_linked(path: Path) -> None:
-    os.link(path, path.parent.parent / "outside")
+    os.link(path, path.parents[2] / "outside")
 
 
 def long(path: Path) -> None:
@@ -210,14 +210,17 @@ def test_build_neither_resumes_nor_follows_what_others_have_planted(
     assert verify_store(tmp_path / "s") == []
     if (tmp_path / "outside").exists():
         assert (tmp_path / "outside").read_bytes() == before
-    assert all(stat.S_ISREG(path.lstat().st_mode) for path in (tmp_path / "s").iterdir())
+    assert all(stat.S_ISREG(path.lstat().st_mode) for path in files_of(tmp_path / "s").iterdir())
 
 
-def test_build_into_a_linked_directory_is_refused(tmp_path: Path) -> None:
+def test_linked_generation_is_neither_followed_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
-    building_path(tmp_path / "s").symlink_to(tmp_path / "outside")
-    with pytest.raises(StoreError, match=r"in the way"):
-        build(OLD, tmp_path)
+    (tmp_path / "s").mkdir()
+    link = tmp_path / "s" / "g-0123456789abcdef"
+    link.symlink_to(tmp_path / "outside")
+    build(OLD, tmp_path)
+    assert verify_store(tmp_path / "s") == []
+    assert link.is_symlink()
     assert list((tmp_path / "outside").iterdir()) == []
 
 
@@ -286,7 +289,7 @@ def test_identity_is_not_recorded_through_a_planted_link(tmp_path: Path) -> None
     build(Counting(OLD), tmp_path)
     assert mine.read_text() == "mine"
     assert verify_store(tmp_path / "s") == []
-    assert sorted(os.listdir(tmp_path / "s")) == ["manifest.json", "value.memmap"]
+    assert names_in(tmp_path / "s") == ["manifest.json", "value.memmap"]
 
 
 def test_rebuild_check_says_which_rows_are_compared(tmp_path: Path) -> None:

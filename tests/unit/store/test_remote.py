@@ -411,7 +411,7 @@ def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.Mo
 def test_cache_whose_files_are_damaged_is_filled_anew(url: str, damage: str) -> None:
     store = open_store(url)
     assert is_row(store[3], 3)
-    path = store.path / "x.memmap"
+    path = store.files / "x.memmap"
     del store
     if damage == "truncated":
         os.truncate(path, 5)

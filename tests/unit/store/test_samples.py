@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from lightning_memmap import build_store
 from lightning_memmap.errors import SchemaError
 from tests.rows import CPU, make_loader
+from tests.unit.store.layout import files_of
 
 #: Modes whose images are their pixels and nothing else.
 MODES = (
@@ -101,7 +102,7 @@ def test_numbers_of_other_types_in_other_rows_are_refused_at_their_row(
 def test_list_of_many_numbers_is_one_file_and_comes_back_as_a_tensor(tmp_path: Path) -> None:
     rows = [{"tokens": list(range(row, row + 1200)), "label": row} for row in range(3)]
     found = read_back(tmp_path / "store", rows)
-    files = {path.name for path in (tmp_path / "store").glob("*.memmap")}
+    files = {path.name for path in files_of(tmp_path / "store").glob("*.memmap")}
     assert files == {"tokens.memmap", "label.memmap"}
     for row, sample in enumerate(found):
         assert sample["tokens"].tolist() == rows[row]["tokens"]

@@ -14,7 +14,9 @@ from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.leaves import narrowed
+from lightning_memmap.store.directory import is_store
 from tests.datasets import Wrapped
+from tests.unit.store.layout import files_of
 
 UINT8 = {"image": "uint8"}
 
@@ -27,7 +29,7 @@ def rows(num_rows: int = 100) -> list[dict[str, Any]]:
 def test_field_is_kept_in_the_dtype_that_is_asked_for(tmp_path: Path, num_workers: int) -> None:
     options: dict[str, Any] = {"store_dtypes": UINT8, "progress": False}
     store = build_store(rows(), tmp_path / "s", num_workers=num_workers, **options)
-    assert (tmp_path / "s" / "image.memmap").stat().st_size == 400
+    assert (files_of(tmp_path / "s") / "image.memmap").stat().st_size == 400
     for row, sample in enumerate(rows()):
         assert store[row]["image"].dtype == torch.uint8
         assert store[row]["image"].equal(sample["image"].byte())
@@ -50,7 +52,7 @@ def test_slices_items_and_streams_are_kept_alike(tmp_path: Path) -> None:
         store = build_store(
             dataset, tmp_path / name, store_dtypes={"0": torch.int16}, progress=False
         )
-        kept.append((store.path / "0.memmap").read_bytes())
+        kept.append((store.files / "0.memmap").read_bytes())
     assert len(kept[0]) == 600
     assert kept == [kept[0]] * 4
 
@@ -67,7 +69,7 @@ def test_value_that_would_change_is_refused_at_its_row(
     message = rf"row 33, field '0': {value} cannot be kept as uint8"
     with pytest.raises(SchemaError, match=message):
         build_store(dataset, tmp_path / "s", store_dtypes={"0": "uint8"}, progress=False)
-    assert not (tmp_path / "s").exists()
+    assert not is_store(tmp_path / "s")
 
 
 @given(

@@ -16,6 +16,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import range_writer
 from lightning_memmap.store.sources import stream as streams
 from tests.datasets import Numbered, holds
+from tests.unit.store.layout import is_empty
 from tests.variable import Ragged
 
 
@@ -41,11 +42,11 @@ def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
         store = build_store((numbered[row] for row in range(num_rows)), path / "s", **options)
     assert holds(store, numbered)
     expected = build_store(numbered, path / "e", **options)
-    for file in expected.path.glob("*.memmap"):
-        assert (store.path / file.name).read_bytes() == file.read_bytes()
+    for file in expected.files.glob("*.memmap"):
+        assert (store.files / file.name).read_bytes() == file.read_bytes()
     assert store.manifest.probes == expected.manifest.probes
     assert store.manifest.checksums == expected.manifest.checksums
-    assert {child.name for child in path.iterdir()} == {"s", "e", ".s.lock", ".e.lock"}
+    assert {child.name for child in path.iterdir()} == {"s", "e"}
 
 
 def ragged(num_rows: int) -> list[Any]:
@@ -75,7 +76,7 @@ def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_ar
     assert store.manifest.checksums == expected.manifest.checksums
     assert store.manifest.probes == expected.manifest.probes
     assert [store[row]["text"] for row in range(num_rows)] == [row["text"] for row in rows]
-    assert {child.name for child in path.iterdir()} == {"s", "e", ".s.lock", ".e.lock"}
+    assert {child.name for child in path.iterdir()} == {"s", "e"}
 
 
 def test_stream_of_rows_that_differ_in_length_is_written_in_ranges(
@@ -140,7 +141,7 @@ def test_stream_that_cannot_be_stored_leaves_nothing(
 ) -> None:
     with pytest.raises(error, match=message):
         build_store(iter(samples), tmp_path / "s", progress=False)
-    assert [child.name for child in tmp_path.iterdir()] == [".s.lock"]
+    assert is_empty(tmp_path / "s")
 
 
 def test_stream_that_raises_names_the_row(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_stream_that_raises_names_the_row(tmp_path: Path) -> None:
 
     with pytest.raises(DatasetError, match="raised at row 7: ValueError: the end of the tape"):
         build_store(rows(), tmp_path / "s", progress=False)
-    assert [child.name for child in tmp_path.iterdir()] == [".s.lock"]
+    assert is_empty(tmp_path / "s")
 
 
 def test_stream_is_refused_with_workers(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.plan import StorePlan
+from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.preloaded import python
+from tests.unit.store.layout import is_empty, names_in
 
 REPOSITORY = Path(__file__).parents[3]
 OLD, NEW = 1, 2
@@ -63,7 +64,7 @@ def test_rows_of_several_writers_in_any_order_are_in_dataset_order(
     assert [int(store[row]["row"]) for row in range(num_rows)] == list(range(num_rows))
     assert verify_store(plan.path) == []
     assert store.manifest.source["predictions"] == "a test"
-    left = sorted(path.name for path in plan.path.iterdir())
+    left = names_in(plan.path)
     assert left == ["manifest.json", "row.memmap", "x.memmap"]
 
 
@@ -77,7 +78,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
     writer.close()
     table = build.finish(37)
     for name in ("x.memmap", "label.memmap"):
-        assert (table.path / name).read_bytes() == (built.path / name).read_bytes()
+        assert (table.files / name).read_bytes() == (built.files / name).read_bytes()
     assert table.manifest.checksums == built.manifest.checksums
     assert table.manifest.probes == built.manifest.probes
     # So the table passes for a store of the dataset.
@@ -126,7 +127,7 @@ def test_row_written_twice_leaves_the_old_table(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="21 rows were written, and the table has 20"):
         write(tmp_path, [*range(20), 4], overwrite=True)
     assert torch.equal(in_dataset_order(open_store(tmp_path / "table"))["value"], numbers(20))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".table.lock", "table"]
+    assert names_in(tmp_path / "table") == ["manifest.json", "value.memmap"]
 
 
 @pytest.mark.parametrize("row", [-1, 20])
@@ -138,7 +139,7 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
         writer.write([3, row], [numbers(2)])
     writer.abandon()
     build.abandon()
-    assert [path.name for path in tmp_path.iterdir()] == [".table.lock"]
+    assert is_empty(tmp_path / "table")
 
 
 def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
@@ -198,4 +199,4 @@ def test_process_killed_before_any_change_leaves_the_whole_table_or_what_was(
         assert left == sorted(left)
         for _, then, names in outcomes:
             assert then == NEW
-            assert names == [".table.lock", "table"]
+            assert names == ["table"]

@@ -193,7 +193,7 @@ def assert_same_store(one: Store, other: Store) -> None:
 def contents(store: Store) -> dict[str, bytes]:
     """What the files of all fields contain, by their names."""
     names = {name for column in store.manifest.columns for name in column.file_bytes}
-    return {name: (store.path / name).read_bytes() for name in names}
+    return {name: (store.files / name).read_bytes() for name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -21,6 +21,7 @@ from lightning_memmap.store import Store, build_store, open_store, range_writer,
 from lightning_memmap.store.columns.segments import copy_segments, pack_segments
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Replaced
+from tests.unit.store.layout import files_of, names_in
 from tests.unit.store.signing import sign_manifest
 from tests.variable import Ragged
 
@@ -121,10 +122,10 @@ def test_variable_fields_are_found_built_verified_and_read(
     ]
     assert_holds(store, Ragged(NUM_ROWS))
     names = {f"{name}.{kind}" for name in ("sound", "image", "ids", "text") for kind in KINDS}
-    assert set(os.listdir(store.path)) == {"manifest.json", "row.memmap"} | names
+    assert set(names_in(store.path)) == {"manifest.json", "row.memmap"} | names
     samples = [Ragged(NUM_ROWS)[row] for row in range(NUM_ROWS)]
     num_items = sum(len(sample["sound"]) for sample in samples)
-    assert (store.path / "sound.values").stat().st_size == 4 * num_items
+    assert (store.files / "sound.values").stat().st_size == 4 * num_items
     assert verify_store(store.path) == []
     again = build(tmp_path / "s", Ragged(NUM_ROWS), check="full", num_workers=num_workers)
     assert again.manifest == store.manifest
@@ -136,9 +137,9 @@ KINDS = ("index", "values")
 def test_store_of_a_store_has_the_same_files(tmp_path: Path) -> None:
     store = build(tmp_path / "s", Ragged(NUM_ROWS))
     other = build(tmp_path / "t", store)
-    for name in os.listdir(store.path):
+    for name in os.listdir(store.files):
         if name != "manifest.json":
-            assert (other.path / name).read_bytes() == (store.path / name).read_bytes()
+            assert (other.files / name).read_bytes() == (store.files / name).read_bytes()
     assert other.manifest.probes == store.manifest.probes
     assert_holds(other, Ragged(NUM_ROWS))
 
@@ -338,7 +339,7 @@ def test_build_that_failed_is_resumed(
 @pytest.mark.parametrize("name", ["sound", "image", "text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bit_is_found(ragged: Path, name: str, kind: str) -> None:
-    file = ragged / f"{name}.{kind}"
+    file = files_of(ragged) / f"{name}.{kind}"
     data = bytearray(file.read_bytes())
     for byte, shard in ((0, 0), (len(data) - 1, 6)):
         data[byte] ^= 1
@@ -357,14 +358,14 @@ def test_hostile_index_is_refused_before_a_row_is_copied(
     ragged: Path, place: int, value: int
 ) -> None:
     store = open_store(ragged)
-    index = np.memmap(store.path / "sound.index", np.int64, "r+")
+    index = np.memmap(store.files / "sound.index", np.int64, "r+")
     index[place] = value
     del index
     row = int(store.manifest.shards.rows_at(np.array([place]))[0])
     with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
         open_store(store.path)[row]
     with pytest.raises(StoreError, match="is damaged"):
-        store.manifest.columns[1].read(store.path, row)
+        store.manifest.columns[1].read(store.files, row)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def test_hostile_index_is_refused_before_a_row_is_copied(
 )
 def test_hostile_sizes_are_refused(ragged: Path, sizes: tuple[int, int]) -> None:
     store = open_store(ragged)
-    index = np.memmap(store.path / "image.index", np.int64, "r+").reshape(-1, 3)
+    index = np.memmap(store.files / "image.index", np.int64, "r+").reshape(-1, 3)
     lengths = np.diff(index[:, 0], prepend=0)
     place = int(np.flatnonzero(lengths == 0)[0])
     index[place, 1:] = sizes
@@ -413,14 +414,14 @@ def test_manifest_with_other_sizes_than_its_files_is_refused(ragged: Path, count
 
 def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
     store = build(tmp_path / "s", ["a" * 9] * 9)
-    (store.path / "value.values").write_bytes(b"\xff" * 81)
+    (store.files / "value.values").write_bytes(b"\xff" * 81)
     with pytest.raises(StoreError, match="'value': a row is not UTF-8"):
         open_store(store.path)[3]
 
 
 def test_rows_without_any_items_are_stored(tmp_path: Path) -> None:
     store = build(tmp_path / "s", [torch.zeros(0, 3)] * 20, variable={"value": "list"})
-    assert os.listdir(store.path).count("value.values") == 0
+    assert "value.values" not in names_in(store.path)
     assert [tuple(store[row].shape) for row in range(20)] == [(0, 3)] * 20
     assert verify_store(store.path) == []
 

@@ -13,6 +13,7 @@ from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store.checksums import hashed_bytes
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered
+from tests.unit.store.layout import files_of
 
 NUM_ROWS, NUM_SHARDS = 100, 7
 ROW_BYTES = {"x": 32, "label": 8}
@@ -68,7 +69,7 @@ def test_verify_flipped_bit_at_the_edge_of_a_shard_names_field_and_shard(
     stops = [*STARTS[1:], NUM_ROWS]
     row_bytes = ROW_BYTES[field]
     byte = STARTS[shard] * row_bytes if end == "first" else stops[shard] * row_bytes - 1
-    file = path / f"{field}.memmap"
+    file = files_of(path) / f"{field}.memmap"
     flip(file, byte, 0)
     (damage,) = verify_store(path)
     assert damage == Damage(field, shard, file)
@@ -94,18 +95,18 @@ def test_verify_any_flipped_bits_name_exactly_their_shards(
         )
     )
     for field, byte, bit in flips:
-        flip(shared / f"{field}.memmap", byte, bit)
+        flip(files_of(shared) / f"{field}.memmap", byte, bit)
     try:
         found = {(damage.field, damage.shard) for damage in verify_store(shared)}
     finally:
         for field, byte, bit in flips:
-            flip(shared / f"{field}.memmap", byte, bit)
+            flip(files_of(shared) / f"{field}.memmap", byte, bit)
     assert found == {(field, shard_of(field, byte)) for field, byte, _ in flips}
     assert verify_store(shared) == []
 
 
 def test_verify_swapped_rows_of_one_shard_are_found(path: Path) -> None:
-    file = path / "label.memmap"
+    file = files_of(path) / "label.memmap"
     data = bytearray(file.read_bytes())
     data[0:8], data[8:16] = data[8:16], data[0:8]
     file.write_bytes(data)
@@ -114,7 +115,7 @@ def test_verify_swapped_rows_of_one_shard_are_found(path: Path) -> None:
 
 def test_verify_damage_that_opening_cannot_see_opens(path: Path) -> None:
     # Opening reads no rows, so that it stays fast. Verifying is a separate step.
-    flip(path / "x.memmap", 5, 3)
+    flip(files_of(path) / "x.memmap", 5, 3)
     assert len(open_store(path)) == NUM_ROWS
 
 
@@ -125,7 +126,7 @@ def test_verify_tells_every_byte_that_it_reads(shared: Path) -> None:
 
 
 def test_verify_file_of_another_size_raises_store_error(path: Path) -> None:
-    os.truncate(path / "x.memmap", NUM_ROWS * 32 - 1)
+    os.truncate(files_of(path) / "x.memmap", NUM_ROWS * 32 - 1)
     with pytest.raises(StoreError, match=r"x\.memmap has 3199 bytes, expected 3200"):
         verify_store(path)
 

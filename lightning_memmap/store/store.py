@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import MemmapError, StoreError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.manifest import Manifest, check_files, manifest_mark
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recognition import check_briefly
-from lightning_memmap.store.recovery import finish_interrupted, is_interrupted
 
 #: Rows that are read at once.
 _BLOCK_ROWS = 2**18
@@ -40,12 +39,14 @@ class Store:
 
     Attributes:
         path: The directory; of a store at a URL, that of the files in the cache.
+        files: The directory of the files of the columns. They never change.
         manifest: What the store contains.
         columns: The rows of each field, in the order of the fields.
     """
 
     def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
+        self.files = path / manifest.generation
         self.manifest = manifest
         self.columns = list(columns)
         self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
@@ -258,16 +259,7 @@ class Store:
         """
         name = column.rows_name
         size = column.file_bytes.get(name or "", 0)
-        return [(self.path / str(name), 0, size)] if size else []
-
-    def check_in_place(self) -> None:
-        """Check that the files at ``path`` are those of this store, however late they are opened.
-
-        Raises:
-            StoreError: Another store has replaced this one.
-        """
-        if Manifest.read(self.path).content != self.manifest.content:
-            raise StoreError(f"the store at {self.path} was replaced meanwhile: open it again")
+        return [(self.files / str(name), 0, size)] if size else []
 
     def as_tensordict(self) -> TensorDict:
         """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
@@ -325,40 +317,34 @@ class Store:
         return self._build([field.value(column.row(index)) for field, column in rows])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_directory, (str(self.path),)
+        return open_directory, (str(self.path), self.manifest.generation)
 
     def __repr__(self) -> str:
         return f"Store({self.location!r}, {self.num_rows} rows, {self.num_shards} shards)"
 
 
-def open_directory(path: str | Path) -> Store:
+def open_directory(path: str | Path, generation: str | None = None) -> Store:
     """Open the store in a directory for reading.
 
     Args:
         path: Directory of the store.
-
-    Returns:
-        The store, its files mapped and no row read.
+        generation: The one that it must be; by default any.
 
     Raises:
         StoreNotFoundError: There is no store at this path.
         StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
-            the wrong size, or cannot be read.
+            the wrong size, or cannot be read; or the store was replaced by another generation.
     """
     directory = Path(os.path.realpath(path))
+    manifest = Manifest.read(directory)
     while True:
-        found = finish_interrupted(directory)
-        before = manifest_mark(found)
+        if generation not in (None, manifest.generation):
+            raise StoreError(f"the store at {directory} was replaced meanwhile: open it again")
+        files = directory / manifest.generation
         try:
-            manifest = Manifest.read(found)
-            check_files(found, manifest)
-            store = Store(found, manifest, [each.open(found) for each in manifest.columns])
-        except MemmapError:
-            moved = found == directory and is_interrupted(directory)
-            if not moved and manifest_mark(found) == before:
-                raise
-        else:
-            # Otherwise another process has just replaced the store, and this is the old manifest
-            # with files of the new one.
-            if manifest_mark(found) == before:
-                return store
+            return Store(directory, manifest, [each.open(files) for each in manifest.columns])
+        except FileNotFoundError as error:
+            found = Manifest.read(directory)
+            if found.generation == manifest.generation:
+                raise StoreError(f"{error.filename} is missing: build the store again") from None
+            manifest = found  # Another process has just replaced the store.

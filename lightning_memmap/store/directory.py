@@ -1,0 +1,263 @@
+"""The directory of a store: a manifest that points at a generation, the files of one build.
+
+    stores/mine/train/
+      manifest.json            replaced by os.replace: the only commit
+      g-3f9c2a.../image.memmap the files of one build, never written again
+      g-77d010.../build.json   a build that is under way, or was interrupted, in its own generation
+      .lock                    held by whoever changes any of this
+
+Whoever has read a manifest finds exactly its files, or none: then the store was replaced. Other
+users may have put something there. No link is followed, and what is not ours is left as it is.
+"""
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
+from lightning_memmap.store.manifest import (
+    GENERATION,
+    MANIFEST,
+    Manifest,
+    OtherVersionError,
+)
+
+#: What an unfinished build is of, in its generation: that of one process, and that of parts.
+KEY, PARTS = "build.json", "parts.json"
+JOURNAL = "journal"
+_LOCK = ".lock"
+_UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
+_log = logging.getLogger(__name__)
+
+
+def is_store(directory: Path) -> bool:
+    """Whether a directory has a manifest, as every store has, whole or damaged.
+
+    Raises:
+        StoreError: This process may not look into the directory.
+    """
+    try:
+        os.lstat(directory / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be looked into: {error.strerror}: let its owner give you the right"
+            " to read it, or choose another directory"
+        ) from error
+    return True
+
+
+def stores_within(directory: Path) -> list[str]:
+    """The names of the stores that lie in a directory, in order.
+
+    Raises:
+        StoreError: This process may not look into one of them.
+    """
+    found = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    return [name for name in found if not name.startswith(".") and is_store(directory / name)]
+
+
+def check_free(directory: Path, argument: str) -> None:
+    """Check that a place has a store, what builds leave of one, or nothing.
+
+    Args:
+        directory: The place.
+        argument: What chooses it.
+
+    Raises:
+        StoreError: Something else is there.
+    """
+    if not os.path.lexists(directory) or is_store(directory):
+        return
+    names = os.listdir(directory) if directory.is_dir() else [""]
+    if all(GENERATION.fullmatch(name) or name in (_LOCK, _UNFINISHED_MANIFEST) for name in names):
+        return
+    if names := stores_within(directory):
+        raise StoreError(
+            f"{directory} exists and is not a store, but has stores in it ({', '.join(names)}):"
+            f" choose another {argument}"
+        )
+    raise StoreError(
+        f"{directory} exists and is not a store: choose another {argument}, or remove it"
+    )
+
+
+@dataclass(frozen=True)
+class StoreDirectory:
+    """The directory of one store, which need not exist.
+
+    Args:
+        path: The directory.
+    """
+
+    path: Path
+
+    def files(self, manifest: Manifest) -> Path:
+        """The generation that a manifest points at."""
+        return self.path / manifest.generation
+
+    @property
+    def needs_lock(self) -> bool:
+        """Whether an interrupted build has left something that this process may clear away."""
+        if not os.access(self.path, os.W_OK):
+            return False
+        with suppress(StoreError):
+            current = Manifest.read(self.path).generation
+            others = [path for path in self._generations() if path.name != current]
+            left = (self.path / current / KEY, self.path / _UNFINISHED_MANIFEST)
+            return any(map(os.path.lexists, left)) or not all(
+                os.path.lexists(path / PARTS) for path in others
+            )
+        return False
+
+    @contextmanager
+    def locked(self, *, timeout_s: float = math.inf) -> Iterator[None]:
+        """Hold the lock for changes; what nobody names is removed first.
+
+        Everyone who may write to the directory may use the lock, no matter who made it.
+
+        Args:
+            timeout_s: Seconds to wait for another process that has the lock.
+
+        Raises:
+            StoreError: Another process keeps the lock for longer, this process may not use it, or
+                the store that is there is of another format.
+        """
+        path = self.path / _LOCK
+        try:
+            self.path.mkdir(exist_ok=True)
+            if os.path.lexists(path):
+                check_plain(path)
+            lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
+            try:
+                lock.acquire(timeout=min(timeout_s, 0.1))
+            except Timeout:
+                # filelock cannot tell a directory without write permission from a lock that is
+                # held.
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                os.close(os.open(path, flags, 0o600))
+                if timeout_s:
+                    _log.warning(
+                        "another process is building the store at %s: waiting for it (it holds %s)",
+                        self.path,
+                        path,
+                    )
+                lock.acquire(timeout=-1 if timeout_s == math.inf else timeout_s)
+        except Timeout:
+            raise StoreError(
+                f"another process is writing the store at {self.path}: it holds {path}; wait for it"
+            ) from None
+        except (OSError, RuntimeError) as error:
+            # filelock raises RuntimeError where this thread has the lock already.
+            raise StoreError(
+                f"the store at {self.path} cannot be locked: {error}: choose another directory, or"
+                f" let the owner of {self.path} build the store or remove {path}"
+            ) from error
+        try:
+            self._clear()
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, name: str | None = None) -> Path:
+        """Make a generation for a build. The lock must be held, until it has a key.
+
+        Args:
+            name: Its name; by default one of its own.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        path = self.path / (name or f"g-{secrets.token_hex(8)}")
+        path.mkdir()
+        return path
+
+    def unfinished(self, key: str) -> list[Path]:
+        """The generations of unfinished builds that are ours.
+
+        Args:
+            key: `KEY` or `PARTS`.
+        """
+        return [path for path in self._generations() if os.path.lexists(path / key)]
+
+    def discard(self, key: str = KEY) -> None:
+        """Remove the generations of unfinished builds, if they are ours. The lock must be held."""
+        for path in self.unfinished(key):
+            remove_tree(path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a generation the store. The lock must be held, and its files be on the disk.
+
+        Args:
+            manifest: Says what is in the generation. From the moment on at which it is in place, it
+                is the store; the one before is removed.
+
+        Raises:
+            StoreError: The manifest could not be read again.
+            OSError: The disk reports an error.
+        """
+        sync_path(self.files(manifest))
+        sync_path(self.path)
+        manifest.write(self.path)
+        sync_path(self.path)
+        sync_path(self.path.parent)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what nobody names: old generations, and in the current one what its build needed.
+
+        Raises:
+            StoreError: The store is of another format, whose files are not known.
+        """
+        with suppress(OSError):  # It is not there, or this process may not remove it.
+            (self.path / _UNFINISHED_MANIFEST).unlink()
+        try:
+            current = Manifest.read(self.path).generation if is_store(self.path) else ""
+        except OtherVersionError:
+            raise
+        except StoreError:
+            return  # Whose files these are cannot be told.
+        for path in self._generations():
+            if path.name == current:
+                for left in (path / JOURNAL, *path.glob(f"*{TEMPORARY}"), path / PARTS, path / KEY):
+                    with suppress(OSError):
+                        left.unlink(missing_ok=True)
+            elif not any(os.path.lexists(path / key) for key in (KEY, PARTS)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _generations(self) -> list[Path]:
+        """The generations that belong to this user, or to the owner of the directory, who could put
+        anything there."""
+        found = []
+        with suppress(OSError):
+            owners = (os.geteuid(), os.stat(self.path).st_uid)
+            for name in sorted(os.listdir(self.path)):
+                path = self.path / name
+                if GENERATION.fullmatch(name):
+                    status = os.lstat(path)
+                    if stat.S_ISDIR(status.st_mode) and status.st_uid in owners:
+                        found.append(path)
+        return found
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a generation. No link in it is followed.
+
+    Raises:
+        StoreError: It cannot be removed.
+    """
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error

@@ -1,0 +1,381 @@
+"""What the strategies have in common: two mixins, and the base of those of one process."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memmap.errors import check_integer
+from lightning_memmap.loading import (
+    BatchLoader,
+    Padded,
+    RowList,
+    SuperBatch,
+    SuperBatchLoader,
+    has_streams,
+)
+from lightning_memmap.loading.super_batch import step_rows_of
+from lightning_memmap.placement import (
+    DataTopology,
+    check_device,
+    data_parallel_rank,
+    local_processes,
+)
+from lightning_memmap.schema import Masked
+
+#: Steps that are prepared ahead on a device that works asynchronously.
+_PREFETCH = 2
+
+
+class SuperBatchMixin(Strategy):
+    """Declares that super-batches are assembled on the root device before Lightning sees them.
+
+    The precision plugin and the module's transfer hooks then get what they expect.
+
+    Args:
+        *args: Arguments of the strategy that this is mixed into.
+        prefetch: Coming steps that are made ready while one is computed; see
+            `lightning_memmap.loading.prefetch`. By default 2 where the root device is a GPU, and
+            0 on a CPU, which would only do the same work at another time.
+        **kwargs: Arguments of the strategy that this is mixed into.
+
+    Raises:
+        ValueError: ``prefetch`` is below 0.
+    """
+
+    strategy_name: str
+    _has_transfer_hooks = True
+
+    def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_prefetch(prefetch)
+
+    def set_prefetch(self, prefetch: int | None) -> None:
+        """Choose how many coming steps are made ready; None for the default of the device."""
+        if prefetch is not None:
+            check_integer("prefetch", prefetch, 0, "steps that are made ready ahead, 0 for none")
+        self._prefetch = prefetch
+
+    if TYPE_CHECKING:
+
+        @property
+        def data_devices(self) -> tuple[torch.device, ...]:
+            """The devices of this process that hold shards and serve batches."""
+
+    @property
+    def module(self) -> LightningModule:
+        """The module that is trained.
+
+        Raises:
+            RuntimeError: The strategy is not connected to one.
+        """
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError(
+                f"strategy={self.strategy_name!r} is not set up: call fit, validate, test or"
+                " predict of a Trainer that has it"
+            )
+        return module
+
+    @property
+    def data_topology(self) -> DataTopology:
+        """Which devices hold the data; batches are assembled on the root device."""
+        rank, size = data_parallel_rank(self)
+        return DataTopology(
+            self.data_devices,
+            rank,
+            size,
+            assemble_on=self.root_device,
+            prefetch=self.prefetch,
+            num_local_processes=local_processes(self),
+        )
+
+    @property
+    def prefetch(self) -> int:
+        """Coming steps that are made ready while one is computed."""
+        if self._prefetch is None:
+            return _PREFETCH if has_streams(self.root_device) else 0
+        return self._prefetch
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._has_transfer_hooks = self._find_transfer_hooks()
+        # Loaders that were made without a data module, or without a Trainer.
+        if isinstance(dataloader, BatchLoader):
+            dataloader = dataloader.loader
+        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
+            dataloader = dataloader.placed(self.data_topology)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # A super-batch comes here from a loader that is not the data module's own.
+        if isinstance(batch, SuperBatch):
+            batch = batch.to(device or self.root_device)
+        # Lightning takes about 20 us a step to find that nothing is to be moved.
+        if not self._has_transfer_hooks and _is_on(batch, device or self.root_device):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _find_transfer_hooks(self) -> bool:
+        """Whether the module or its data module takes part in moving a batch."""
+        module = self.lightning_module
+        if module is None:
+            return True
+        owners = [module, getattr(module.trainer, "datamodule", None)]
+        return any(
+            is_overridden(name, owner)
+            for owner in owners
+            if owner is not None
+            for name in ("transfer_batch_to_device", "on_after_batch_transfer")
+        )
+
+
+def _is_on(batch: Any, device: torch.device) -> bool:
+    """Whether a batch of plain containers has nothing but tensors on a device, and text."""
+    if isinstance(batch, Tensor):
+        return batch.device == device
+    if type(batch) is dict:
+        return all(_is_on(child, device) for child in batch.values())
+    if isinstance(batch, (str, bytes)):
+        return True
+    is_plain = type(batch) in (list, tuple, Padded, Masked, RowList)
+    return is_plain and all(_is_on(child, device) for child in batch)
+
+
+class RowWeighted(SuperBatchMixin, ParallelStrategy):
+    """Weighs each process's loss by its rows. For strategies that average gradients over processes.
+
+    Process ``r`` of ``R`` computes the mean loss of its ``n_r`` rows of a step of ``n``. The
+    average over processes of ``loss_r * n_r * R / n`` is the mean over all rows. The last steps of
+    an epoch may not divide evenly; in all others the weight is 1 and nothing is multiplied. What
+    is logged is the loss as ``training_step`` returned it.
+    """
+
+    _row_weight = 1.0
+    _fetcher: Any = None
+
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process that hold shards and serve batches."""
+        return (self.root_device,)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # The first to see a batch of a loader. What comes after it may replace all tensors.
+        plugin: Any = self.precision_plugin
+
+        def convert_input(batch: Any) -> Any:
+            self._weigh(batch)
+            return type(plugin).convert_input(plugin, batch)
+
+        plugin.convert_input = convert_input
+
+    def _weigh(self, batch: Any) -> None:
+        rows = step_rows_of(batch)
+        _, size = data_parallel_rank(self)
+        weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}
+        module = self.lightning_module
+        if len(weights) > 1 and module is not None and module.trainer.training:
+            raise ValueError(
+                f"the batches of {len(rows)} loaders in one step, with the rows (of this process,"
+                f" of all {size}) {sorted(rows)}: the loss has a mean over each, and one weight"
+                " cannot be right for all of them; give each MemmapDataModule drop_last=True, so"
+                " that all processes have as many rows"
+            )
+        self._row_weight = weights.pop()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # A step with ``dataloader_iter`` takes its batches itself.
+        self._fetcher = getattr(next(iter(args), None), "data_fetcher", None)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self._fetcher is not None:
+            self._weigh(self._fetcher._batch)
+        if self._row_weight != 1:
+            closure_loss = closure_loss * self._row_weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+
+class OneNode:
+    """A strategy on one machine."""
+
+    strategy_name: str
+    #: What an error says of several machines; ``{}`` stands for the name of the strategy.
+    several_nodes: ClassVar[str]
+
+    @property
+    def num_nodes(self) -> int:
+        """One: the Trainer sets it, and more are refused."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """Take over the Trainer's number of nodes.
+
+        Args:
+            num_nodes: Number of nodes.
+
+        Raises:
+            ValueError: There are several.
+        """
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes}: {self.several_nodes.format(self.strategy_name)}"
+            )
+
+
+class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
+    """One process on one machine, with the Trainer's devices as data devices, or devices given.
+
+    Args:
+        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
+            Trainer, the root device first.
+        accelerator: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+
+    Raises:
+        ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
+            or the program was started in several processes.
+    """
+
+    several_nodes = (
+        "{} is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for"
+        " several"
+    )
+
+    def __init__(
+        self,
+        data_devices: Sequence[str | torch.device] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if data_devices is not None and not data_devices:
+            raise ValueError("data_devices=[]: name at least one device, or leave it out")
+        self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
+        self._parallel_devices: list[torch.device] = []
+        self._cluster_environment: ClusterEnvironment | None = None
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """What started this process, as the Trainer found out; it sets it."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment) -> None:
+        """Take over what the Trainer found.
+
+        Args:
+            environment: The environment of this process.
+
+        Raises:
+            ValueError: The program was started in several processes.
+        """
+        if started_in_several(environment):
+            raise ValueError(
+                f"strategy={self.strategy_name!r} is one process, and this program was started in"
+                " several, by torchrun, srun or another Trainer: each would train all rows by"
+                " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
+                " model in all of them"
+            )
+        self._cluster_environment = environment
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of the Trainer; it sets them. The first one is the root device."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take over the devices of the Trainer.
+
+        Args:
+            devices: The devices, the root device first.
+
+        Raises:
+            ValueError: As of `check_devices`.
+        """
+        self._parallel_devices = list(devices)
+        self.check_devices()
+
+    def check_devices(self) -> None:
+        """Check the data devices, now that those of the Trainer are known.
+
+        Raises:
+            ValueError: One does not exist on this machine.
+        """
+        for device in self.data_devices:
+            check_device(device)
+
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices that hold shards and serve batches."""
+        return tuple(self._parallel_devices if self._explicit is None else self._explicit)
+
+
+def started_in_several(environment: ClusterEnvironment) -> bool:
+    """Whether this process is one of several that were started to train together.
+
+    Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
+
+    Args:
+        environment: As the Trainer has found it.
+
+    Returns:
+        True under torchrun, srun and the like with more than one process, and in a process that
+        another Trainer started.
+    """
+    if not isinstance(environment, LightningEnvironment):
+        return environment.world_size() > 1
+    # This one counts only the processes that it starts itself; those that others started show in
+    # its rank. A Trainer that has started processes removes their number at its end, but not the
+    # rank.
+    return environment.creates_processes_externally and (
+        environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    )
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"data_devices: {name!r} is no device: {error}") from error
+    # "cuda" and "cuda:0" are one device, and are compared.
+    if device.type not in ("cpu", "meta") and device.index is None:
+        device = torch.device(device.type, 0)
+    return device

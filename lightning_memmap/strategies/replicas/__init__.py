@@ -1,1 +1,0 @@
-"""Replicas of a module in one process: their tensors, attributes, threads and optimizers."""

@@ -1,1 +1,0 @@
-"""Steps whose rows are scattered over replicas or micro-batches, and are one step to Lightning."""

@@ -1,0 +1,86 @@
+"""A comparison as a whole, of runs that never were: what one of them costs the others."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from lightning_memmap.compare import runner
+from lightning_memmap.compare.config import ComparisonOptions, RunSpec
+from lightning_memmap.compare.metrics import Rank
+from lightning_memmap.compare.report import Report
+from lightning_memmap.compare.runner import Comparison, RunError
+from tests.unit.compare.reports import DATA, ENVIRONMENT, MODEL, STEPS, check_rank, timed_rank
+
+Fault = Callable[[RunSpec], None]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Fault], Report]:
+    """Compares variants, whose runs a function may change or let fail."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": {"class_path": "M"}, "data": {"class_path": "D"}}))
+
+    def compare(variants: str, fault: Fault) -> Report:
+        def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list[Rank]:
+            out = spec.write().parent
+            if spec.kind == "prepare":
+                facts = {"environment": ENVIRONMENT, "data": DATA, "model": MODEL}
+                (out / "facts.json").write_text(json.dumps({**facts, "expected": [1] * STEPS}))
+                return []
+            for name in ("initial", "final"):
+                torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
+            fault(spec)
+            return [timed_rank(), check_rank(parameters=["weight"])][spec.kind == "check" :][:1]
+
+        monkeypatch.setattr(runner, "run", run)
+        monkeypatch.setattr(runner, "ConfigCheck", lambda spec: None)
+        options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))
+        return Comparison(options, Console(quiet=True)).run()
+
+    return compare
+
+
+def test_single_device_is_the_reference_wherever_it_stands(
+    compare: Callable[[str, Fault], Report],
+) -> None:
+    report = compare("ddp,auto,auto+ideal", lambda spec: None)
+    assert report.reference == "auto"
+    assert [each.variant for each in report.variants] == ["ddp", "auto", "auto+ideal"]
+    assert [each.parity and each.parity.holds for each in report.variants] == [True, True, None]
+    assert report.exit_code == 0
+    assert compare("ddp,memmap_superbatch", lambda spec: None).reference == "ddp"
+
+
+def test_run_without_its_weights_costs_no_other(
+    compare: Callable[[str, Fault], Report],
+) -> None:
+    def fault(spec: RunSpec) -> None:
+        if spec.variant == "auto" and spec.kind == "check":
+            (Path(spec.out) / "final.pt").unlink()
+
+    auto, ddp = compare("auto,ddp", fault).variants
+    assert (auto.status, ddp.status) == ("failed", "ok")
+    assert "cannot be evaluated" in auto.reason
+    assert ddp.parity is not None
+    assert ddp.parity.holds
+    assert len(ddp.figures["samples_per_s"]) == 2
+
+
+def test_run_that_fails_costs_no_other(compare: Callable[[str, Fault], Report]) -> None:
+    def fault(spec: RunSpec) -> None:
+        if spec.variant == "ddp" and spec.out.endswith("timed2"):
+            raise RunError("a rank is gone")
+        if spec.variant == "memmap_dp":
+            raise RunError("this module is not supported", refused=True)
+
+    report = compare("ddp,memmap_dp,auto", fault)
+    assert [each.status for each in report.variants] == ["failed", "refused", "ok"]
+    # What it had measured before is kept.
+    assert len(report.variants[0].figures["samples_per_s"]) == 1
+    assert len(report.variants[2].figures["samples_per_s"]) == 2
+    assert report.exit_code == 3

@@ -1,0 +1,36 @@
+"""What lies in the directory of a store."""
+
+import os
+from pathlib import Path
+
+from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory
+from lightning_memmap.store.manifest import MANIFEST, Manifest
+
+
+def files_of(path: Path) -> Path:
+    """Where the files of a store are."""
+    return StoreDirectory(path).files(Manifest.read(path))
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of all files of a store, beside which only its lock may be there."""
+    files = files_of(path)
+    assert {MANIFEST, files.name} <= set(os.listdir(path)) <= {MANIFEST, files.name, ".lock"}
+    return sorted([MANIFEST, *os.listdir(files)])
+
+
+def is_empty(path: Path) -> bool:
+    """Whether nothing is where a store was to be, but for its lock."""
+    return not path.exists() or set(os.listdir(path)) <= {".lock"}
+
+
+def building_path(path: Path) -> Path:
+    """The generation of the one unfinished build of one process."""
+    (found,) = StoreDirectory(path).unfinished(KEY)
+    return found
+
+
+def parts_path(path: Path) -> Path:
+    """The generation of the one unfinished build in parts."""
+    (found,) = StoreDirectory(path).unfinished(PARTS)
+    return found
