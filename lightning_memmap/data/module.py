@@ -131,7 +131,9 @@ class MemmapDataModule(L.LightningDataModule):
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides
-            this number gives the same global batches.
+            this number gives the same global batches. By default as many as the stores have, and
+            new ones have 24 for fewer than 20,000 rows, and 192 from there on. Stores that have
+            another number are used as they are: their rows are striped again.
         residency: Where shards live: ``auto``, ``device``, ``host``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
@@ -197,7 +199,7 @@ class MemmapDataModule(L.LightningDataModule):
     shuffle = Option[bool]()
     drop_last = Option[bool]()
     seed = Option[int]()
-    num_shards = Option[int]()
+    num_shards = Option[int | None]()
     residency = Option[str]()
     memory_fraction = Option[float]()
     num_workers = Option[int]()
@@ -232,7 +234,7 @@ class MemmapDataModule(L.LightningDataModule):
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
-        num_shards: int = 24,
+        num_shards: int | None = None,
         residency: str = "auto",
         memory_fraction: float = 0.7,
         num_workers: int = 0,

@@ -58,7 +58,7 @@ class DataOptions:
     shuffle: bool
     drop_last: bool
     seed: int
-    num_shards: int
+    num_shards: int | None
     residency: str
     memory_fraction: float
     num_workers: int
@@ -85,7 +85,8 @@ class DataOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         check_seed(self.seed)
-        object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
+        if self.num_shards is not None:
+            object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
         object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
         check_residency(self.residency)
         share = check_memory_fraction(self.memory_fraction)
