@@ -89,7 +89,7 @@ def make_split(
     topology = DataTopology((CPU,) * num_devices, rank, size)
     with warnings.catch_warnings():
         # Which device counts are warned of is a matter of test_placement.
-        warnings.filterwarnings("ignore", "the train store has .* shards, which")
+        warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         # Nor how much is read for rows that lie apart.
         warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
         size_of_split = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
@@ -112,7 +112,7 @@ def split_with(
 ) -> SplitRows:
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the train store has .* shards, which")
+        warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         size = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
     return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 

@@ -18,13 +18,11 @@ from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_a
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
+from lightning_memmap.sampling import default_shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place
-
-#: For predicted rows that are not in a store.
-_NUM_SHARDS = 24
 
 
 class PredictionTable(BasePredictionWriter):
@@ -259,7 +257,8 @@ def _rows_and_shards(loader: Any) -> tuple[int, int]:
     if (ours := _super_batch_loader(loader)) is not None:
         return ours.order.num_positions, ours.order.num_shards
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return len(loader.dataset), _NUM_SHARDS  # type: ignore[arg-type]
+        num_rows = len(loader.dataset)  # type: ignore[arg-type]
+        return num_rows, default_shards(num_rows)
     raise _unknown_rows(loader)
 
 

@@ -183,6 +183,7 @@ class Planner:
             options.shuffle_window,
             partial(self._make_order, store) if has_order else None,
             partial(largest_window_bytes, store) if is_streamed else None,
+            options.num_shards,
         )
 
     def order(self, store: Store, size: SplitSize) -> Sampler:

@@ -187,10 +187,13 @@ class SplitStores:
                 f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
                 " leave it out"
             )
+        path = self.directory / split
+        # The rows of a store that is there are striped again where they are to be.
+        is_kept = not options.overwrite and is_store(path)
         store = build_store(
             dataset,
-            self.directory / split,
-            num_shards=options.num_shards,
+            path,
+            num_shards=None if is_kept else options.num_shards,
             num_workers=options.num_workers,
             overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),
@@ -313,9 +316,6 @@ class SplitStores:
     @property
     def _selecting(self) -> str:
         """The argument that selects rows, as it was given, for messages."""
-        for name in ("num_folds", "num_parts"):
-            if (count := getattr(self.options, name)) is not None:
-                return f"{name}={count}"
         return f"subset={self.options.subset!r}"
 
     def _index(self, selection: Selection) -> int:

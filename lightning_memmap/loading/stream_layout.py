@@ -33,8 +33,7 @@ from lightning_memmap.loading.window_sizes import (
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows
-from lightning_memmap.store.columns.variable import Located
+from lightning_memmap.store.columns import ItemRows, Located
 from lightning_memmap.store.row_file import RowFile, aligned_memory
 from lightning_memmap.store.series import windows_over
 

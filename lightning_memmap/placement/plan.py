@@ -22,6 +22,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
     default_window,
+    divisors,
     striping,
 )
 from lightning_memmap.sizes import format_bytes
@@ -112,6 +113,7 @@ class SplitSize:
         window: int | None = None,
         order: Callable[[Pool, int], Sampler] | None = None,
         measure: Measure | None = None,
+        num_shards: int | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size.
 
@@ -127,6 +129,7 @@ class SplitSize:
                 come in dataset order. Where it has shards of its own, they are those that are held.
             measure: Finds the bytes of the largest window; by default they are those of rows of
                 mean size.
+            num_shards: Shards to divide its rows into; by default as many as the store has.
 
         Returns:
             The split. No row is read.
@@ -137,18 +140,18 @@ class SplitSize:
         if rows is None:
             rows = StoreRows(Shards(store.num_rows, store.num_shards))
         num_rows, total = rows.num_rows, topology.num_data_devices
-        num_shards = striping(store.num_shards, total)
+        given = num_shards or store.num_shards
+        num_shards = striping(given, total)
         if num_rows < total:
             raise PlacementError(
                 f"the {split} split has {num_rows} rows for {total} data devices, so that some"
                 f" would have none: use at most {num_rows} data devices"
             )
-        if num_shards != store.num_shards:
+        if num_shards != given:
             warnings.warn(
-                f"the {split} store has {store.num_shards} shards, which {total} data devices do"
-                f" not divide: its rows are re-striped over {num_shards}, and the row order differs"
-                " from that of other device counts. Build it with"
-                f" num_shards={num_shards} to avoid this",
+                f"the {split} rows are in {given} shards, which {total} data devices do not divide:"
+                f" they are re-striped over {num_shards}, in another order: {_counts(given)} data"
+                " devices keep it",
                 stacklevel=2,
             )
         of_series = rows.series.num_rows if isinstance(rows, WindowedRows) else num_rows
@@ -186,6 +189,11 @@ class SplitSize:
     def row_bytes(self) -> int:
         """Bytes of one row over the fields of this process, on average and rounded up."""
         return -(-sum(self.shard_bytes) // self.num_rows)
+
+
+def _counts(num_shards: int) -> str:
+    *others, last = map(str, divisors(num_shards))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,15 @@ from lightning_memmap.sampling.sampler import (
 )
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.sampling.selection import KFold, Parts, RandomSplit, Selection, Subset
-from lightning_memmap.sampling.shards import Integers, Shards, shard_rows, shard_starts, striping
+from lightning_memmap.sampling.shards import (
+    Integers,
+    Shards,
+    default_shards,
+    divisors,
+    shard_rows,
+    shard_starts,
+    striping,
+)
 from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
 from lightning_memmap.sampling.windows import ReadWindows, default_window
 
@@ -74,8 +82,10 @@ __all__ = [
     "Weighted",
     "WeightedSampler",
     "WindowedRows",
+    "default_shards",
     "default_window",
     "derive_seed",
+    "divisors",
     "shard_rows",
     "shard_starts",
     "spans_of",

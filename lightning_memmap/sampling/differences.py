@@ -49,8 +49,10 @@ def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Differenc
         return None
     path, one, other = found
     name = _name(path)
-    fixed = f"num_shards={one}: with a number of data devices that divides it"
-    known = {**_REMEDIES, "num_shards": fixed}
+    known = {
+        **_REMEDIES,
+        "num_shards": f"num_shards={one} and a number of data devices that divides it",
+    }
     return Difference(name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}"))
 
 

@@ -8,6 +8,24 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 
+#: Shards by default, of fewer rows than `_MANY_ROWS` and of more.
+_SHARDS = 24, 192
+_MANY_ROWS = 20_000
+
+
+def default_shards(num_rows: int) -> int:
+    """The shards that a store of so many rows has unless its user says otherwise.
+
+    1, 2, 3, 4, 6, 8, 12 and 24 devices divide 24, and 16, 32, 48, 64 and 96 too divide 192. Fewer
+    rows have fewer shards, so that there are many rows in each to be shuffled.
+    """
+    return _SHARDS[num_rows >= _MANY_ROWS]
+
+
+def divisors(number: int) -> list[int]:
+    """The numbers that divide a number, ascending."""
+    return [count for count in range(1, number + 1) if not number % count]
+
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
     """Count the rows of each shard: row ``i`` is in shard ``i % num_shards``.

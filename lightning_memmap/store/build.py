@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
+from lightning_memmap.sampling import default_shards
 from lightning_memmap.schema import Nullable, Schema, read_schema
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.forms import FieldOptions
@@ -37,7 +38,7 @@ from lightning_memmap.store.building import (
     read_parts,
     variable_bytes,
 )
-from lightning_memmap.store.columns.variable import pack_rows
+from lightning_memmap.store.columns import pack_rows
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.hashing import hash_row
@@ -77,7 +78,7 @@ class BuildOptions:
         ValueError: It is out of range.
     """
 
-    num_shards: int
+    num_shards: int | None
     num_workers: int
     fingerprint: str | None
     fields: FieldOptions
@@ -85,9 +86,14 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         # As integers of Python, whatever they were given as.
-        object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
+        if self.num_shards is not None:
+            object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
         object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
         check_given(self.fingerprint)
+
+    def shards_of(self, num_rows: int) -> int:
+        """The shards of a store of so many rows."""
+        return default_shards(num_rows) if self.num_shards is None else self.num_shards
 
     @property
     def show(self) -> ShowProgress:
@@ -99,7 +105,7 @@ def build_store(
     dataset: Any,
     path: str | Path,
     *,
-    num_shards: int = 24,
+    num_shards: int | None = None,
     num_workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
@@ -123,8 +129,10 @@ def build_store(
             iterated over, such as an ``IterableDataset`` or a generator: its rows are stored in the
             order in which they arrive, and its build cannot be resumed.
         path: Directory of the store. Its parent is made where it is missing.
-        num_shards: Shards that the rows are divided into. A number with many divisors serves many
-            device counts; 24 serves 1, 2, 3, 4, 6, 8, 12 and 24. At most 65,536.
+        num_shards: Shards that the rows are divided into, at most 65,536. A number with many
+            divisors serves many device counts. By default 24 for fewer than 20,000 rows, which
+            serve 1, 2, 3, 4, 6, 8, 12 and 24 devices, and 192 from there on, which serve 16, 32,
+            48, 64 and 96 too.
         num_workers: Worker processes that read the dataset and write its rows straight into the
             files. With 0, this process does both; otherwise it reads no row.
         overwrite: Replace a store of another dataset. The old store stays until the new one is
@@ -206,7 +214,7 @@ def build_part(
     path: str | Path,
     part: tuple[int, int],
     *,
-    num_shards: int = 24,
+    num_shards: int | None = None,
     num_workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
@@ -226,7 +234,7 @@ def build_part(
             `lightning_memmap.store.build_store`. Beside the rows of the part, eight rows are read.
         path: Directory of the store.
         part: ``(i, n)``: this is part ``i``, counted from 0, of ``n``.
-        num_shards: Shards that the rows are divided into.
+        num_shards: Shards that the rows are divided into; by default as of `build_store`.
         num_workers: Worker processes that read and write; with 0, this process does both.
         overwrite: Write the part though a store is there, which `finish_store` is then to replace.
         progress: Show a progress bar.
@@ -537,7 +545,7 @@ class _Build:
         fields = replace(options.fields, forms={**nullable, **options.fields.forms})
         probes = take_probes(workers, num_rows, fields)
         classes = _class_names(dataset)
-        plan = StorePlan(path, num_rows, options.num_shards, probes.schema, classes)
+        plan = StorePlan(path, num_rows, options.shards_of(num_rows), probes.schema, classes)
         plan.check()
         return cls(
             workers,
@@ -556,7 +564,8 @@ class _Build:
     ) -> "_Build":
         """Plan to store the rows of a stream."""
         classes = _class_names(stream)
-        plan = StorePlan(path, len(spool), options.num_shards, spool.schema, classes)
+        num_shards = options.shards_of(len(spool))
+        plan = StorePlan(path, len(spool), num_shards, spool.schema, classes)
         plan.check()
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
         name, size = _class_name(stream), spool.row_bytes
@@ -743,7 +752,7 @@ def _reopen(
         DatasetError: It was built from another dataset.
     """
     store = open_directory(directory)
-    if store.num_shards != options.num_shards:
+    if options.num_shards not in (None, store.num_shards):
         raise StoreError(
             f"num_shards={options.num_shards}: the store at {directory} has {store.num_shards}"
             f" shards; build it anew with overwrite=True, or give num_shards={store.num_shards}"

@@ -25,9 +25,7 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.columns.fixed import take_rows
-from lightning_memmap.store.columns.variable import Located
+from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn, take_rows
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store
 
@@ -48,7 +46,7 @@ class JoinedStore(Store):
 
     Raises:
         SchemaError: They differ in their fields. The message names the first one that differs.
-        StoreError: They differ in their number of shards, or a file cannot be mapped.
+        StoreError: A file cannot be mapped.
     """
 
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
@@ -61,7 +59,7 @@ class JoinedStore(Store):
         #: How far the rows of each store lie behind those of the store before, beyond its rows.
         self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
         self._rows = self.rows()
-        shards = Shards(total, first.num_shards)
+        shards = Shards(total, max(part.num_shards for part in parts))
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in parts]
         manifests = tuple(part.manifest for part in parts)
@@ -299,9 +297,4 @@ def _check_alike(stores: Mapping[str, Store]) -> None:
             raise SchemaError(
                 f"train_dataset: {name!r} has the fields {names[0]}, and {other_name!r} has"
                 f" {names[1]}: training sets that are mixed have the same fields, nested alike"
-            )
-        if first.num_shards != other.num_shards:
-            raise StoreError(
-                f"the store of {name!r} has {first.num_shards} shards, and that of {other_name!r}"
-                f" {other.num_shards}: build them anew with overwrite=True"
             )

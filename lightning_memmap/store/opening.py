@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.remote.store import open_url
+from lightning_memmap.store.remote.store import RemoteStore
 from lightning_memmap.store.store import Store, open_directory
 
 
@@ -30,4 +30,4 @@ def open_store(path: str | Path) -> Store:
         ValueError: No library knows the protocol of the URL.
     """
     place = place_of(path)
-    return open_url(place) if isinstance(place, StoreUrl) else open_directory(place)
+    return RemoteStore(place) if isinstance(place, StoreUrl) else open_directory(place)

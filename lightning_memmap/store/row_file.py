@@ -212,15 +212,9 @@ def open_row_files(
 
     Raises:
         OSError: A file cannot be opened.
-        StoreError: A field is kept in a column of another kind, whose rows cannot be streamed.
     """
     files: list[RowFile | None] = []
     for column in columns:
-        if column.rows_name is None:
-            raise StoreError(
-                f"field {column.field.name!r} is kept as {column.kind!r} columns, which cannot be"
-                " streamed: choose another residency"
-            )
         is_series = column.field.name in in_steps
         size = column.field.step_bytes if is_series else column.field.item_bytes
         parts = store.row_files(column)

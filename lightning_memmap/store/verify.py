@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, check_files
+from lightning_memmap.store.manifest import (
+    GENERATION,
+    MANIFEST,
+    Manifest,
+    check_files,
+)
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.remote.store import open_url
+from lightning_memmap.store.remote.store import RemoteStore
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def verify_store(
     """
     place = place_of(path)
     if isinstance(place, StoreUrl):
-        found_there = open_url(place).damaged(num_threads, advance)
+        found_there = RemoteStore(place).damaged(num_threads, advance)
         return [Damage(name, shard, place) for name, shard in found_there]
     store = Path(os.path.realpath(place))
     manifest = Manifest.read(store)

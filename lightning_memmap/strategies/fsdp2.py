@@ -39,7 +39,6 @@ from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
-from lightning_memmap.strategies._run_state import RunState
 from lightning_memmap.strategies._unsupported import (
     SplitModuleChecks,
     check_callbacks,
@@ -59,7 +58,7 @@ _BATCH_DTYPES = {
 }
 
 
-class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighted, ModelParallelStrategy):
+class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: its blocks become units of sharding, and then the
@@ -198,9 +197,9 @@ class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighted, ModelP
             self._check_backend()
         super().setup_environment()
         if (replicas := self._options.replicate_size) == 1:
-            self._run = self.device_mesh["data_parallel"]
+            self._mesh = self.device_mesh["data_parallel"]
         else:
-            self._run = init_device_mesh(
+            self._mesh = init_device_mesh(
                 self.root_device.type,
                 (replicas, self.world_size // replicas),
                 mesh_dim_names=("replicate", "shard"),
@@ -229,7 +228,7 @@ class FSDP2Strategy(RunState[DeviceMesh], SplitModuleChecks, RowWeighted, ModelP
     @override
     def setup(self, trainer: L.Trainer) -> None:
         # Not the parent's, which requires a configure_model that shards.
-        module, mesh, plugin = self.module, self.run, self._sharded_precision
+        module, mesh, plugin = self.module, self._mesh, self._sharded_precision
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)

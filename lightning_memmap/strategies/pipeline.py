@@ -1,9 +1,10 @@
 """``memmap_pipeline``: stages of a module on several processes, and several such pipelines."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import Any, Literal
 
 import lightning as L
@@ -16,61 +17,41 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap._compat.modules import is_compiled
+from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import RowWeighted
-from lightning_memmap.strategies._run_state import RunState
+from lightning_memmap.strategies._pipeline_stages import (
+    SCHEDULES,
+    Layout,
+    StagePipeline,
+    Stages,
+    check_schedule,
+    module_tensors,
+    train_fields,
+)
+from lightning_memmap.strategies._pipeline_state import (
+    StageStates,
+    average_gradients,
+    broadcast_tensors,
+    local_state,
+    local_weights,
+)
 from lightning_memmap.strategies._unsupported import (
     SplitModuleChecks,
     check_callbacks,
     check_embeddings,
 )
-from lightning_memmap.strategies.pipelining.calls import PipelinedCalls
-from lightning_memmap.strategies.pipelining.checkpoints import (
-    StageStates,
-    local_state,
-    local_weights,
-)
-from lightning_memmap.strategies.pipelining.groups import (
-    Groups,
-    Layout,
-    average_gradients,
-    broadcast_tensors,
-    clip_by_norm,
-    groups_of,
-)
-from lightning_memmap.strategies.pipelining.schedules import (
-    Pipeline,
-    PipelineOptions,
-    check_schedule,
-)
-from lightning_memmap.strategies.pipelining.stages import (
-    Stages,
-    module_tensors,
-    train_fields,
-)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What exists from set-up on. Checkpoints need it after teardown, too."""
-
-    groups: Groups
-    stages: Stages
-    pipeline: Pipeline
-    calls: PipelinedCalls
-    #: The metrics that are synchronised over the data-parallel processes until teardown.
-    metrics: list[Metric]
-    #: Whether a checkpoint is loaded after the module was cut.
-    restores_late: bool
-
-
-class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrategy):
+class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through
@@ -100,7 +81,8 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
         num_microbatches: Micro-batches of each process's batch. By default twice as many as
             processes per pipeline.
         step_timeout_s: Seconds after which a process stops waiting for another one of its
-            pipeline, or for the one with the same stages in another pipeline.
+            pipeline, or for the one with the same stages in another pipeline: by an error with
+            gloo; NCCL ends the process, without an error that Python could catch.
         prefetch: As for ``memmap_superbatch``.
         timeout: As for Lightning's ``DDPStrategy``: for everything outside of a step, such as
             waiting for rank 0 to build a store.
@@ -144,14 +126,24 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
                 raise ValueError(f"{name}={size!r}: 'auto', or at least 1")
         if step_timeout_s <= 0:
             raise ValueError(f"step_timeout_s={step_timeout_s}: more than 0 seconds")
-        check_schedule(schedule)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}")
         self._sizes = (data_parallel_size, pipeline_parallel_size)
         self._schedule = schedule
         self._num_microbatches = num_microbatches
         self._step_timeout_s = step_timeout_s
         # Made with the default process group, before which collectives use that group.
-        self._groups: Groups | None = None
+        self._mesh: DeviceMesh | None = None
+        # Made by the set-up. Checkpoints need them after teardown, too.
+        self._stages: Stages | None = None
+        self._pipeline: StagePipeline | None = None
+        self._restores_late = False
+        self._metrics: list[Metric] = []
+        self._own_loss: Any = None
+        self._is_in_step = False
         self._averages = True
+        # The parameters of this process that losses were computed with since the last average.
+        self._trained: dict[nn.Parameter, None] = {}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -186,17 +178,24 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
 
     @override
     def setup_environment(self) -> None:
-        self._run = None
+        self._pipeline = None
         self.set_world_ranks()
         # Wrong options are refused before the processes wait for each other.
-        self._options()
+        layout = self.layout
+        check_schedule(self._schedule, self._num, layout.pipeline_size)
         super().setup_environment()
-        self._groups = groups_of(self.layout, self._step_timeout_s)
+        shape = (layout.data_parallel_size, layout.pipeline_size)
+        self._mesh = _mesh(dist.group.WORLD, self.root_device.type, shape, self._step_timeout_s)
 
-    def _options(self) -> PipelineOptions:
-        size = self.layout.pipeline_size
-        num = 2 * size if self._num_microbatches is None else self._num_microbatches
-        return PipelineOptions(self._schedule, num, size)
+    @property
+    def _num(self) -> int:
+        """Micro-batches of a batch."""
+        num = self._num_microbatches
+        return 2 * self.layout.pipeline_size if num is None else num
+
+    def _group_of(self, name: str) -> dist.ProcessGroup:
+        assert self._mesh is not None
+        return self._mesh.get_group(name)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -214,7 +213,7 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
         return super().all_gather(tensor, self._group(group), sync_grads)
 
     def _group(self, group: Any | None) -> Any | None:
-        return self._groups.data_parallel if group is None and self._groups is not None else group
+        return self._group_of("dp") if group is None and self._mesh is not None else group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -228,44 +227,41 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # Weights are loaded before the module is cut, unless it has no memory for them yet.
-        if self._run is not None:
-            return self._run.restores_late
+        if self._pipeline is not None:
+            return self._restores_late
         is_meta = any(parameter.is_meta for parameter in self.module.parameters())
         return is_meta and not hasattr(self.module, "pipeline_split")
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         trainer.accelerator.setup(trainer)
-        module, options = self.module, self._options()
+        module, layout = self.module, self.layout
         if trainer.state.fn == TrainerFn.FITTING:
             check_callbacks(trainer, self.strategy_name)
             _check_finetuning(trainer)
-            if self.layout.data_parallel_size > 1:
+            if layout.data_parallel_size > 1:
                 check_embeddings(module, self.strategy_name)
         self._refuse(module)
-        restores_late = self.restore_checkpoint_after_setup
-        groups = groups_of(self.layout, self._step_timeout_s)
-        stages = Stages(module, options.num_processes, options.is_interleaved)
+        self._restores_late = self.restore_checkpoint_after_setup
+        self._stages = Stages(module, layout.pipeline_size, self._schedule == "interleaved")
         self.precision_plugin.convert_module(module)
-        local = stages.keep_local(self.layout.pipeline_rank, self.root_device)
+        local = self._stages.keep_local(layout.pipeline_rank, self.root_device)
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
-        broadcast_tensors(tensors, groups.data_parallel)
-        pipeline = Pipeline(
+        broadcast_tensors(tensors, self._group_of("dp"))
+        self._pipeline = StagePipeline(
             local,
-            len(stages.stages),
-            options,
-            groups.pipeline,
+            len(self._stages.stages),
+            self._schedule,
+            self._num,
+            self._group_of("pp"),
             self.root_device,
             self.precision_plugin.forward_context,
         )
-        metrics = [
+        self._metrics = [
             each
             for each in module.modules()
             if isinstance(each, Metric) and each.process_group is None
         ]
-        is_first = self.layout.pipeline_rank == 0
-        calls = PipelinedCalls(module, pipeline, options.num_microbatches, is_first)
-        self._run = _Run(groups, stages, pipeline, calls, metrics, restores_late)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -296,19 +292,22 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
 
     def _redirect(self) -> None:
         """Let the module's own calls go through the pipeline, until teardown."""
-        self.run.calls.redirect()
+        self._own_loss = self.module.loss
+        self.module.forward = self._forward  # type: ignore[method-assign]
+        self.module.loss = self._loss  # type: ignore[assignment]
         # The norm is over the gradients of all stages, and precision plugins see one process.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        for metric in self.run.metrics:
-            metric.process_group = self.run.groups.data_parallel
+        for metric in self._metrics:
+            metric.process_group = self._group_of("dp")
 
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        if self._run is not None:
-            self._run.calls.restore()
-            self._run.pipeline.close()
-            for metric in self._run.metrics:
+        if self._pipeline is not None:
+            for name in ("forward", "loss"):
+                vars(self.module).pop(name, None)
+            self._pipeline.close()
+            for metric in self._metrics:
                 metric.process_group = None
         # The parent would also move the module to the CPU, and some of it has no memory.
         for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
@@ -318,32 +317,97 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
 
     # Steps
 
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """A step of the module. Outside of one, it refuses to be called."""
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.run.calls.step():
+        with self._step():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.run.calls.step():
+        with self._step():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.run.calls.step():
+        with self._step():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.run.calls.step():
+        with self._step():
             return super().predict_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
         # Each pipeline has the running statistics of its own rows: all evaluate with the first's.
         buffers = [tensor for tensor in self.module.buffers() if not tensor.is_meta]
-        broadcast_tensors(buffers, self.run.groups.data_parallel)
+        broadcast_tensors(buffers, self._group_of("dp"))
         super().on_validation_start()
+
+    def _forward(self, *args: Any) -> Any:
+        """What ``self(inputs)`` of the module calls."""
+        if not self._is_in_step:
+            raise RuntimeError(
+                "memmap_pipeline: the module was called outside of a step, where it would wait for"
+                " processes of its pipeline that may not call it: call it in training_step,"
+                " validation_step, test_step or predict_step"
+            )
+        num_rows = _num_rows_of(args)
+        if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
+            raise ValueError(
+                f"memmap_pipeline: {type(self.module).__name__} was called with rows that the"
+                " first process does not hold: name in input_fields all fields that training_step"
+                " passes to self(...), or leave out input_fields and loss_fields"
+            )
+        if torch.is_grad_enabled():
+            return _PendingOutput(args, num_rows)
+        assert self._pipeline is not None
+        return self._pipeline.evaluate(args, num_rows)
+
+    def _loss(self, output: Any, batch: Any) -> Any:
+        """What ``self.loss(output, batch)`` of the module calls."""
+        if not isinstance(output, _PendingOutput):
+            return self._own_loss(output, batch)
+        assert self._pipeline is not None
+        every = list(self.module.parameters())
+        local = [parameter for parameter in every if not parameter.is_meta]
+        frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
+        # Apart from the gradients of other losses, since the backward pass may scale each loss.
+        before = [parameter.grad for parameter in local]
+        for parameter in local:
+            parameter.grad = None
+        try:
+            mean = self._pipeline.train(
+                output.args, output.num_rows, batch, self._micro_loss, frozen
+            )
+        finally:
+            grads = [parameter.grad for parameter in local]
+            for parameter, grad in zip(local, before, strict=True):
+                parameter.grad = grad
+        found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
+        self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
+        loss = mean.requires_grad_()
+        loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
+        # A copy, which the user may change in place, unlike a leaf.
+        return loss.clone()
+
+    def _micro_loss(self, output: Any, batch: Any) -> Tensor:
+        loss = self._own_loss(output, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise TypeError(
+                f"loss(output, batch) returned {loss!r}: return a tensor without dimensions,"
+                " the mean loss over the rows of the batch"
+            )
+        return loss
 
     # Gradients
 
@@ -360,11 +424,18 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._averages:
-            average_gradients(self.run.calls.take_trained(), self.run.groups.data_parallel)
+            # Not during the backward pass of the stages, as DDP would: what scales the loss after
+            # it, such as its weight, may differ between pipelines.
+            average_gradients(list(self._trained), self._group_of("dp"))
+            self._trained.clear()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        clip_by_norm(parameters, clip_val, self.run.groups.pipeline, self.root_device)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(grads).to(self.root_device, torch.float64)
+        squares = norm.square()
+        dist.all_reduce(squares, group=self._group_of("pp"))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
 
     # Checkpoints
 
@@ -373,12 +444,13 @@ class PipelineStrategy(RunState[_Run], SplitModuleChecks, RowWeighted, DDPStrate
         """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
         if self.layout.data_parallel_rank != 0:
             return {}
-        return self._states.of_module(self.run.stages.owners())
+        assert self._stages is not None
+        return self._states.of_module(self._stages.owners())
 
     @property
     def _states(self) -> StageStates:
-        layout, group = self.layout, self.run.groups.pipeline
-        return StageStates(self.module, layout.pipeline_rank, group, self.root_device)
+        rank = self.layout.pipeline_rank
+        return StageStates(self.module, rank, self._group_of("pp"), self.root_device)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -416,3 +488,83 @@ def _check_finetuning(trainer: L.Trainer) -> None:
                 " to the optimizer, and freeze and unfreeze them in hooks of the module, such as"
                 " on_train_epoch_start, with requires_grad_"
             )
+
+
+@cache
+def _mesh(world: object, device_type: str, shape: tuple[int, int], timeout_s: float) -> DeviceMesh:
+    """A mesh of pipelines and their processes. All processes must call this.
+
+    It is made once per default process group, since each group opens its own sockets and threads.
+    """
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
+    for name in ("dp", "pp"):
+        # There is no public way to a timeout of these groups.
+        _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(name))
+    return mesh
+
+
+_PENDING = (
+    "under memmap_pipeline the output of the module in training_step can only be passed to"
+    " self.loss(output, batch), which runs on the last stage: compute there what the loss needs"
+)
+
+
+class _PendingOutput:
+    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet.
+
+    ``self.loss(output, batch)`` runs the pipeline; until then no process has the output.
+    """
+
+    def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
+        self.args = args
+        self.num_rows = num_rows
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(_PENDING)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name!r}: {_PENDING}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(_PENDING)
+
+
+class _KnownGradients:
+    """Adds gradients that are already computed when ``backward`` reaches their loss."""
+
+    def __init__(self, grads: dict[nn.Parameter, Tensor]) -> None:
+        self._grads: dict[nn.Parameter, Tensor] | None = grads
+
+    def __call__(self, scale: Tensor) -> None:
+        """Add the gradients, scaled by the gradient of the loss."""
+        if self._grads is None:
+            raise RuntimeError(
+                "backward was called twice for one loss of memmap_pipeline: compute the loss again"
+            )
+        for parameter, grad in self._grads.items():
+            if scale.device.type != "cpu" or scale != 1:
+                grad.mul_(scale.to(grad.dtype))
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad += grad
+        self._grads = None
+
+
+def _num_rows_of(args: Sequence[Any]) -> int:
+    """The rows of what the module was called with."""
+    for arg in args:
+        if not isinstance(arg, Tensor) or not arg.ndim:
+            raise TypeError(
+                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
+                " call it with tensors whose first dimension is the rows, as its first stage takes"
+                " them"
+            )
+    rows = {len(arg) for arg in args}
+    if len(rows) != 1 or not all(rows):
+        raise ValueError(
+            f"memmap_pipeline: the module was called with tensors of {sorted(rows)} rows: give it"
+            " at least one tensor, all with the same rows"
+        )
+    return rows.pop()

@@ -215,6 +215,15 @@ def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) 
     assert buffers["4.running_var"].max() < 1
 
 
+def test_smaller_batches_need_no_schedule_and_outputs_are_not_kept(tmp_path: Path) -> None:
+    first, last = launch("pipeline.economy", tmp_path, processes=2)
+    # Two epochs of seven steps, of 10, 7 and 6 rows, and one call more to find the shapes.
+    assert first["calls"] == 2 * 7 * 5 + 1
+    assert last["losses"] == 2 * 7 * 5 + 1
+    # Each has its backward pass before the next one.
+    assert last["alive"] <= 1
+
+
 def test_large_float16_gradients_of_two_pipelines_stay_finite(tmp_path: Path) -> None:
     for rank in launch("pipeline.steep", tmp_path, processes=2):
         assert all(weight.isfinite().all() for weight in rank["weights"])

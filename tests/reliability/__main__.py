@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rich.console import Console
 from rich.progress import track
 
+from tests.reliability.blows import can_trace
 from tests.reliability.kinds import KINDS, QUICK, Case, Scale, cases, prepare, run_case
 from tests.reliability.outcome import Subject
 from tests.reliability.report import Log, Report
@@ -29,7 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     scale = QUICK if options.quick else Scale()
-    given = {name: getattr(options, name) for name in ("kills", "flips", "resizes", "manifests")}
+    given = {
+        name: getattr(options, name)
+        for name in ("kills", "flips", "resizes", "manifests", "strangers")
+    }
     scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
     console = Console(stderr=True)
     with (
@@ -38,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         beginnings = Path(scratch) / "beginnings"
         pool.submit(prepare, beginnings).result()
+        if not can_trace():
+            console.print("kills and failures at system calls are left out: strace is missing")
         todo = options.case or cases(scale, options.seed, beginnings, options.only or list(KINDS))
         log = Log(options.log)
         report = Report(log.outcomes(todo))
@@ -63,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.reliability", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a little of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default 0)")
-    parser.add_argument("--kills", type=int, help="random kills of each kind")
+    parser.add_argument("--kills", type=int, help="kills of each kind, and failures")
+    parser.add_argument("--strangers", type=int, help="cases of each kind of stranger")
     parser.add_argument("--flips", type=int, help="flipped bits")
     parser.add_argument("--resizes", type=int, help="files cut off or grown")
     parser.add_argument("--manifests", type=int, help="fuzzed manifests")

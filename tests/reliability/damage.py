@@ -125,14 +125,15 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
     """Flip one bit of one file. It must be found, unless it changes nothing that is read."""
     outcome = Outcome()
     pristine, path = _copy(stores(beginnings), scratch, rng)
-    file = rng.choice([file for file in _files(path) if file.stat().st_size])
+    files = [file for file in _files(path) if file.stat().st_size]
+    file = rng.choice(files)
     data = bytearray(file.read_bytes())
     byte, bit = rng.randrange(len(data)), rng.randrange(8)
     data[byte] ^= 1 << bit
     file.write_bytes(data)
     what = f"bit {bit} of byte {byte} of {path.name}/{file.name}"
     if not _is_found(outcome, subject, path, what):
-        if _means_nothing(pristine, path, file.name):
+        if _means_nothing(pristine, path, file.relative_to(path)):
             outcome.notes[f"flips without a meaning in {file.name}"] += 1
         else:
             outcome.add(Fault.WRONG_ROWS, f"{what} was flipped: neither refused nor found")
@@ -152,10 +153,6 @@ def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random
     if not _is_found(outcome, subject, path, what) and size:
         outcome.add(Fault.WRONG_ROWS, f"{what} was made {new} bytes: neither refused nor found")
     return outcome
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
 
 
 def _copy(stores: Path, scratch: Path, rng: random.Random) -> tuple[Path, Path]:
@@ -185,9 +182,13 @@ def _open_read_verify(subject: Subject, path: Path) -> int:
     return len(subject.verify(path))
 
 
-def _means_nothing(pristine: Path, path: Path, name: str) -> bool:
+def _files(store: Path) -> list[Path]:
+    return sorted(path for path in store.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+def _means_nothing(pristine: Path, path: Path, name: Path) -> bool:
     """Whether a changed file says exactly what it said before."""
-    if not name.endswith(".json"):
+    if name.suffix != ".json":
         return False
     try:
         texts = [(directory / name).read_text("utf-8") for directory in (pristine, path)]

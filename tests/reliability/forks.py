@@ -11,11 +11,13 @@ import pickle
 import resource
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from time import monotonic, sleep
 from typing import Any, BinaryIO
 
@@ -25,7 +27,8 @@ from lightning_memmap.errors import MemmapError
 
 #: After this the call hangs. Far above what any of them needs, on a busy machine too.
 LIMIT_S = 60.0
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 36, 0x59616D61
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,42 @@ class Forked:
         function: What to call.
         arguments: Its arguments.
         memory_bytes: Address space that the call may take beyond that of this process; None: any.
+        trace: Arguments of ``strace``, which sees the system calls of the call from its start.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *arguments: Any, memory_bytes: int | None = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        memory_bytes: int | None = None,
+        trace: Sequence[str] | None = None,
     ) -> None:
         adopt_orphans()
+        gate, self._open_gate = os.pipe()
         self._result: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
         self._output: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
         self.pid = os.fork()
         if self.pid == 0:
+            os.close(self._open_gate)
+            _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1))
+            os.read(gate, 1)
             self._run(function, arguments, memory_bytes)
+        os.close(gate)
         self._pidfd = os.pidfd_open(self.pid)
+        self._tracer = None if trace is None else self._traced(trace)
+        os.close(self._open_gate)
+
+    def _traced(self, options: Sequence[str]) -> "subprocess.Popen[str]":
+        command = ["strace", "-f", "-p", str(self.pid), *options]
+        tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert tracer.stderr is not None
+        line = tracer.stderr.readline()
+        if "attached" not in line:
+            self.kill()
+            raise RuntimeError(f"strace cannot trace: {line}{tracer.communicate()[1]}")
+        # Nobody reads what it says from now on.
+        Thread(target=tracer.stderr.read, daemon=True).start()
+        return tracer
 
     def _run(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None
@@ -147,6 +174,10 @@ class Forked:
                 self.kill()
         _, code = os.waitpid(self.pid, 0)
         os.close(self._pidfd)
+        if self._tracer is not None:
+            # It ends with the last process that it sees; workers that are left go on without it.
+            self._tracer.terminate()
+            self._tracer.wait()
         status = os.waitstatus_to_exitcode(code) if ended else None
         with self._result, self._output:
             self._result.seek(0)
@@ -168,8 +199,7 @@ def call(
 
 def adopt_orphans() -> None:
     """Make this process the parent of all processes that its descendants leave behind."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.reliability.changes import CHANGES, NEW, NUM_ROWS, OLD, Attempt, look, run
+from tests.reliability.dataset import expected_rows
 from tests.reliability.forks import call
-from tests.reliability.kills import NEW, OLD, Build, look
 from tests.reliability.outcome import Fault, Outcome, Subject
 
 _MEMORY_BYTES = 2**30
@@ -81,16 +82,14 @@ FILES = (
     Plant("bytes of no encoding", lambda path, _: path.write_bytes(b"\xff\xfe" * 1000)),
 )
 
-#: Where: in the directory of the store, in what an interrupted build left, and in the generation.
-IN_STORE = ("manifest.json", "manifest.json.tmp", ".lock", "g-0123456789abcdef")
-IN_BUILDING = ("build.json", "journal", "x.memmap", "label.memmap", "manifest.json", "meta.json")
-IN_GENERATION = ("manifest.json", "x.memmap", "build.json", "parts.json", "journal")
-
+#: Where: what is there, and the place, in which * is the one generation.
 PLACES = (
-    "s",
-    *(f"s/{name}" for name in IN_STORE),
-    *(f"building/{name}" for name in IN_BUILDING),
-    *(f"generation/{name}" for name in IN_GENERATION),
+    ("new", "s"),
+    *(("overwrite", f"s/{name}") for name in (".lock", "manifest.json", "manifest.json.tmp", "*")),
+    *(("overwrite", f"s/*/{name}") for name in ("x.memmap", "build.json", "journal")),
+    ("overwrite", "s/g-0123456789abcdef"),
+    *(("resumed", f"s/{name}") for name in (".lock", "manifest.json", "*")),
+    *(("resumed", f"s/*/{name}") for name in ("x.memmap", "label.memmap", "build.json", "journal")),
 )
 ACTIONS = ("open", "verify", "build", "overwrite")
 
@@ -125,14 +124,19 @@ def describe(number: int) -> str:
     """What a case is, in words."""
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return f"{FOREIGN_BUILDS[number - NUM_CASES].name}, then a build"
-    place, plant, action = _parts(number)
-    return f"{plant.name} at {place}, then {action}"
+    beginning, place, plant, action = _parts(number)
+    return f"{plant.name} at {place} ({beginning}), then {action}"
 
 
-def _parts(number: int) -> tuple[str, Plant, str]:
+def _parts(number: int) -> tuple[str, str, Plant, str]:
     number, action = divmod(number, len(ACTIONS))
     place, plant = divmod(number, len(FILES))
-    return PLACES[place], FILES[plant], ACTIONS[action]
+    return *PLACES[place], FILES[plant], ACTIONS[action]
+
+
+def _generation(directory: Path) -> Path:
+    (found,) = (directory / "s").glob("g-*")
+    return found
 
 
 def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outcome:
@@ -140,28 +144,25 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return _meet_foreign_build(subject, beginnings, scratch, number)
     outcome = Outcome()
-    place, plant, action = _parts(number)
+    beginning, place, plant, action = _parts(number)
     directory, away = _begin(scratch)
-    edition = NEW
-    if place.startswith("building/"):
-        shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
-    elif place != "s":
-        shutil.copytree(beginnings / "overwrite", directory, dirs_exist_ok=True)
-        edition = NEW if action == "overwrite" else OLD
+    shutil.copytree(beginnings / beginning, directory, dirs_exist_ok=True)
+    edition = OLD if beginning == "overwrite" and action != "overwrite" else NEW
     path = directory / place
-    if place.startswith(("building/", "generation/")):
-        (path,) = ((each / path.name) for each in (directory / "s").glob("g-*"))
+    if "*" in place:
+        path = directory / place.replace("*", _generation(directory).name)
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     plant.put(path, away)
     before = _content(away)
-    build = Build(directory / "s", edition=edition, overwrite=action == "overwrite")
+    attempt = Attempt(directory, edition=edition, overwrite=action == "overwrite")
+    build = CHANGES["new"].run
     function = {"open": subject.open, "verify": subject.verify}.get(action)
     ending = (
-        call(build.run, subject, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
+        call(run, build, subject, attempt, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
         if function is None
-        else call(_use, function, build.path, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
+        else call(_use, function, attempt.path, memory_bytes=_MEMORY_BYTES, limit_s=_LIMIT_S)
     )
     what = describe(number)
     returned = outcome.add_ending(ending, what, allowed=True)
@@ -173,7 +174,7 @@ def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outc
     if after != before:
         outcome.add(Fault.WRONG_ROWS, f"{what}: files elsewhere were changed")
     if returned and function is None:
-        look(outcome, subject, build.path, [edition], must_exist=True, where=what)
+        look(outcome, subject, attempt.path, [expected_rows(NUM_ROWS, edition)], what)
     return outcome
 
 
@@ -186,16 +187,16 @@ def _meet_foreign_build(subject: Subject, beginnings: Path, scratch: Path, numbe
     directory, away = _begin(scratch)
     shutil.copytree(beginnings / "resumed", directory, dirs_exist_ok=True)
     # Rows 3 to 30, which are no probes, and which the unfinished build has written.
-    (building,) = (directory / "s").glob("g-*")
-    _spoil(building / "x.memmap")
-    plant.put(building, away)
-    build = Build(directory / "s")
-    ending = call(build.run, subject, limit_s=_LIMIT_S)
+    generation = _generation(directory)
+    _spoil(generation / "x.memmap")
+    plant.put(generation, away)
+    attempt = Attempt(directory)
+    ending = call(run, CHANGES["new"].run, subject, attempt, limit_s=_LIMIT_S)
     if outcome.add_ending(ending, plant.name, allowed=True):
         for file in away.glob("**/*.memmap"):
             # Whoever has another name of the files can still write into them.
             _spoil(file)
-        look(outcome, subject, build.path, [NEW], must_exist=True, where=plant.name)
+        look(outcome, subject, attempt.path, [expected_rows(NUM_ROWS, NEW)], plant.name)
     return outcome
 
 

@@ -46,10 +46,8 @@ class Report:
     def rows(self) -> list[list[str]]:
         """The rows of the table: kind, runs, one count of each fault, seconds."""
         rows = []
-        for kind in KINDS.values():
-            outcomes = [
-                outcome for case, outcome in self._outcomes.items() if case.kind == kind.name
-            ]
+        for name, kind in KINDS.items():
+            outcomes = [each for case, each in self._outcomes.items() if case.kind == name]
             if not outcomes:
                 continue
             faults = Counter(fault for outcome in outcomes for fault, _ in outcome.faults)

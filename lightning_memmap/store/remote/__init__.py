@@ -2,7 +2,7 @@
 
 files     the files of a remote directory, and what can go wrong with them
 shards    shards, fetched into local files and compared with their checksums
-cache     where fetched shards are kept, and how much of them
+cache     the directory in which fetched shards are kept, and how much of them
 store     an open store whose shards are fetched when they are needed
 transfer  whole stores, to a URL and from there
 """

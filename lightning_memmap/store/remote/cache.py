@@ -17,8 +17,7 @@ import re
 import shutil
 import stat
 import tempfile
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -27,13 +26,10 @@ from filelock import FileLock
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.files import open_plain
-from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, check_files
+from lightning_memmap.store.manifest import MANIFEST, check_files
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import (
     OFFLINE,
-    RemoteFiles,
     UnreachableError,
     is_offline,
 )
@@ -43,18 +39,17 @@ from lightning_memmap.store.remote.shards import (
     RemoteShards,
     closing_fd,
     make_records,
+    read_plain,
 )
 
 #: The directory of the cache, and the most bytes in it.
 DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
 
 _SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
-_IN_USE, _LAST, _GONE = ".in_use", ".last", ".gone"
+IN_USE, _LAST, _GONE = ".in_use", ".last", ".gone"
 _VERSION = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 #: What a version needs on the disk beside its shards.
 _ROOM_BYTES = 2**20
-#: A fetch of fewer bytes shows no progress.
-_SHOWN_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
 
 
@@ -141,7 +136,7 @@ class Cache:
             with open(made / name, "xb") as file:
                 file.truncate(num_bytes)
         make_records(made, remote.manifest)
-        (made / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
+        (made / IN_USE).write_text(f"{url}\n", encoding="utf-8")
         (made / MANIFEST).write_bytes(remote.data)
         os.rename(made, directory)
 
@@ -157,8 +152,8 @@ class Cache:
             UnreachableError: Nobody answers, and nothing of the URL is in the cache.
         """
         try:
-            name = _read_plain(self.directory / _last(url)).decode()
-            data = _read_plain(self.directory / name / MANIFEST)
+            name = read_plain(self.directory / _last(url)).decode()
+            data = read_plain(self.directory / name / MANIFEST)
             if name != _version(url, data):
                 raise ValueError(f"{name} has another manifest")
         except (OSError, ValueError, StoreError) as error:
@@ -198,7 +193,7 @@ class Cache:
             for path in sorted(versions, key=_used_last_ns):
                 if self._lack(used + needed, coming + needed, free) is None:
                     break
-                if stack.enter_context(_unused(path)):
+                if stack.enter_context(unused(path)):
                     removed.append(path)
                     used -= int(np.abs(records[path]).sum())
                     coming += int(records[path][records[path] < 0].sum())
@@ -229,97 +224,6 @@ class Cache:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-class CachedShards:
-    """The shards of one store at a URL, fetched into the cache when they are asked for.
-
-    The version that was opened stays in the cache as long as this object is there.
-
-    Args:
-        url: The URL.
-
-    Attributes:
-        url: The URL.
-        manifest: The manifest of the store.
-        path: The directory of the version in the cache, as it was named when it was opened.
-        directory: The same directory, whatever has become of its name.
-
-    Raises:
-        StoreNotFoundError: There is no store at the URL.
-        StoreError: It cannot be reached, its manifest is damaged, or the cache cannot be used.
-        ValueError: No library knows the protocol.
-    """
-
-    def __init__(self, url: StoreUrl) -> None:
-        self.url, self._cache = url, Cache()
-        self._files, self._is_checked = RemoteFiles(url), True
-        try:
-            remote = RemoteManifest.read(self._files)
-        except UnreachableError as error:
-            remote, self._is_checked = self._cache.last(url, error), False
-        with self._cache.entered(remote, url, is_last=self._is_checked) as self.path:
-            in_use = os.open(self.path / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            weakref.finalize(self, os.close, in_use)
-            self._shards = RemoteShards(remote, self._files, self.path)
-            with suppress(OSError):  # A cache that cannot be written.
-                os.utime(in_use)
-                with _unused(self.path) as is_first:
-                    if is_first:  # What is still to come was for processes that were killed.
-                        numbers = np.flatnonzero(self._shards.records() < 0)
-                        self._shards.record([int(number) for number in numbers], sign=0)
-            fcntl.flock(in_use, fcntl.LOCK_SH)
-        self._remote, self.manifest = remote, remote.manifest
-        self.directory = self._shards.directory
-        self._known = self._shards.records()
-
-    def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here.
-
-        Args:
-            fields: The fields, by their place in the schema.
-            shards: The shards.
-
-        Raises:
-            StoreNotFoundError: The store is gone.
-            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
-                was removed, or cannot be written.
-        """
-        if all(self._known[field, shard] > 0 for field in fields for shard in shards):
-            return
-        with self._cache.usable():
-            if missing := self._shards.missing(fields, shards):
-                # Before stores are removed to make room for what cannot be fetched.
-                self._check(len(missing))
-                self._cache.reserve(self._shards, lambda: self._shards.missing(fields, shards))
-                num_bytes = int(self._shards.num_bytes(missing).sum())
-                hidden = num_bytes < _SHOWN_BYTES
-                with show_progress("fetching", num_bytes, 1, hidden=hidden) as advance:
-                    self._shards.fetch(missing, advance)
-            self._known = self._shards.records()
-
-    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """See `RemoteShards.verify`."""
-        with self._cache.usable():
-            return self._shards.verify(number, advance)
-
-    def _check(self, num_missing: int) -> None:
-        """Compare the manifest with the server's, if it is from the cache."""
-        if self._is_checked:
-            return
-        try:
-            found = RemoteManifest.read(self._files).data
-        except UnreachableError as error:
-            raise UnreachableError(
-                f"{num_missing} shards of fields that are needed are not in the cache at"
-                f" {self._cache.directory}, and {error}"
-            ) from error
-        if found != self._remote.data:
-            raise StoreError(
-                f"the store at {self.url} is another one by now than that in the cache, and shards"
-                " of that are missing: open it again"
-            )
-        self._is_checked = True
-
-
 def _version(url: StoreUrl, manifest: bytes) -> str:
     return f"{_digest(str(url).encode())}-{_digest(manifest)}"
 
@@ -337,7 +241,7 @@ def _is_whole(directory: Path, remote: RemoteManifest) -> bool:
     num_records = len(remote.manifest.columns) * remote.manifest.num_shards
     try:
         check_files(directory, remote.manifest)
-        own = [os.lstat(directory / name) for name in (RECORDS, _IN_USE, MANIFEST)]
+        own = [os.lstat(directory / name) for name in (RECORDS, IN_USE, MANIFEST)]
         is_own = _is_own_directory(os.lstat(directory)) and all(
             stat.S_ISREG(each.st_mode) and each.st_uid == os.geteuid() for each in own
         )
@@ -350,11 +254,6 @@ def _is_own_directory(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _read_plain(path: Path) -> bytes:
-    with open(open_plain(path), "rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)
-
-
 def _replace(path: Path, data: bytes) -> None:
     """Write a small file: all of it, or none."""
     temporary = path.with_suffix(".tmp")
@@ -364,24 +263,24 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _records(version: Path) -> np.ndarray:
     try:
-        return np.frombuffer(_read_plain(version / RECORDS), np.int64)
+        return np.frombuffer(read_plain(version / RECORDS), np.int64)
     except (OSError, ValueError, StoreError):
         return np.empty(0, np.int64)
 
 
 def _used_last_ns(version: Path) -> int:
     try:
-        return os.lstat(version / _IN_USE).st_mtime_ns
+        return os.lstat(version / IN_USE).st_mtime_ns
     except OSError:
         return 0
 
 
 @contextmanager
-def _unused(version: Path) -> Iterator[bool]:
+def unused(version: Path) -> Iterator[bool]:
     """Whether nobody has a version open, nor opens it meanwhile."""
     try:
         # For writing: NFS has exclusive locks for no other file.
-        opened = os.open(version / _IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        opened = os.open(version / IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         yield True
         return

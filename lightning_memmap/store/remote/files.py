@@ -155,23 +155,32 @@ class RemoteFiles:
         self._tried(lambda: self._system.put_file(str(path), self._at(name)), name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file; see `put`.
+        """Write a small file; see `put`."""
+        self._make_directory(name)
+        self._tried(lambda: self._system.pipe_file(self._at(name), data), name)
+
+    def replace(self, name: str, data: bytes, beside: str) -> None:
+        """Write a small file at once: whoever reads it finds all of it, or what was there before.
 
         Args:
             name: Its name.
             data: Its content.
+            beside: A directory there, where it may be written before it is renamed.
         """
-        self._make_directory(name)
-        self._tried(lambda: self._system.pipe_file(self._at(name), data), name)
+        if not isinstance(self._system, LocalFileSystem):
+            self.write(name, data)
+            return
+        self.write(f"{beside}/{name}", data)
+        os.replace(self._at(f"{beside}/{name}"), self._at(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file, if there is one.
+        """Remove a file, or a directory and all that is in it, if there is one.
 
         Raises:
             StoreError: The directory cannot be reached, or access is refused.
         """
-        if self.size(name) is not None:
-            self._tried(lambda: self._system.rm_file(self._at(name)), name)
+        with suppress(StoreNotFoundError):
+            self._tried(lambda: self._system.rm(self._at(name), recursive=True), name)
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"

@@ -25,7 +25,7 @@ import xxhash
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import FileRange
-from lightning_memmap.store.files import TEMPORARY, write_all
+from lightning_memmap.store.files import TEMPORARY, open_plain, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
@@ -96,12 +96,20 @@ class RemoteShards:
 
     def records(self) -> Integers:
         """What is here, int64 of shape (fields, shards): see above."""
-        shape = len(self.manifest.columns), self.manifest.num_shards
-        data = os.pread(self._records, 8 * shape[0] * shape[1], 0)
-        return np.frombuffer(data, np.int64).reshape(shape)
+        shape = len(self.manifest.columns), self._step
+        return self._read_records(0, shape[0] * shape[1]).reshape(shape)
+
+    def _read_records(self, first: int, count: int) -> Integers:
+        data = os.pread(self._records, 8 * count, 8 * first)
+        if len(data) < 8 * count:
+            raise StoreError(
+                f"what was fetched of {self._files.url} is not known any more: somebody has changed"
+                " its files on this machine; open the store again"
+            )
+        return np.frombuffer(data, np.int64)
 
     def _is_here(self, number: int) -> bool:
-        return bool(struct.unpack("q", os.pread(self._records, 8, 8 * number))[0] > 0)
+        return bool(self._read_records(number, 1)[0] > 0)
 
     @cached_property
     def _pieces(self) -> list[list[list[FileRange]]]:
@@ -207,12 +215,8 @@ class RemoteShards:
         try:
             for name, start, end in self._pieces[number // self._step][number % self._step]:
                 for first in range(start, end, _READ_BYTES):
-                    last = min(first + _READ_BYTES, end)
-                    yield (
-                        name,
-                        first,
-                        self._files.read(f"{self.manifest.generation}/{name}", first, last),
-                    )
+                    last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
+                    yield name, first, self._files.read(at, first, last)
         except StoreNotFoundError as error:
             raise self._changed() or self._damaged(number) from error
 
@@ -269,6 +273,12 @@ def make_records(directory: Path, manifest: Manifest) -> None:
     """Record in a directory that no shard of a store is there yet."""
     with open(directory / RECORDS, "xb") as file:
         file.truncate(8 * len(manifest.columns) * manifest.num_shards)
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a small file that others may have put there, and never a link or a pipe."""
+    with open(open_plain(path), "rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)
 
 
 @contextmanager

@@ -1,20 +1,26 @@
-"""Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted."""
+"""Whole stores, pushed to a URL and pulled from one. Both go on where they were interrupted.
 
+What is copied gets a generation of its own, named after the store and after what it replaces. So
+no two copies of different stores write to the same files, and what one removes no other needs.
+"""
+
+import hashlib
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.store.building import allocate_files
-from lightning_memmap.store.directory import (
-    KEY,
-    StoreDirectory,
-    check_free,
-    is_store,
-    remove_tree,
+from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
+from lightning_memmap.store.files import TEMPORARY, sync_path
+from lightning_memmap.store.manifest import (
+    GENERATION,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_files,
 )
-from lightning_memmap.store.files import TEMPORARY, open_plain, own_directory, read_own, sync_path
-from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_files
 from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
@@ -22,8 +28,12 @@ from lightning_memmap.store.remote.shards import (
     RemoteManifest,
     RemoteShards,
     make_records,
+    read_plain,
 )
 from lightning_memmap.store.store import Store, open_directory
+
+#: In a generation at a URL: which one it replaces. It goes with that.
+_REPLACED, _MAX_NAME_BYTES = f"replaced{TEMPORARY}", 64
 
 
 def push_store(
@@ -31,57 +41,55 @@ def push_store(
 ) -> None:
     """Copy a store to a URL.
 
-    The manifest is written last: there is no store at the URL before all of it is there. A push
-    that was interrupted goes on with the files that are missing.
+    The manifest is written last, at once: whoever reads the URL finds the store that was there, or
+    the new one, or none before the first is whole. A push that was interrupted goes on with the
+    files that are missing.
 
     Args:
         path: Directory of the store.
-        url: Where it goes, such as ``s3://bucket/stores/train``. Nothing else may be there.
-        overwrite: Replace a store that is there, which stays until the new one is whole.
+        url: Where it goes, such as ``s3://bucket/stores/train``.
+        overwrite: Replace a store that is there, and remove its files afterwards. Whoever is
+            fetching them then gets an error, and opens the new one.
         progress: Show a progress bar.
 
     Raises:
         ValueError: ``path`` is a URL, or ``url`` is not.
         StoreNotFoundError: There is no store at ``path``, or no such bucket.
-        StoreError: The store is damaged or replaced meanwhile, something else is at the URL or is
-            pushed there at the same time, or it cannot be reached.
+        StoreError: The store is damaged or replaced meanwhile, another store is at the URL or was
+            pushed there meanwhile, or it cannot be reached.
     """
     directory = store_directory(path)
-    data = _read_plain(directory)
-    manifest = Manifest.decode(data, str(directory))
-    check_files(directory / manifest.generation, manifest)
+    manifest = Manifest.read(directory)
+    files = directory / manifest.generation
+    check_files(files, manifest)
     there = RemoteFiles(_url(url))
-    found = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
-    if found == data:
+    before = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
+    old = None if before is None else _decoded(before, url)
+    if old is not None and _are_same(old, manifest):
+        _remove_replaced(there, old.generation)  # By a push that was killed before its end.
         return
-    if found is not None and not overwrite:
+    if before is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    sizes = _objects(manifest)
+    new = replace(manifest, generation=_generation(manifest, before))
+    sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
-            if there.size(name) != num_bytes:
-                there.put(directory / name, name)
+            at = f"{new.generation}/{name}"
+            if there.size(at) != num_bytes:
+                if not os.path.lexists(files / name):
+                    raise StoreError(f"the store at {directory} was replaced: push it again")
+                there.put(files / name, at)
             advance(num_bytes)
-    if _read_plain(directory) != data:
-        raise StoreError(f"the store at {directory} was replaced meanwhile: push it again")
-    there.write(MANIFEST, data)
-    if found is not None:
-        with suppress(StoreError):  # Nobody names them any more.
-            for name in _objects(Manifest.decode(found, url)):
-                if name not in sizes:
-                    there.remove(name)
-
-
-def _objects(manifest: Manifest) -> dict[str, int]:
-    """The size of each object of a store at a URL, by its name."""
-    return {
-        f"{manifest.generation}/{name}": size
-        for column in manifest.columns
-        for name, size in column.file_bytes.items()
-    }
+    if there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
+        raise StoreError(f"another process has pushed another store to {url} meanwhile")
+    if old is not None:
+        there.write(f"{new.generation}/{_REPLACED}", old.generation.encode())
+    there.replace(MANIFEST, new.encode(), new.generation)
+    if old is not None:
+        _remove_replaced(there, new.generation)
 
 
 def pull_store(
@@ -108,28 +116,31 @@ def pull_store(
             is in the directory.
         OSError: The disk is full, or the files cannot be written.
     """
-    directory = StoreDirectory(store_directory(path))
+    place = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
     remote = RemoteManifest.read(files)
-    check_free(directory.path, "path")
-    make_parent(directory.path)
-    with directory.locked():
-        if is_store(directory.path):
-            if _read_plain(directory.path) == remote.data:
-                return open_directory(directory.path)
+    manifest = remote.manifest
+    check_free(place.path, "path")
+    make_parent(place.path)
+    with place.locked():
+        before = None
+        if is_store(place.path):
+            before = read_plain(place.path / MANIFEST)
+            if _are_same(_decoded(before, str(place.path)), manifest):
+                return open_directory(place.path)
             if not overwrite:
                 raise StoreError(
-                    f"{directory.path} has another store: replace it with overwrite=True"
-                    " (--overwrite), or choose another directory"
+                    f"{place.path} has another store: replace it with overwrite=True (--overwrite),"
+                    " or choose another directory"
                 )
-        shards = RemoteShards(remote, files, _begin(directory, remote))
-        manifest = remote.manifest
+        generation = _begin(place, remote, _generation(manifest, before))
+        shards = RemoteShards(remote, files, generation)
         numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
-        hidden, num_bytes = not progress, int(shards.num_bytes(numbers).sum())
-        with show_progress("pulling", num_bytes, 1, hidden=hidden) as advance:
+        num_bytes = int(shards.num_bytes(numbers).sum())
+        with show_progress("pulling", num_bytes, 1, hidden=not progress) as advance:
             shards.fetch(numbers, advance)
-        directory.commit(manifest)
-    return open_directory(directory.path)
+        place.commit(replace(manifest, generation=generation.name))
+    return open_directory(place.path)
 
 
 def stores_at(url: str) -> dict[str, str]:
@@ -173,15 +184,6 @@ def _has_store(url: str) -> bool:
         return False
 
 
-def _read_plain(directory: Path) -> bytes:
-    """The bytes of the manifest of a store."""
-    try:
-        with open(open_plain(directory / MANIFEST), "rb") as file:
-            return file.read(MAX_MANIFEST_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreNotFoundError(f"no store at {directory}") from None
-
-
 def _url(given: str) -> StoreUrl:
     place = place_of(given)
     if not isinstance(place, StoreUrl):
@@ -189,22 +191,45 @@ def _url(given: str) -> StoreUrl:
     return place
 
 
-def _begin(directory: StoreDirectory, remote: RemoteManifest) -> Path:
-    """Find the files that an interrupted pull of the same store has left, or make them."""
-    path = directory.files(remote.manifest)
-    for found in directory.unfinished(KEY):
-        if found == path:
-            with own_directory(path) as opened:
-                if read_own(KEY, opened, MAX_MANIFEST_BYTES) == remote.data:
-                    return path
-        remove_tree(found)
-    directory.begin(path.name)
-    manifest = remote.manifest
-    allocate_files(path, manifest.columns, directory.path)
-    make_records(path, manifest)
-    temporary = path / (KEY + TEMPORARY)
+def _decoded(data: bytes, where: str) -> Manifest | None:
+    """What a manifest says; None where it is damaged, or of another version."""
+    with suppress(StoreError):
+        return Manifest.decode(data, where)
+    return None
+
+
+def _are_same(one: Manifest | None, other: Manifest) -> bool:
+    """Whether two stores are the same but for the names of their generations."""
+    return one is not None and replace(one, generation=other.generation) == other
+
+
+def _generation(manifest: Manifest, before: bytes | None) -> str:
+    """The name of the generation of a copy, which is the same when the copy is begun again."""
+    return f"g-{hashlib.sha256(manifest.encode() + (before or b'')).hexdigest()[:16]}"
+
+
+def _remove_replaced(there: RemoteFiles, generation: str) -> None:
+    """Remove the generation that another has replaced, if there is one."""
+    note = f"{generation}/{_REPLACED}"
+    name = (there.read_if_there(note, _MAX_NAME_BYTES) or b"").decode(errors="replace")
+    if GENERATION.fullmatch(name):
+        there.remove(name)
+        there.remove(note)
+
+
+def _begin(place: StoreDirectory, remote: RemoteManifest, name: str) -> Path:
+    """The generation of a pull: that of the same pull, which was interrupted, or a new one."""
+    generation = place.path / name
+    for unfinished in place.unfinished(KEY):
+        if unfinished == generation and read_plain(unfinished / KEY) == remote.data:
+            return generation
+        remove_tree(unfinished)
+    place.begin(name)
+    allocate_files(generation, remote.manifest.columns, place.path)
+    make_records(generation, remote.manifest)
+    # Its name says that everything else is there.
+    temporary = generation / (KEY + TEMPORARY)
     temporary.write_bytes(remote.data)
     sync_path(temporary)
-    # Its name says that everything else is there.
-    os.rename(temporary, path / KEY)
-    return path
+    os.rename(temporary, generation / KEY)
+    return generation

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy
-from lightning_memmap.strategies.pipelining import groups
+from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy, pipeline
 from tests.models import Points, Regression, make_trainer
 
 #: Its weights are most of the memory of a fit.
@@ -96,7 +95,7 @@ class Largest:
 def pipelines(out: Path) -> dict[str, Any]:
     """Average gradients of two pipelines, and gather the state of two stages."""
     found: dict[str, Any] = {"waits": [], "pickled": []}
-    average, gather = groups.average_gradients, dist.gather_object
+    average, gather = pipeline.average_gradients, dist.gather_object
 
     def averaging(*args: Any) -> None:
         from tests.simulated_gpu import devices
@@ -111,8 +110,6 @@ def pipelines(out: Path) -> dict[str, Any]:
     def gathering(sent: Any, *args: Any) -> None:
         found["pickled"].append(len(pickle.dumps(sent)))
         gather(sent, *args)
-
-    from lightning_memmap.strategies import pipeline
 
     pipeline.average_gradients, dist.gather_object = averaging, gathering
     trainer, data = make(out, PipelineStrategy(data_parallel_size=2))

@@ -1,6 +1,7 @@
 """Everything that memmap_pipeline must support, and one device as the reference."""
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -391,6 +392,33 @@ def refused(runs: Runs) -> dict[str, str]:
         except Exception as error:
             report[name] = f"{type(error).__name__}: {error}"
     return report
+
+
+class Counting(Sgd):
+    """Counts calls of its first layer, and the outputs that are alive when a loss is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.alive = 0, 0
+        self.outputs: list[Any] = []
+        self.net[0].register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        self.alive = max(self.alive, sum(each() is not None for each in self.outputs))
+        self.outputs.append(weakref.ref(output))
+        return super().loss(output * 1, batch)
+
+
+def economy(out: Path) -> dict[str, Any]:
+    """An epoch of full and smaller batches, and what it calls and keeps."""
+    options = {"schedule": "1f1b", "num_microbatches": 5}
+    trainer, data = Runs(out, options, 2).make(max_epochs=2, limit_val_batches=0)
+    module = Counting()
+    trainer.fit(module, data)
+    return {"calls": module.calls, "alive": module.alive, "losses": len(module.outputs)}
 
 
 class Dies(Staged):

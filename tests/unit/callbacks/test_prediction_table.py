@@ -91,7 +91,7 @@ def nothing_at(path: Path) -> bool:
 class TestRows:
     @pytest.mark.parametrize("devices", [1, 2, 3, 4])
     @pytest.mark.parametrize("num_shards", [24, 7, 1])
-    @pytest.mark.filterwarnings("ignore:the predict store has")
+    @pytest.mark.filterwarnings("ignore:the predict rows are in")
     def test_table_under_superbatch_has_the_prediction_of_each_row(
         self, tmp_path: Path, devices: int, num_shards: int
     ) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
-from lightning_memmap.errors import DatasetError, PlacementError, StoreError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
 from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import budgets
 from lightning_memmap.sampling import ShuffledSampler, default_window
@@ -347,10 +347,14 @@ class TestStores:
         trainer.validate(Regression(), datamodule=data, verbose=False)
         assert manifest.stat().st_ino == before
 
-    def test_other_number_of_shards_is_refused(self, tmp_path: Path) -> None:
-        make_data(tmp_path).prepare_data()
-        with pytest.raises(StoreError, match=r"num_shards=12.*has 24 shards"):
-            make_data(tmp_path, num_shards=12).prepare_data()
+    def test_other_number_of_shards_is_that_of_the_order_and_the_store_stays(
+        self, tmp_path: Path
+    ) -> None:
+        make_data(tmp_path / "one").prepare_data()
+        apart = set_up(make_data(tmp_path / "one", num_shards=10), "fit")
+        alone = set_up(make_data(tmp_path / "other", num_shards=10), "fit")
+        assert rows(apart.train_dataloader()) == rows(alone.train_dataloader())
+        assert open_store(tmp_path / "one" / "stores" / "train").num_shards == 24
 
     def test_other_number_of_shards_after_a_run_with_overwrite_builds_anew(
         self, tmp_path: Path
@@ -531,9 +535,11 @@ class TestAttributes:
     ) -> None:
         data = set_up(make_data(tmp_path), "fit")
         data.num_shards = 12
-        with pytest.raises(StoreError, match=r"num_shards=12: the store .* has 24 shards"):
-            data.prepare_data()
-        data.num_shards = 24
+        # The store stays, and its rows are striped again.
+        data.prepare_data()
+        data.setup("fit")
+        assert data.train_dataloader().state_dict()["sampler"]["shards"]["num_shards"] == 12
+        assert open_store(tmp_path / "stores" / "train").num_shards == 24
         data.fingerprint = "v2"
         data.prepare_data()
         assert open_store(tmp_path / "stores" / "train").manifest.fingerprint.given == "v2"

@@ -129,7 +129,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
 @given(setup=setups(), name=st.sampled_from(sorted(LENGTHS)), size=st.integers(1, 2))
 @settings(deadline=None, max_examples=10)
 def test_windows_are_those_of_the_mapping(
@@ -156,7 +156,7 @@ def test_windows_are_those_of_the_mapping(
 
 
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
 @given(
     setup=setups(),
     factory=st.sampled_from([Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)]),
@@ -247,7 +247,7 @@ def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
         assert steps_of(streamed) == steps_of(mapped)
 
 
-@pytest.mark.filterwarnings("ignore:the train store has 12 shards")
+@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("read_bytes", [8, 50, 3000])
 def test_steps_that_lie_apart_are_read_in_pieces(

@@ -13,6 +13,10 @@ Fault = int | str | None
 DROPPED, CUT, SHORT, GARBLED, WHOLE = "dropped", "cut", "short", "garbled", "whole"
 #: Answers that say nothing of their length; that go on and on, plain or packed; that stop.
 CHUNKED, ENDLESS, PACKED, STALLED = "chunked", "endless", "packed", "stalled"
+FAULTS: tuple[Fault, ...] = (
+    *(DROPPED, CUT, SHORT, GARBLED, WHOLE, CHUNKED, ENDLESS, PACKED, STALLED),
+    *(206, 301, 403, 404, 416, 429, 500, 503),
+)
 #: Bytes after which an endless answer ends, so that a test ends too.
 ENDLESS_BYTES = 64 * 2**20
 _PACKED = gzip.compress(bytes(ENDLESS_BYTES))
@@ -45,6 +49,10 @@ class FileServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def wait(self) -> None:
+        """Serve until this process is ended."""
+        self._thread.join()
 
     def stop(self) -> None:
         """Answer no more. A second call does nothing."""

@@ -109,12 +109,12 @@ def url(built: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """What was read of remote files: name, first byte, end."""
+    """What was read of remote files: name in the generation, first byte, end."""
     seen: list[tuple[str, int, int]] = []
     read = RemoteFiles.read
 
     def noted(self: RemoteFiles, name: str, start: int, end: int, **options: Any) -> bytes:
-        seen.append((name, start, end))
+        seen.append((name.rpartition("/")[2], start, end))
         return read(self, name, start, end, **options)
 
     monkeypatch.setattr(RemoteFiles, "read", noted)
@@ -411,7 +411,7 @@ def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.Mo
 def test_cache_whose_files_are_damaged_is_filled_anew(url: str, damage: str) -> None:
     store = open_store(url)
     assert is_row(store[3], 3)
-    path = store.files / "x.memmap"
+    path = store.path / "x.memmap"
     del store
     if damage == "truncated":
         os.truncate(path, 5)
@@ -450,7 +450,7 @@ def test_store_that_is_replaced_while_it_is_fetched_is_an_error(tmp_path: Path) 
 def test_damage_at_a_url_is_an_error_that_names_field_and_shard(
     url: str, tmp_path: Path, damage: str
 ) -> None:
-    path = tmp_path / "far" / "s" / "x.memmap"
+    (path,) = (tmp_path / "far" / "s").rglob("x.memmap")
     if damage == "flipped":
         with open(path, "r+b") as file:
             file.seek(7)
@@ -550,16 +550,24 @@ def test_manifest_of_a_stranger_that_is_endless_is_not_read_to_its_end(
 # Push and pull
 
 
+def rows_in(store: Path) -> dict[str, bytes]:
+    """The files of the one generation of a store."""
+    (generation,) = store.glob("g-*")
+    return {path.name: path.read_bytes() for path in generation.iterdir()}
+
+
 def test_store_that_is_pushed_and_pulled_is_the_same_byte_for_byte(
     built: Path, tmp_path: Path
 ) -> None:
-    push_store(built, "memory://there/s", progress=False)
-    store = pull_store("memory://there/s", tmp_path / "back", progress=False)
-    names = sorted(path.name for path in built.iterdir())
-    assert sorted(path.name for path in store.path.iterdir()) == names
-    for name in names:
-        assert (store.path / name).read_bytes() == (built / name).read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"back", ".back.lock"}
+    for overwrite in (False, True):
+        push_store(built, "memory://there/s", overwrite=overwrite, progress=False)
+        store = pull_store(
+            "memory://there/s", tmp_path / "back", overwrite=overwrite, progress=False
+        )
+        assert rows_in(store.path) == rows_in(built)
+        assert store.manifest.content == open_store(built).manifest.content
+        assert sorted(os.listdir(store.path)) == [".lock", store.files.name, "manifest.json"]
+        assert os.listdir(tmp_path) == ["back"]
     # Again: both find it there.
     push_store(built, "memory://there/s", progress=False)
     pull_store("memory://there/s", tmp_path / "back", progress=False)
@@ -582,12 +590,12 @@ def test_push_writes_the_manifest_last_and_goes_on_where_it_stopped(
             push_store(built, url, progress=False)
         with pytest.raises(StoreNotFoundError):
             open_store(url)
-    modified = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "far").iterdir()}
+    modified = {name: (tmp_path / "far" / name).stat().st_mtime_ns for name in names}
     push_store(built, url, progress=False)
     assert all((tmp_path / "far" / name).stat().st_mtime_ns == modified[name] for name in names)
     store = open_store(url)
     assert all(is_row(store[row], row) for row in range(NUM_ROWS))
-    assert sorted(os.listdir(tmp_path / "far")) == sorted(os.listdir(built))
+    assert rows_in(tmp_path / "far") == rows_in(built)
 
 
 def test_push_over_another_store_needs_overwrite(tmp_path: Path) -> None:
@@ -625,7 +633,9 @@ def test_pull_killed_before_any_change_of_the_file_system_is_run_again(
             versions.append(next(each for each in (1, 2) if holds(found, Numbered(50, each))))
         assert server.run(pull) == 0
         assert holds(open_store(directory / "s"), Numbered(50, 2))
-        assert {path.name for path in directory.iterdir()} == {"s", ".s.lock"}
+        assert os.listdir(directory) == ["s"]
+        assert len(os.listdir(directory / "s")) == 3  # The manifest, its generation, the lock.
+        assert {*rows_in(directory / "s")} == {"x.memmap", "label.memmap"}
         shutil.rmtree(directory)
         if status == 0:
             break
@@ -665,7 +675,13 @@ def test_store_on_s3_gives_its_rows(built: Path, bucket: str, tmp_path: Path) ->
     store = open_store(f"{bucket}/rows/s")
     assert all(is_row(store[row], row) for row in range(NUM_ROWS))
     back = pull_store(f"{bucket}/rows/s", tmp_path / "back", progress=False)
-    assert back.manifest == store.manifest
+    assert back.manifest.content == store.manifest.content
+    # The files of the one that is replaced go.
+    other = build_store(Numbered(50), tmp_path / "s", progress=False)
+    push_store(other.path, f"{bucket}/rows/s", overwrite=True, progress=False)
+    assert holds(open_store(f"{bucket}/rows/s"), Numbered(50))
+    names = fsspec.filesystem("s3").find(f"{bucket}/rows/s")
+    assert len({name.split("/")[-2] for name in names}) == 2
 
 
 def test_bucket_that_is_missing_says_so(bucket: str, built: Path) -> None:

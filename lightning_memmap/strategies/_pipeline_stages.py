@@ -1,0 +1,538 @@
+"""The stages of a pipeline: which process holds which, and how batches go through them."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from lightning_memmap._compat.modules import materialize, set_device_attribute
+from lightning_memmap.errors import UnsuitableModuleError, with_article
+from lightning_memmap.process_group import broadcast
+from lightning_memmap.strategies.microbatch import MicroBatches
+
+#: By name, the schedules of torch.
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+#: Number of schedules that are kept, each with buffers for all of its micro-batches. One is enough
+#: unless shapes differ by more than rows, as of padded text, or parameters are frozen in turn.
+_MAX_KEPT = 4
+
+#: Computes the mean loss of the rows of a micro-batch, from its number and the last stage's output.
+MicroLoss = Callable[[int, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of processes: each row is a pipeline, each column holds the same stages.
+
+    Rank ``r`` is rank ``r % pipeline_size`` of pipeline ``r // pipeline_size``: neighbours in a
+    pipeline are neighbours on a node.
+    """
+
+    data_parallel_size: int
+    pipeline_size: int
+    rank: int
+
+    @classmethod
+    def of(
+        cls, world_size: int, rank: int, data_parallel_size: int | str, pipeline_size: int | str
+    ) -> "Layout":
+        """``auto`` is what the other size leaves; if both are, there is one pipeline."""
+        data, pipeline = data_parallel_size, pipeline_size
+        if isinstance(data, str):
+            data = 1 if isinstance(pipeline, str) else world_size // pipeline
+        if isinstance(pipeline, str):
+            pipeline = world_size // data
+        if data * pipeline != world_size or data < 1:
+            raise ValueError(
+                f"data_parallel_size={data_parallel_size} x pipeline_parallel_size={pipeline_size}"
+                f" does not make {world_size} processes (devices x num_nodes): choose sizes that"
+                " multiply to it, or leave one at 'auto'"
+            )
+        return cls(data, pipeline, rank)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this process's pipeline."""
+        return self.rank // self.pipeline_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Rank of this process within its pipeline."""
+        return self.rank % self.pipeline_size
+
+
+def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> None:
+    """Refuse a number of micro-batches that a schedule cannot run."""
+    num = num_microbatches
+    if num < 1:
+        raise ValueError(f"num_microbatches={num}: at least 1")
+    if schedule == "1f1b" and num < num_processes:
+        raise ValueError(
+            f"num_microbatches={num}: schedule='1f1b' needs at least as many as"
+            f" pipeline_parallel_size={num_processes}; use more, or schedule='gpipe'"
+        )
+    if schedule == "interleaved" and num % max(1, num // num_processes):
+        raise ValueError(
+            f"num_microbatches={num}: schedule='interleaved' runs them in"
+            f" {num // num_processes} equal rounds; use a multiple of"
+            f" pipeline_parallel_size={num_processes}"
+        )
+
+
+class _Chain(nn.Module):
+    """Modules one after the other: a tuple that one returns is the arguments of the next."""
+
+    def __init__(self, children: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(children)
+
+    def forward(self, *args: Any) -> Any:
+        """The output of the last module."""
+        for child in self.chain:
+            output = child(*args)
+            args = output if isinstance(output, tuple) else (output,)
+        return output
+
+
+class Stages:
+    """The stages of a LightningModule, one or several for each process of a pipeline.
+
+    After `keep_local`, the stages of this process are on its device, and the parameters and
+    buffers of all others are on the meta device: they have a name and a shape but no memory, so
+    that every process sees the parameters of the whole module in the same order.
+
+    Args:
+        module: Has ``stages()``, the consecutive modules whose composition is its forward.
+        num_processes: Processes of the pipeline.
+        interleaved: Stage ``i`` belongs to process ``i % num_processes``, so that a process may
+            hold several. Otherwise neighbouring stages are joined to one stage per process.
+
+    Attributes:
+        stages: The stages of the schedule, in order.
+    """
+
+    def __init__(self, module: L.LightningModule, num_processes: int, interleaved: bool) -> None:
+        self._module = module
+        self._num_processes = num_processes
+        stages = _stages_of(module)
+        if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
+            needed = "a multiple of" if interleaved else "at least"
+            raise ValueError(
+                f"{type(module).__name__}.stages() gives {len(stages)} stages for"
+                f" {num_processes} processes of a pipeline: their number must be {needed}"
+                " pipeline_parallel_size"
+            )
+        _check_parameters(module, stages)
+        if not interleaved:
+            bounds = [len(stages) * rank // num_processes for rank in range(num_processes + 1)]
+            stages = [
+                _Chain(stages[first:last]) if last - first > 1 else stages[first]
+                for first, last in itertools.pairwise(bounds)
+            ]
+        self.stages: list[nn.Module] = stages
+
+    def local(self, rank: int) -> dict[int, nn.Module]:
+        """The stages of a process by its rank in the pipeline, by index in the whole pipeline."""
+        return {i: s for i, s in enumerate(self.stages) if i % self._num_processes == rank}
+
+    def keep_local(self, rank: int, device: torch.device) -> dict[int, nn.Module]:
+        """Keep the stages of one process on a device, and drop the memory of all others.
+
+        Whatever is outside of all stages, such as metrics, is on every process. Modules of the
+        local stages that are on the meta device are materialised and reset.
+        """
+        split = (rank, self._num_processes, len(self.stages))
+        before = getattr(self._module, "pipeline_split", None)
+        if before not in (None, split):
+            raise ValueError(
+                f"{type(self._module).__name__} was cut before, and this process holds the stages"
+                f" of rank {before[0]} of {before[1]} only: make a new module and load a"
+                " checkpoint into it"
+            )
+        self._module.pipeline_split = split  # type: ignore[assignment]
+        local = self.local(rank)
+        if before is None:
+            for stage in local.values():
+                materialize(stage, device)
+        kept = {id(t) for stage in local.values() for t in module_tensors(stage)}
+        meta: dict[int, Tensor] = {}
+        for index, stage in enumerate(self.stages):
+            if index not in local:
+                for submodule in stage.modules():
+                    _drop(submodule, kept, meta)
+        _move(self._module, device)
+        for stage in local.values():
+            stage.to(device)
+        set_device_attribute(self._module, device)
+        return local
+
+    def owners(self) -> dict[int, int]:
+        """By the ``id`` of each parameter and buffer of the stages, the rank that holds it."""
+        owners: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            for tensor in module_tensors(stage):
+                owners.setdefault(id(tensor), index % self._num_processes)
+        return owners
+
+
+def _stages_of(module: L.LightningModule) -> list[nn.Module]:
+    for name, what in (
+        ("stages", "stages() -> list[nn.Module], the consecutive modules of forward"),
+        ("loss", "loss(output, batch) -> Tensor, the mean loss over the rows of a batch"),
+    ):
+        if not callable(getattr(module, name, None)):
+            raise UnsuitableModuleError(
+                f"memmap_pipeline: {type(module).__name__} needs a method {what}"
+            )
+    # It may be an nn.ModuleList or nn.Sequential instead of a list.
+    stages = list(module.stages())  # type: ignore[operator]
+    for stage in stages:
+        if not isinstance(stage, nn.Module):
+            raise UnsuitableModuleError(
+                f"{type(module).__name__}.stages() gave {with_article(type(stage).__name__)}:"
+                " give modules"
+            )
+    if not stages:
+        raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
+    return stages
+
+
+def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) -> None:
+    names = {id(p): name for name, p in module.named_parameters()}
+    aliases = {(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+    first: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"stage {index} has a parameter {name!r} that {type(module).__name__} does"
+                    " not have, so that no checkpoint would contain it: keep the module that it"
+                    " belongs to as an attribute"
+                )
+            other = first.setdefault(id(parameter), index)
+            if other != index:
+                called = sorted(alias for of, alias in aliases if of == id(parameter))
+                raise ValueError(
+                    f"stages {other} and {index} share the parameter {' = '.join(called)}:"
+                    " memmap_pipeline holds each parameter on one process; untie them, or put the"
+                    " modules that share it into one stage"
+                )
+    if outside := [name for of, name in names.items() if of not in first]:
+        raise ValueError(
+            f"no stage has the parameters {', '.join(map(repr, outside))} of"
+            f" {type(module).__name__}: put the modules that they belong to into a stage"
+        )
+
+
+def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[str] | None:
+    """The fields of the training rows that a process needs; None for all.
+
+    A module may name them in ``input_fields`` and ``loss_fields``.
+    """
+    inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
+    if inputs is None and loss is None:
+        return None
+    for name, fields in (("input_fields", inputs), ("loss_fields", loss)):
+        if isinstance(fields, str) or not isinstance(fields, Collection):
+            raise TypeError(
+                f"{type(module).__name__}.{name}={fields!r}: give both input_fields and"
+                " loss_fields as tuples of names of fields, or neither"
+            )
+    if layout.pipeline_size == 1:
+        return None
+    # In every schedule the first process has the first stage, and the last one the last.
+    needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
+    return frozenset(needed.get(layout.pipeline_rank, ()))
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module, those of submodules included."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> None:
+    """Move a module's own tensors to the meta device, except those kept. Tied ones stay tied."""
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if id(parameter) not in kept and not parameter.is_meta:
+            if id(parameter) not in meta:
+                empty: Any = parameter.detach().to("meta")
+                # The old one is kept alive, so that no other tensor can get its id.
+                meta[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                meta[-id(parameter)] = parameter
+            setattr(module, name, meta[id(parameter)])
+    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        if id(buffer) not in kept and not buffer.is_meta:
+            setattr(module, name, buffer.to("meta"))
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """`nn.Module.to` for all tensors that are not on the meta device, which it would refuse."""
+    if not any(tensor.is_meta for tensor in module_tensors(module)):
+        module.to(device)
+        return
+    for child in module.children():
+        _move(child, device)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if not buffer.is_meta:
+            setattr(module, name, buffer.to(device))
+
+
+class StagePipeline:
+    """Runs batches through the stages of all processes of a pipeline.
+
+    All processes of the group must call `train` and `evaluate` together, with batches of as many
+    rows. The batch of the process with the first stage is computed; of the others only the shape
+    is used. Micro-batches have the shape of those of the largest batch so far: a smaller batch,
+    such as the last of an epoch, is filled up with copies of rows, which no loss and no output
+    includes.
+
+    Args:
+        stages: The stages of this process, by index.
+        num_stages: Stages of the pipeline.
+        schedule: A name of `SCHEDULES`.
+        num_microbatches: Micro-batches per batch.
+        group: The processes of the pipeline.
+        device: The device of this process.
+        context: Makes the context in which stages and losses run, such as autocast.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        num_stages: int,
+        schedule: str,
+        num_microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._stages = stages
+        self._num_stages = num_stages
+        self._schedule = schedule
+        self._num = num_microbatches
+        self._group = group
+        self._device = device
+        self._context = context
+        self._runs: OrderedDict[tuple[Hashable, Hashable], _Run] = OrderedDict()
+        self._loss: MicroLoss | None = None
+        self._has_last = num_stages - 1 in stages
+        # Instead of labels, the number of each micro-batch, by which its loss finds it.
+        self._numbers = torch.arange(num_microbatches) if self._has_last else None
+        # The global rank of the process with the last stage.
+        self._last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+
+    def train(
+        self,
+        args: Sequence[Tensor],
+        num_rows: int,
+        batch: Any,
+        loss: Callable[[Any, Any], Tensor],
+        frozen: Hashable,
+    ) -> Tensor:
+        """Forward and backward pass of a batch; gradients are added to those of the parameters.
+
+        Args:
+            args: The inputs of the first stage, on the device of this process.
+            num_rows: Their rows.
+            batch: What the loss is computed with.
+            loss: The mean loss of some rows, from the output of the last stage and their batch.
+            frozen: Identifies which parameters of the pipeline are frozen.
+
+        Returns:
+            The mean loss of all rows, of shape (), on the device of each process. It is summed in
+            float64, and has the dtype of the losses.
+        """
+        run = self._run(args, num_rows, frozen)
+        losses: list[Tensor] = []
+        if self._has_last:
+            parts = MicroBatches.split_padded(batch, self._num, num_rows, run.padded_rows)
+
+            def weighted(index: int, output: Any) -> Tensor:
+                count = parts.rows[index]
+                # Of a micro-batch without rows, a copy of one, with weight 0.
+                own = [_first_rows(each, count or 1) for each in (output, parts.parts[index])]
+                return loss(*own) * (count / num_rows)
+
+            self._loss = weighted
+        try:
+            # The backward pass must not run under autocast; the stages enter it themselves.
+            with torch.autocast(self._device.type, enabled=False):
+                run.schedule.step(
+                    *self._padded(args, num_rows, run),
+                    target=self._numbers,
+                    losses=losses if self._has_last else None,
+                    return_outputs=False,
+                )
+        finally:
+            self._loss = None
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for each in losses:
+            total += each.detach()
+        dist.broadcast(total, self._last, group=self._group)
+        if run.loss_dtype is None:
+            dtypes = [losses[0].dtype if losses else None]
+            dist.broadcast_object_list(dtypes, self._last, self._group, self._device)
+            run.loss_dtype = dtypes[0]
+        return total.to(run.loss_dtype)
+
+    def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
+        """The output of the last stage on every process, without gradients."""
+        run = self._run(args, num_rows, None)
+        # The schedule reuses its buffers, which must not be tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            output = run.schedule.eval(*self._padded(args, num_rows, run), target=self._numbers)
+            if self._has_last:
+                size = run.padded_rows
+                rows = MicroBatches.split_padded(args, self._num, num_rows, size)
+                output = rows.merge(
+                    [
+                        apply_to_collection(output, Tensor, lambda t, i=i: t[i * size :][:size])
+                        for i in range(self._num)
+                    ]
+                )
+            if run.outputs is None:
+                described: list[Any] = [apply_to_collection(output, Tensor, _describe)]
+                dist.broadcast_object_list(described, self._last, self._group, self._device)
+                run.outputs = described
+            if not self._has_last:
+                output = apply_to_collection(run.outputs[0], Tensor, self._receiver, num_rows)
+            return apply_to_collection(output, Tensor, self._broadcast)
+
+    def close(self) -> None:
+        """Drop all schedules and their buffers."""
+        self._runs.clear()
+
+    def _receiver(self, like: Tensor, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, device=self._device)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        broadcast(tensor, self._last, self._group)
+        return tensor
+
+    def _padded(self, args: Sequence[Tensor], num_rows: int, run: "_Run") -> list[Tensor]:
+        """The rows of all micro-batches one after the other, on the first process."""
+        if 0 not in self._stages:
+            return []
+        if num_rows == self._num * run.padded_rows:
+            return list(args)
+        parts = MicroBatches.split_padded(list(args), self._num, num_rows, run.padded_rows).parts
+        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
+
+    def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> "_Run":
+        """The schedule of a batch; of an evaluation, for which nothing is frozen, any."""
+        shapes = (
+            tuple((arg.shape[1:], arg.dtype) for arg in args),
+            torch.is_autocast_enabled(self._device.type),
+            torch.get_default_dtype(),
+        )
+        key: tuple[Hashable, Hashable] = (shapes, frozen)
+        if frozen is None:
+            key = next((known for known in self._runs if known[0] == shapes), key)
+        size = -(-num_rows // self._num)
+        if key not in self._runs or self._runs[key].padded_rows < size:
+            self._runs.pop(key, None)
+            if len(self._runs) == _MAX_KEPT:
+                self._runs.popitem(last=False)
+            self._runs[key] = _Run(self._make(), size)
+        self._runs.move_to_end(key)
+        return self._runs[key]
+
+    def _make(self) -> Any:
+        stages = [
+            _Stage(self._context, stage, index, self._num_stages, self._device, group=self._group)
+            for index, stage in sorted(self._stages.items())
+        ]
+        return SCHEDULES[self._schedule](
+            stages if self._schedule == "interleaved" else stages[0],
+            self._num,
+            loss_fn=self._micro_loss,
+            # The losses are weighted by their rows instead.
+            scale_grads=False,
+        )
+
+    def _micro_loss(self, output: Any, index: Tensor) -> Tensor:
+        if self._loss is None:
+            # An evaluation calls this as well.
+            return torch.zeros(())
+        with self._context():
+            return self._loss(int(index), output)
+
+
+@dataclass
+class _Run:
+    """A schedule for one shape of micro-batches, and what is known of its outputs."""
+
+    schedule: Any
+    padded_rows: int
+    #: The description of what the last stage returns, in a list; None until known.
+    outputs: list[Any] | None = None
+    loss_dtype: torch.dtype | None = None
+
+
+class _Stage(PipelineStage):
+    """A stage that runs in a context, and whose first call leaves no trace.
+
+    To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
+    first with uninitialised memory, and cleans up after their backward pass.
+    """
+
+    def __init__(
+        self, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._context = context
+        self._before: list[Tensor] = []
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """What the schedule calls for each micro-batch."""
+        with self._context():
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        self._before = [buffer.clone() for buffer in module.buffers()]
+        with torch.no_grad():
+            for arg in () if self.is_first else args:
+                arg.zero_()
+        with self._context():
+            return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        with torch.no_grad():
+            for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
+                buffer.copy_(value)
+        self._before = []
+
+
+def _first_rows(batch: Any, num_rows: int) -> Any:
+    """The first rows of any nesting; tensors without dimensions and other values stay."""
+
+    def first(leaf: Any) -> Any:
+        return leaf[:num_rows] if leaf.ndim else leaf
+
+    return apply_to_collection(batch, (Tensor, TensorDictBase), first)
+
+
+def _describe(tensor: Tensor) -> Tensor:
+    """A tensor without memory, with the row shape and dtype of another one."""
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")

@@ -1,1 +1,0 @@
-"""The processes, stages, schedules and micro-batches of a pipeline."""
