@@ -71,62 +71,26 @@ def doctor(args: list[str]) -> int:
         what = "is a file" if folder.exists() else f"is not there{nearest_file(folder)}"
         print(f"error: {printable(folder)} {what}: name a folder", file=sys.stderr)
         return 2
-    console = Console(markup=False)
-    findings = []
-    for title, found in (
-        ("Devices", devices()),
-        ("Memory and disk", [*memory(), *file_system(folder)]),
-    ):
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for finding in found:
-            findings.append(finding)
-            table.add_row(
-                finding.state, finding.what, finding.text, style=_STYLES.get(finding.state, "")
-            )
-        console.print(f"\n{title}", style="bold")
-        console.print(table)
+    findings = [*machine(), *file_system(folder)]
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for each in findings:
+        table.add_row(each.state, each.what, printable(each.text), style=_STYLES[each.state])
+    Console(markup=False).print(table)
     return int(any(finding.state == "bad" for finding in findings))
 
 
-def devices() -> Iterator[Finding]:
-    """Look at what can compute.
-
-    Yields:
-        The processor, GPUs, and what processes can use to exchange tensors.
-    """
+def machine() -> Iterator[Finding]:
+    """Look at the processor, GPUs and memory, within the limits of the control groups."""
     cores = len(os.sched_getaffinity(0))
     threads = f"{cores} cores for this process, {torch.get_num_threads()} threads of torch"
     yield Finding("processor", "ok", threads)
-    if torch.version.cuda is None:
-        there = " There is an NVIDIA GPU here: install a build of torch for CUDA."
-        text = f"torch {torch.__version__} is built without CUDA."
-        yield Finding("GPUs", "limited", text + there * Path("/dev/nvidia0").exists())
-    elif not torch.cuda.is_available():
-        text = f"torch is built for CUDA {torch.version.cuda} and finds no GPU: is there a driver?"
-        yield Finding("GPUs", "limited", text)
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        text = f"{found.name}, {format_bytes(found.total_memory)}"
-        yield Finding(f"cuda:{index}", "ok", text)
-    backends = _backends()
-    text = ", ".join(backends) or "torch has none: strategies with several processes cannot run"
-    yield Finding("between processes", "ok" if backends else "limited", text)
-
-
-def _backends() -> list[str]:
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return []
-    found = {"nccl": distributed.is_nccl_available(), "gloo": distributed.is_gloo_available()}
-    return [name for name, is_there in found.items() if is_there]
-
-
-def memory() -> Iterator[Finding]:
-    """Look at the memory of the host.
-
-    Yields:
-        What this process may still use, within the limits of its control groups.
-    """
+        yield Finding(f"cuda:{index}", "ok", f"{found.name}, {format_bytes(found.total_memory)}")
+    if not torch.cuda.is_available():
+        cuda = torch.version.cuda
+        built = f"for CUDA {cuda}, and finds no GPU" if cuda else "without CUDA"
+        yield Finding("GPUs", "limited", f"torch {torch.__version__} is built {built}")
     total = psutil.virtual_memory().total
     text = f"{format_bytes(available_bytes())} free for this process, of {format_bytes(total)}"
     yield Finding("host memory", "ok", text)

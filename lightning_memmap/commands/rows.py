@@ -1,7 +1,8 @@
 """``lightning-memmap rows``: the rows of any step, looked up without any data being loaded."""
 
 import json as json_format
-from dataclasses import asdict, dataclass
+import pickle
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
-from lightning_memmap.commands.step_rows.lookup import (
-    schedule_of,
-    step_rows,
-    steps_of_checkpoint,
-    stored_rows,
-)
-from lightning_memmap.commands.step_rows.show import (
+from lightning_memmap.commands.row_values import (
+    DeviceRows,
+    StepRows,
     devices_table,
     print_values,
     values_of,
@@ -27,7 +24,10 @@ from lightning_memmap.commands.step_rows.show import (
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology, topology_of
+from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.schema import read_forms
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
@@ -37,7 +37,7 @@ _LEFT_OUT = ("callbacks", "logger", "plugins", "profiler", "barebones", "fast_de
 
 
 @dataclass(frozen=True)
-class Question:
+class RowsOptions:
     """The options of the command.
 
     Args:
@@ -86,7 +86,7 @@ class Question:
 def rows_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
-    parser.add_class_arguments(Question, as_group=False, skip={"json"})
+    parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     return parser
 
@@ -107,7 +107,7 @@ def rows(args: list[str]) -> int:
     given = rows_parser().parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
-        question = Question(**given)
+        question = RowsOptions(**given)
         data, topology = _data_of(question)
         store = data.open_train_store()
         order = data.train_sampler(store, topology)
@@ -143,7 +143,7 @@ def rows(args: list[str]) -> int:
     return 0
 
 
-def _data_of(question: Question) -> tuple[MemmapDataModule, DataTopology]:
+def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:
     """The data module of the config, without its datasets, and where its rows are."""
     config = read_config(question.config)
     if isinstance(config, dict) and "data" not in config and isinstance(config.get("fit"), dict):
@@ -186,3 +186,92 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         return parser.instantiate(parser.parse_object(config))
     except ArgumentError as error:
         raise ValueError(str(error)) from error
+
+
+def step_rows(
+    order: Sampler, schedule: BatchSchedule, topology: DataTopology, epoch: int, step: int
+) -> StepRows:
+    """The rows of a step of a schedule, by data device. Nothing is read."""
+    if step >= len(schedule):
+        raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
+    first, last = schedule.bounds(step)
+    found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
+    count = topology.num_data_devices
+    devices = [
+        DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
+        for device in range(count)
+    ]
+    return StepRows(epoch, step, first, last, found, devices)
+
+
+def stored_rows(order: Sampler, step: StepRows) -> list[int]:
+    """The rows of the store that the rows of a step are, or are parts of, in the same order."""
+    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
+    found: list[int] = order.pool.rows.stored_rows(rows).tolist()
+    return found
+
+
+def schedule_of(
+    data: MemmapDataModule, order: Sampler, topology: DataTopology, start: int = 0
+) -> BatchSchedule:
+    """How an epoch is divided into steps, from the first position that was not delivered yet."""
+    global_batch = data.batch_size * topology.num_data_devices
+    return BatchSchedule(order.num_positions, global_batch, order.num_shards, data.drop_last, start)
+
+
+def steps_of_checkpoint(
+    path: str, data: MemmapDataModule, order: Sampler, topology: DataTopology
+) -> list[StepRows]:
+    """The last step that a checkpoint has seen, and the next one.
+
+    Args:
+        path: The checkpoint.
+        data: The data module of the training.
+        order: The order of rows.
+        topology: Its data devices.
+
+    Returns:
+        The two steps; the next one alone where the checkpoint has seen none.
+
+    Raises:
+        ValueError: The checkpoint is of another data module or another order, or holds more than
+            tensors and plain values.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(
+            f"ckpt_path={path!r} holds more than tensors and plain values, and is not unpickled:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
+    name = type(data).__qualname__
+    state = saved.get(name, {}).get("train") if isinstance(saved, dict) else None
+    if state is None:
+        raise ValueError(f"ckpt_path={path!r}: it has no state of a {name}")
+    stand = LoaderState.read(state)
+    if (differing := difference_of(stand.sampler, order.identity)) is not None:
+        name, was, now, remedy = differing
+        raise ValueError(
+            f"ckpt_path={path!r}: its rows come in another order than those of the config, which"
+            f" has {name}={now} instead of {name}={was}: give a config with {remedy}"
+        )
+    found = []
+    if stand.steps:
+        # The last step ends where the checkpoint stands, whatever the steps before it were.
+        size = data.batch_size * topology.num_data_devices
+        schedule = schedule_of(data, order, topology)
+        if stand.steps <= len(schedule):
+            first, last = schedule.bounds(stand.steps - 1)
+            size = last - first if last == stand.position else size
+        before = max(0, stand.position - size)
+        seen = BatchSchedule(stand.position, stand.position - before, 1, start=before)
+        step = step_rows(order, seen, topology, stand.epoch, 0)
+        found.append(replace(step, step=stand.steps - 1))
+    schedule = schedule_of(data, order, topology, stand.position)
+    if len(schedule):
+        step = step_rows(order, schedule, topology, stand.epoch, 0)
+        found.append(replace(step, step=stand.steps))
+    else:
+        schedule = schedule_of(data, order, topology)
+        found.append(step_rows(order, schedule, topology, stand.epoch + 1, 0))
+    return found

@@ -16,8 +16,7 @@ from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_rows import located_rows
 from lightning_memmap.sampling import Integers, Sampler
-from lightning_memmap.store.columns import ItemRows, OpenColumn
-from lightning_memmap.store.columns.variable import packed_index
+from lightning_memmap.store.columns import ItemRows, OpenColumn, packed_index
 
 #: Rows that lie apart whose offsets are computed at once.
 _READ_ROWS = 2**16

@@ -13,7 +13,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, fresh_memory
 from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns.segments import copy_segments
+from lightning_memmap.store.segments import copy_segments
 
 #: Where rows have more bytes than this on average, filling what is behind each of them costs less
 #: than filling everything.

@@ -16,8 +16,8 @@ from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.segments import Bytes, pack_segments
-from lightning_memmap.store.columns.variable import ItemRows, pack_rows
+from lightning_memmap.store.columns import ItemRows, pack_rows
+from lightning_memmap.store.segments import Bytes, pack_segments
 
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]

@@ -22,8 +22,7 @@ from lightning_memmap.loading.variable_rows import VariableRows, located_rows
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import ItemRows, OpenColumn
-from lightning_memmap.store.columns.variable import packed_index
+from lightning_memmap.store.columns import ItemRows, OpenColumn, packed_index
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
 #: Steps that lie apart are copied from a file in pieces of this size.

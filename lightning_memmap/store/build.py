@@ -38,7 +38,7 @@ from lightning_memmap.store.building import (
     read_parts,
     variable_bytes,
 )
-from lightning_memmap.store.columns.variable import pack_rows
+from lightning_memmap.store.columns import pack_rows
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.fingerprint import Fingerprint, check_given
 from lightning_memmap.store.hashing import hash_row

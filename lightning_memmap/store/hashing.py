@@ -26,7 +26,7 @@ def leaf_bytes(leaf: Tensor | np.ndarray) -> np.ndarray:
 
 
 def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
-    """Hash a row: XXH3 over the bytes of all its leaves.
+    """Hash a row: XXH3 over the shapes and bytes of all its leaves.
 
     Args:
         leaves: The leaves in the order of the fields, as dense CPU tensors or numpy arrays.
@@ -36,5 +36,7 @@ def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
     """
     digest = xxhash.xxh3_64()
     for leaf in leaves:
+        # Otherwise ("ab", "c") would be ("a", "bc").
+        digest.update(np.array([leaf.ndim, *leaf.shape], np.int64).data)
         digest.update(leaf_bytes(leaf).data)
     return digest.hexdigest()

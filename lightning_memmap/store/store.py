@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.nesting import SAMPLE
+from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recognition import check_briefly
@@ -257,9 +257,8 @@ class Store:
             The path of each, where its first byte is in memory, and its bytes; none for a column
             without bytes.
         """
-        name = column.rows_name
-        size = column.file_bytes.get(name or "", 0)
-        return [(self.files / str(name), 0, size)] if size else []
+        size = column.file_bytes.get(column.rows_name, 0)
+        return [(self.files / column.rows_name, 0, size)] if size else []
 
     def as_tensordict(self) -> TensorDict:
         """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.

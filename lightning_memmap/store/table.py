@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.building import Building, RowWriter, StorePlan, explained, numbers_of
-from lightning_memmap.store.columns.fixed import FixedColumn
-from lightning_memmap.store.columns.variable import pack_rows
+from lightning_memmap.store.columns import FixedColumn, pack_rows
 from lightning_memmap.store.directory import StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -41,7 +41,8 @@ class _Marks(FixedColumn):
     """It goes with the build."""
 
     @property
-    def file_name(self) -> str:
+    @override
+    def rows_name(self) -> str:
         return f"{self.field.name}{TEMPORARY}"
 
 
@@ -125,7 +126,7 @@ class TableBuild:
 
     @property
     def _marks_path(self) -> Path:
-        return self._building.path / _marks(self._plan.shards).file_name
+        return self._building.path / _marks(self._plan.shards).rows_name
 
     def _check_written(self, num_written: int) -> None:
         plan = self._plan

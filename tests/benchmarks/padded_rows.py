@@ -16,7 +16,7 @@ import torch
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_memmap.store.columns.segments import copy_segments
+from lightning_memmap.store.segments import copy_segments
 
 NUM_ROWS, SHORTEST, WIDTH, STEP = 40_960, 128, 512, 256
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.commands.step_rows.lookup import step_rows
+from lightning_memmap.commands.rows import step_rows
 from lightning_memmap.placement import topology_of
 from lightning_memmap.sampling import BatchSchedule, Subset
 from tests.models import make_trainer, weights

@@ -131,7 +131,14 @@ class Spool:
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
-        return hash_row([values.data for values in self.read(range(row, row + 1))])
+        return hash_row(
+            [
+                each.data[0]
+                if each.sizes is None
+                else each.data.view(*each.sizes[0].tolist(), *each.data.shape[1:])
+                for each in self.read(range(row, row + 1))
+            ]
+        )
 
     def close(self) -> None:
         """Remove the files."""

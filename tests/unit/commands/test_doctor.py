@@ -12,8 +12,8 @@ from lightning_memmap.cli import main
 from lightning_memmap.commands import doctor as module
 from lightning_memmap.commands.doctor import (
     Finding,
-    devices,
     file_system,
+    machine,
 )
 
 
@@ -128,7 +128,7 @@ def test_doctor_notices_a_mapping_that_does_not_see_writes(
 def test_doctor_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 0)
-    assert by_name(devices())["GPUs"].state == "limited"
+    assert by_name(machine())["GPUs"].state == "limited"
 
 
 def test_doctor_misspelt_command_and_option_are_two_lines(

@@ -19,7 +19,7 @@ from lightning_memmap.sampling import (
     ShuffledSampler,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.row_bytes import rows_bytes
 
 CPU = torch.device("cpu")

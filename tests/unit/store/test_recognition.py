@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.schema import Pad
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.workers import run_tasks
@@ -440,3 +441,31 @@ def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> N
         run_tasks(abs, [3], 0, receive)
     with pytest.raises(KeyError):
         run_tasks(abs, [3], 0, {}.__getitem__)
+
+
+def test_attributes_are_not_read_where_the_fingerprint_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(OLD, tmp_path, fingerprint="version 1")
+
+    def fail(dataset: Any) -> Any:
+        raise AssertionError("the attributes were read")
+
+    monkeypatch.setattr("lightning_memmap.store.fingerprint.parts_of", fail)
+    build(OLD, tmp_path, fingerprint="version 1")
+    with pytest.raises(DatasetError, match="version 2"):
+        build(OLD, tmp_path, fingerprint="version 2")
+
+
+def test_rows_whose_bytes_are_divided_otherwise_are_told_apart(tmp_path: Path) -> None:
+    def boxes(*shape: int) -> Any:
+        return {"box": torch.arange(6).view(*shape)}
+
+    variable = {"box": Pad(dims=2)}
+    for number, (one, other) in enumerate(
+        (({"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}), (boxes(2, 3), boxes(3, 2)))
+    ):
+        forms = variable if "box" in one else None
+        store = build_store([one] * 9, tmp_path / str(number), progress=False, variable=forms)
+        with pytest.raises(DatasetError, match="row 0 of the dataset differs"):
+            store.check_dataset([other] * 9)

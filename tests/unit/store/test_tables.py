@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, range_writer
-from lightning_memmap.store.columns.fixed import FixedColumn
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import parquet
 from tests.datasets import Wrapped, column_files
 

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from lightning_memmap import ColumnDataset, build_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, range_writer
-from lightning_memmap.store.columns import VariableColumn
+from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.sources.column_dataset import object_array
 from tests.datasets import Wrapped
@@ -382,15 +382,15 @@ def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
     dataset = ColumnDataset({"text": TEXTS})
     monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", 20)
     written: list[int] = []
-    write = VariableColumn.write
+    write = RaggedColumn.write
 
-    def interrupt(self: VariableColumn, files: Any, rows: range, values: Any) -> None:
+    def interrupt(self: RaggedColumn, files: Any, rows: range, values: Any) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(rows.start)
         write(self, files, rows, values)
 
-    monkeypatch.setattr(VariableColumn, "write", interrupt)
+    monkeypatch.setattr(RaggedColumn, "write", interrupt)
     with suppress(KeyboardInterrupt):
         build(tmp_path / "store", dataset)
     assert "40 of 90 rows are kept" in caplog.text

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -12,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_memmap.commands.step_rows.lookup import StepRows
 from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Decode, Field, Form
@@ -26,6 +26,43 @@ _SHEET_ROWS, _MARGIN = 1024, 2
 _MAX_TEXT = 80
 #: Wider than any table.
 _MAX_WIDTH = 2**20
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """The rows that one data device gives in a step.
+
+    Args:
+        device: Number of the data device over all processes.
+        rank: Data-parallel rank of its process.
+        rows: The rows of its batch, in their order, as for `StepRows`.
+    """
+
+    device: int
+    rank: int
+    rows: list[Any]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step.
+
+    Args:
+        epoch: The epoch.
+        step: The step of the epoch.
+        first: Its first position.
+        last: One past its last position.
+        rows: The rows of the global batch, in the order of positions: numbers, or as
+            `lightning_memmap.sampling.Rows.names` has them.
+        devices: The same by data device.
+    """
+
+    epoch: int
+    step: int
+    first: int
+    last: int
+    rows: list[Any]
+    devices: list[DeviceRows]
 
 
 def devices_table(step: StepRows) -> Table:

@@ -1,1 +1,0 @@
-"""The rows of the steps of a training: looked up, and shown."""

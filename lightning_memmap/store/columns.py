@@ -1,0 +1,775 @@
+"""Columns: how each field of a store is kept in files.
+
+Where all rows have one shape, ``FIELD.memmap`` has each at a multiple of its size, shard after
+shard. Where they differ in length, ``FIELD.values`` has the items of all rows, one row after the
+other and without padding, and ``FIELD.index`` an int64 for each row: where it ends, counted in
+items from the start of the values. Where several dimensions differ, their sizes follow it. Fields
+that have as many items as each other in every row, such as those of a list of records, share an
+index.
+
+While a ragged column grows, each writer appends its rows to a file of its own, and a file of fixed
+size says where each row is; `RaggedColumn.finish` lays them together.
+"""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field, Schema
+from lightning_memmap.schema.values import Values
+from lightning_memmap.store.files import (
+    TEMPORARY,
+    OpenFiles,
+    claim,
+    open_plain,
+    read_exactly,
+    unreadable,
+    write_all,
+    write_rows,
+)
+from lightning_memmap.store.hashing import leaf_bytes
+from lightning_memmap.store.segments import copy_segments
+
+_MAX_FILE_BYTES = 2**62
+#: No dimension of a row is larger, so that products of sizes can be checked.
+_MAX_SIZE = 2**40
+#: The largest size of a row without items in a dimension that differs: nothing else bounds it, and
+#: whoever pads such rows makes memory of that size.
+_MAX_EMPTY_SIZE = 2**16
+_JOIN_BYTES = 32 * 2**20
+#: Rows whose places are looked up at once.
+_LOCATED_ROWS = 2**18
+#: What the names of the files have beside the field's.
+_MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
+
+#: A piece of a file: its name, the first byte, and one past the last byte.
+FileRange = tuple[str, int, int]
+
+
+class OpenColumn(Protocol):
+    """The rows of one field of an open store."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU, shard after
+        shard.
+
+        Raises:
+            StoreError: They differ in length, and do not lie in one tensor.
+        """
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, given in dataset order and in ``[0, num_rows)``."""
+
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
+        """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
+        shape); where they differ in shape, into a tensor for each."""
+
+
+@dataclass(frozen=True)
+class Column(ABC):
+    """How one field of one store is kept in files: a frozen value that keeps nothing open.
+
+    A column is made when a build begins, and `finish` makes the one that the manifest records.
+
+    Args:
+        field: The field.
+        shards: The rows of the store, and the shards that they are divided into.
+
+    Raises:
+        ValueError: No such column can exist.
+    """
+
+    field: Field
+    shards: Shards
+
+    @property
+    @abstractmethod
+    def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name. There is no file for a field without bytes."""
+
+    @property
+    @abstractmethod
+    def rows_name(self) -> str:
+        """The file in which rows, or their items, lie as they are in memory."""
+
+    @abstractmethod
+    def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes of all these rows where they are resident; estimated where rows differ in length
+        and are not those of a shard."""
+
+    @abstractmethod
+    def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
+        """The pieces of files that each shard consists of, in order. Those of all shards cover
+        every byte of every file."""
+
+    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        """Bytes outside of a shard that its rows are found by, as the manifest tells them: name of
+        the file, the first byte, and the bytes."""
+        return ()
+
+    @abstractmethod
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        """Write rows in any order. Several writers may do this at once, each with other rows.
+
+        When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
+        temporary files have been brought to the disk, they survive a power cut.
+
+        Args:
+            files: The files of the store that is being built.
+            rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
+            values: The rows, on any device.
+
+        Raises:
+            OSError: The files cannot be written.
+        """
+
+    def finish(self, directory: Path) -> "Column":
+        """Finish the files of a build once all rows are written, and bring them to the disk. After
+        a kill it is done again. Returns the column as the manifest is to record it."""
+        return self
+
+    @abstractmethod
+    def read(self, directory: Path, row: int) -> Tensor:
+        """Read one row from the files, and not through a mapping, in which a disk error would end
+        the process."""
+
+    @abstractmethod
+    def open(self, directory: Path) -> OpenColumn:
+        """Open the column for reading.
+
+        Raises:
+            FileNotFoundError: A file is not there.
+            StoreError: A file is not what it should be, or cannot be mapped.
+        """
+
+
+@dataclass(frozen=True)
+class FixedColumn(Column):
+    """The column of a field whose rows all have one shape."""
+
+    def __post_init__(self) -> None:
+        if self.field.num_variable:
+            raise ValueError(f"the rows of field {self.field.name!r} differ in shape")
+        # Empty sizes count as one: torch multiplies them in this way for the strides.
+        row_bytes = (
+            math.prod(max(1, size) for size in self.field.item_shape) * self.field.dtype.itemsize
+        )
+        if self.shards.num_rows * row_bytes > _MAX_FILE_BYTES:
+            raise ValueError(f"{self.shards.num_rows} rows of {self.field} fit into no file")
+
+    @property
+    @override
+    def rows_name(self) -> str:
+        # Field names contain no path separators: see `schema.fields`.
+        return f"{self.field.name}.memmap"
+
+    @property
+    @override
+    def file_bytes(self) -> Mapping[str, int]:
+        num_bytes = self.shards.num_rows * self.field.row_bytes
+        return {self.rows_name: num_bytes} if num_bytes else {}
+
+    @override
+    def num_bytes(self, rows: range | Integers) -> int:
+        return len(rows) * self.field.row_bytes
+
+    @override
+    def shard_ranges(self) -> list[list[FileRange]]:
+        size = self.field.row_bytes
+        if not size:
+            return [[] for _ in range(self.shards.num_shards)]
+        bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
+        return [[(self.rows_name, first * size, end * size)] for first, end in pairwise(bounds)]
+
+    @override
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        size = self.field.row_bytes
+        if not size or not len(rows):
+            return
+        file, data = files.open(self.rows_name), leaf_bytes(values.data.detach().cpu())
+        if isinstance(rows, range):
+            # As numbers, small rows are copied faster than as bytes.
+            kind = "u" if size in (1, 2, 4, 8) else "V"
+            self._write_range(file, rows.start, data.view(f"{kind}{size}"))
+        else:
+            write_rows(file, self.shards.locate(rows), data.reshape(len(rows), size))
+
+    def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
+        size, step = self.field.row_bytes, self.shards.num_shards
+        # Memory that is new costs more than a copy into it.
+        memory = np.empty(-(-len(data) // step), data.dtype)
+        # Every `step`-th row is of the same shard, in which these rows follow one another.
+        starts = self.shards.locate(np.arange(first, first + min(step, len(data))))
+        for index, location in enumerate(starts.tolist()):
+            part = data[index::step]
+            if step > 1:
+                memory[: len(part)] = part
+                part = memory[: len(part)]
+            write_all(file, part.view(np.uint8).data, location * size)
+
+    @override
+    def read(self, directory: Path, row: int) -> Tensor:
+        location, size = int(self.shards.locate(np.array(row))), self.field.row_bytes
+        data = np.empty(0, np.uint8)
+        if size:
+            with open(directory / self.rows_name, "rb", buffering=0) as file:
+                data = read_exactly(file.fileno(), location * size, size)
+        return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
+
+    @override
+    def open(self, directory: Path) -> OpenColumn:
+        shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
+        if not self.file_bytes:
+            return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
+        return _Mapped(self.shards, map_rows(directory / self.rows_name, dtype, shape))
+
+
+@dataclass(frozen=True)
+class RaggedColumn(Column):
+    """The column of a field whose rows differ in length.
+
+    Args:
+        field: The field.
+        shards: The rows of the store, and the shards that they are divided into.
+        shard_items: Items of each shard, int64 of shape (C,); nothing while the column grows.
+        index_of: Name of another field whose index this one has as well; by default its own.
+
+    Raises:
+        ValueError: The items of the field have no bytes, its name is too long, no file could hold
+            its items, or its rows need an index of their own.
+    """
+
+    shard_items: tuple[int, ...] = ()
+    index_of: str = ""
+
+    def __post_init__(self) -> None:
+        field = self.field
+        if not field.num_variable or not field.item_bytes:
+            raise ValueError(f"{field} is no field whose rows differ in length, or has no bytes")
+        if len(field.name) + _MAX_SUFFIX > 255:
+            raise ValueError(f"the name of field {field.name!r} is too long for its files")
+        if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
+            raise ValueError(f"{sum(self.shard_items)} items of {field} fit into no file")
+        if self.index_of and field.num_variable > 1:
+            raise ValueError(f"the rows of field {field.name!r} need an index of their own")
+
+    @property
+    def _index_name(self) -> str:
+        return f"{self.index_of or self.field.name}.index"
+
+    @property
+    @override
+    def rows_name(self) -> str:
+        return f"{self.field.name}.values"
+
+    @property
+    def _places_name(self) -> str:
+        return f"{self.field.name}.at{TEMPORARY}"
+
+    def _piece_name(self, piece: int) -> str:
+        return f"{self.field.name}.{piece:016x}{TEMPORARY}"
+
+    @property
+    def _index_width(self) -> int:
+        count = self.field.num_variable
+        return 1 if count == 1 else 1 + count
+
+    @property
+    @override
+    def file_bytes(self) -> Mapping[str, int]:
+        num_rows = self.shards.num_rows
+        if not self.shard_items:
+            return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
+        sizes = {self._index_name: 8 * self._index_width * num_rows}
+        num_bytes = sum(self.shard_items) * self.field.item_bytes
+        return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
+
+    @override
+    def num_bytes(self, rows: range | Integers) -> int:
+        size, shards = self.field.item_bytes, self.shards
+        if not self.shard_items:
+            return len(rows) * size
+        first = rows.start if isinstance(rows, range) else -1
+        if 0 <= first < shards.num_shards and rows == shards.rows_of(first):
+            return self.shard_items[first] * size
+        return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
+
+    @override
+    def shard_ranges(self) -> list[list[FileRange]]:
+        width, size = 8 * self._index_width, self.field.item_bytes
+        rows = (*self.shards.starts.tolist(), self.shards.num_rows)
+        items = np.cumsum((0, *self.shard_items)).tolist()
+        ranges = []
+        for (first, end), (begin, stop) in zip(pairwise(rows), pairwise(items), strict=True):
+            found = [(self._index_name, first * width, end * width)]
+            if stop > begin:
+                found.append((self.rows_name, begin * size, stop * size))
+            ranges.append(found)
+        return ranges
+
+    @override
+    def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
+        # A row begins where the one before it ends, which may be of another shard.
+        if not (first := int(self.shards.starts[shard])):
+            return ()
+        end = np.int64(sum(self.shard_items[:shard]))
+        return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
+
+    @override
+    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        if not len(rows):
+            return
+        assert values.sizes is not None
+        items = values.data.detach().cpu().contiguous()
+        # Without items, or with one, any stride counts as contiguous.
+        data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
+        _check_sizes(self.field, values.sizes)
+        file = files.open(self._piece_name(files.number), os.O_CREAT)
+        # At its end: rows were written there before, perhaps part of one.
+        begin = os.fstat(file).st_size
+        write_all(file, data.data, begin)
+        num_bytes = values.sizes.prod(axis=1) * self.field.item_bytes
+        places = np.empty((len(rows), 2 + self.field.num_variable), np.int64)
+        places[:, 0] = files.number
+        places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
+        places[:, 2:] = values.sizes
+        write_rows(
+            files.open(self._places_name),
+            self.shards.locate(np.asarray(rows)),
+            places.view(np.uint8),
+        )
+
+    @override
+    def finish(self, directory: Path) -> "RaggedColumn":
+        files = OpenFiles(directory)
+        try:
+            bounds = np.append(self.shards.starts, self.shards.num_rows)
+            edges = np.zeros(len(bounds), np.int64)
+            index = files.open(self._index_name, os.O_CREAT)
+            end, width = 0, self._index_width
+            for first, places in self._places(files):
+                packed = packed_index(places[:, 2:])
+                packed[:, 0] += end
+                within = (bounds > first) & (bounds <= first + len(places))
+                edges[within] = packed[bounds[within] - first - 1, 0]
+                end = int(packed[-1, 0])
+                data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8).data
+                write_all(index, data, first * 8 * width)
+            if end:
+                values = files.open(self.rows_name, os.O_CREAT)
+                claim(values, end * self.field.item_bytes, "to lay rows of one shard together")
+                begin = 0
+                for _, places in self._places(files):
+                    for joined in self._joined(directory, places):
+                        write_all(values, joined.data, begin)
+                        begin += len(joined)
+            files.sync()
+        finally:
+            files.close()
+        return replace(self, shard_items=tuple(np.diff(edges).tolist()))
+
+    def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
+        """Where all rows are in the pieces, in the order of the file, some rows at a time: the
+        first of them, and for each row its piece, the first byte in it, and its sizes."""
+        width = 2 + self.field.num_variable
+        file = files.open(self._places_name)
+        for first in range(0, self.shards.num_rows, _LOCATED_ROWS):
+            count = min(_LOCATED_ROWS, self.shards.num_rows - first)
+            data = read_exactly(file, first * 8 * width, count * 8 * width)
+            yield first, data.view(np.int64).reshape(count, width)
+
+    def _joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of some rows in their order.
+
+        Args:
+            directory: The directory in which the store is being built.
+            places: As from `_places`.
+        """
+        pieces: dict[int, NDArray[np.uint8]] = {}
+        ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
+        first, begin = 0, 0
+        while first < len(ends):
+            end = max(first + 1, int(np.searchsorted(ends, begin + _JOIN_BYTES, side="right")))
+            rows = places[first:end]
+            starts = np.append(begin, ends[first : end - 1])
+            lengths = ends[first:end] - starts
+            out = np.empty(int(ends[end - 1]) - begin, np.uint8)
+            for piece in np.unique(rows[lengths > 0, 0]).tolist():
+                if piece not in pieces:
+                    pieces[piece] = np.memmap(directory / self._piece_name(piece), np.uint8, "r")
+                mine = rows[:, 0] == piece
+                copy_segments(
+                    pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]
+                )
+            yield out
+            first, begin = end, int(ends[end - 1])
+
+    @override
+    def read(self, directory: Path, row: int) -> Tensor:
+        location, field = int(self.shards.locate(np.array(row))), self.field
+        width, size = 8 * self._index_width, field.item_bytes
+        with ExitStack() as stack:
+            file = stack.enter_context(open(directory / self._index_name, "rb", buffering=0))
+            before = min(location, 1)
+            data = read_exactly(file.fileno(), (location - before) * width, (1 + before) * width)
+            index = data.view(np.int64).reshape(-1, self._index_width)
+            first, end = [0, *index[:, 0].tolist()][-2:]
+            shape = [end - first] if field.num_variable == 1 else index[-1, 1:].tolist()
+            is_within = 0 <= first <= end <= sum(self.shard_items)
+            if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
+                raise _damaged(field)
+            values = np.empty(0, np.uint8)
+            if first < end:
+                file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
+                values = read_exactly(file.fileno(), first * size, (end - first) * size)
+        if not len(values):
+            return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
+        return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
+
+    @override
+    def open(self, directory: Path) -> "ItemRows":
+        assert self.shard_items
+        num_rows = self.shards.num_rows
+        index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
+        shape = (sum(self.shard_items), *self.field.item_shape)
+        if shape[0]:
+            items = map_rows(directory / self.rows_name, self.field.dtype, shape)
+        else:
+            items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
+        return ItemRows(self.field, self.shards, items, index.numpy())
+
+
+def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
+    """Make the columns of a store that has no rows yet, one for each field, in their order.
+
+    Raises:
+        ValueError: The files would be larger than any file can be.
+    """
+    grown: dict[str, Column] = {
+        field.name: (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
+        for field in schema.fields
+    }
+    for name, leader in schema.same_lengths.items():
+        column = grown[name]
+        if isinstance(column, RaggedColumn) and isinstance(grown[leader], RaggedColumn):
+            grown[name] = replace(column, index_of=leader)
+    return tuple(grown.values())
+
+
+def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
+    """What the manifest must say of columns: entries by field name under the key ``columns``."""
+    entries = {
+        column.field.name: {
+            "shard_items": list(column.shard_items or (0,) * column.shards.num_shards),
+            **({"index_of": column.index_of} if column.index_of else {}),
+        }
+        for column in columns
+        if isinstance(column, RaggedColumn)
+    }
+    return {"columns": entries} if entries else {}
+
+
+def columns_from_json(schema: Schema, shards: Shards, entries: Any) -> tuple[Column, ...]:
+    """Make the columns of an existing store from its manifest, one for each field.
+
+    Args:
+        schema: The fields.
+        shards: The rows of the store, and the shards that they are divided into.
+        entries: The manifest's entries by field name, which have not been checked.
+
+    Raises:
+        ValueError: They are not those of the fields, or describe a column that cannot exist.
+    """
+    ragged = {field.name for field in schema.fields if field.num_variable}
+    if not isinstance(entries, dict) or entries.keys() != ragged:
+        raise ValueError("its columns are not those of its fields")
+    columns: list[Column] = []
+    for field in schema.fields:
+        if field.name not in ragged:
+            columns.append(FixedColumn(field, shards))
+            continue
+        entry = entries[field.name]
+        items = entry.get("shard_items") if isinstance(entry, dict) else None
+        if not isinstance(items, list) or len(items) != shards.num_shards:
+            raise ValueError(f"the items of {field.name!r} are not given for each shard")
+        if any(type(count) is not int or not 0 <= count <= _MAX_FILE_BYTES for count in items):
+            raise ValueError(f"the items of {field.name!r} are no counts")
+        index_of = entry.get("index_of", "")
+        if not isinstance(index_of, str):
+            raise ValueError(f"the index of {field.name!r} is that of no field")
+        columns.append(RaggedColumn(field, shards, tuple(items), index_of))
+    _check_indices(columns)
+    return tuple(columns)
+
+
+def _check_indices(columns: Sequence[Column]) -> None:
+    """Check that an index that several columns have is that of one of them, and fits all.
+
+    Raises:
+        ValueError: It does not.
+    """
+    own = {
+        column.field.name: column
+        for column in columns
+        if isinstance(column, RaggedColumn) and not column.index_of
+    }
+    for column in columns:
+        if isinstance(column, RaggedColumn) and column.index_of:
+            leader = own.get(column.index_of)
+            fits = leader is not None and leader.field.num_variable == 1
+            if not fits or leader is None or leader.shard_items != column.shard_items:
+                raise ValueError(
+                    f"field {column.field.name!r} cannot have the index of {column.index_of!r}"
+                )
+
+
+def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Map a file as a tensor, by its descriptor: what was checked is what is mapped.
+
+    Args:
+        path: The file. A link is not followed.
+        dtype: Dtype of the tensor.
+        shape: Its shape.
+
+    Returns:
+        The tensor, on the CPU. What a process writes into it does not reach the file.
+
+    Raises:
+        FileNotFoundError: There is no file: the store was replaced, or the file removed.
+        StoreError: It is no plain file of this size, or cannot be mapped.
+    """
+    count = math.prod(shape)
+    try:
+        file = open_plain(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        found = os.fstat(file).st_size
+        if found != count * dtype.itemsize:
+            raise StoreError(
+                f"{path} has {found} bytes, expected {count * dtype.itemsize}: build the store"
+                " again"
+            )
+        # Not shared: copy-on-write.
+        mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
+            " disk works, and that the process may map that much (`ulimit -v`) and that many files"
+            " (`sysctl vm.max_map_count`)"
+        ) from error
+    finally:
+        os.close(file)
+    return mapped.view(shape)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """The rows of a file that is mapped."""
+
+    shards: Shards
+    tensor: Tensor
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(start) for start in self.shards.starts]
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        num_shards = self.shards.num_shards
+        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
+
+    def fetch(self, rows: Integers) -> Tensor:
+        """Copy rows into one batch."""
+        return take_rows(self.tensor, self.shards.locate(rows))
+
+
+#: torch copies no rows of these, but of integers of their size.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def take_rows(rows: Tensor, locations: Integers) -> Tensor:
+    """Copy rows of a tensor.
+
+    Args:
+        rows: Of any dtype, on the CPU.
+        locations: int64 of shape (B,).
+
+    Returns:
+        Of shape (B, *row shape).
+    """
+    numbers = rows.view(_SIGNED.get(rows.dtype, rows.dtype))
+    return numbers.index_select(0, torch.from_numpy(locations)).view(rows.dtype)
+
+
+def packed_index(sizes: Integers) -> Integers:
+    """The index of rows whose items lie one after the other.
+
+    Args:
+        sizes: The sizes of each row in the dimensions that differ, int64 of shape (B, number of
+            these).
+
+    Returns:
+        What `ItemRows` has: int64 of shape (B, 1 or 1 + number of these).
+    """
+    ends = np.cumsum(sizes.prod(axis=1))
+    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
+    return index
+
+
+def pack_rows(field: Field, rows: Sequence[Tensor]) -> Values:
+    """Lay rows one after the other.
+
+    Args:
+        field: Their field.
+        rows: Tensors of the field's dtype and of shapes that it admits, on one device, at least
+            one.
+    """
+    count = field.num_variable
+    sizes = np.array([row.shape[:count] for row in rows], np.int64)
+    return Values(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
+
+
+class Located(NamedTuple):
+    """Where rows lie among items."""
+
+    starts: Integers
+    """The first item of each row, int64 of shape (B,)."""
+    sizes: Integers
+    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """Rows that differ in length, in one place in memory. An open column is one.
+
+    The index may come from an untrusted source, and may change while it is mapped: each entry is
+    copied, and checked, before it is used.
+
+    Args:
+        field: Their field.
+        shards: The rows of the store, and the shards that they are divided into.
+        items: The items of all rows, of shape (items, *item shape), on any device.
+        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
+            shape (rows, 1 or 1 + number of these).
+    """
+
+    field: Field
+    shards: Shards
+    items: Tensor
+    index: Integers
+
+    @property
+    def tensor(self) -> Tensor:
+        """Never: the rows do not lie in one tensor.
+
+        Raises:
+            StoreError: Always.
+        """
+        raise StoreError(
+            f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
+            " tensor: read them by row, or through a loader"
+        )
+
+    def at(self, locations: Integers) -> Located:
+        """Find rows.
+
+        Args:
+            locations: Places in the index, int64 of shape (B,).
+
+        Raises:
+            IndexError: There is no such place.
+            StoreError: The index is damaged.
+        """
+        # As an unsigned integer, a negative location is larger than any other.
+        if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
+            raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
+        ends = self.index[:, 0].take(locations)
+        starts = self.index[:, 0].take(locations - 1, mode="wrap")
+        starts[locations == 0] = 0
+        # Compared, not subtracted: a difference may overflow.
+        least, most = starts.min(initial=0), ends.max(initial=0)
+        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
+        lengths = ends - starts
+        sizes = lengths[:, None]
+        if is_valid and self.field.num_variable > 1:
+            sizes = self.index[:, 1:].take(locations, axis=0)
+            most = np.where(lengths, _MAX_SIZE, _MAX_EMPTY_SIZE)[:, None]
+            is_small = ((sizes >= 0) & (sizes <= most)).all()
+            # As floats too, which do not overflow.
+            products = sizes.astype(np.float64).prod(axis=1)
+            is_valid = bool(is_small and (products == lengths).all())
+        if not is_valid:
+            raise _damaged(self.field)
+        return Located(starts, sizes)
+
+    def lengths(self) -> Integers:
+        """The items of each row, int64 of shape (rows,), in dataset order.
+
+        Raises:
+            StoreError: The index is damaged.
+        """
+        lengths = np.empty(self.shards.num_rows, np.int64)
+        for first in range(0, len(lengths), _LOCATED_ROWS):
+            rows = np.arange(first, min(first + _LOCATED_ROWS, len(lengths)), dtype=np.int64)
+            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
+        return lengths
+
+    def _at_rows(self, rows: Integers) -> Located:
+        """Find rows, given in dataset order."""
+        return self.at(self.shards.locate(rows))
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, given in dataset order."""
+        return self.fetch(np.array([row]))[0]
+
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        """Copy rows, given in dataset order: one tensor for each."""
+        starts, sizes = self._at_rows(rows)
+        items = self.items
+        return [
+            items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
+            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+
+
+def _check_sizes(field: Field, sizes: Integers) -> None:
+    """Check that rows without items can be read again.
+
+    Raises:
+        SchemaError: They cannot.
+    """
+    if field.num_variable > 1:
+        most = sizes.max(axis=1, initial=0)
+        empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > _MAX_EMPTY_SIZE))
+        if len(empty):
+            raise SchemaError(
+                f"field {field.name!r}: a row of shape {tuple(sizes[empty[0]].tolist())} has no"
+                f" values, and a size of more than {_MAX_EMPTY_SIZE}: give such rows a shape of"
+                " zeros"
+            )
+
+
+def _damaged(field: Field) -> StoreError:
+    return StoreError(
+        f"field {field.name!r}: the index of its rows is damaged: check the store with"
+        " `lightning-memmap store verify`, and build it again"
+    )
