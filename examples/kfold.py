@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from examples.data.breast_cancer import BreastCancer
 from examples.shared import Classifier
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy
 
 
@@ -82,7 +83,7 @@ def main(num_folds: int = 5, max_epochs: int = 20) -> None:
         test_dataset=BreastCancer("test"),
         store_dir="stores/kfold",
         batch_size=16,
-        num_folds=num_folds,
+        subset=KFold(num_folds, shuffle=False),
     )
     trainer = L.Trainer(
         strategy=strategy,

@@ -295,7 +295,7 @@ def test_config_of_a_strategy_is_laid_over_another(
 
 @pytest.mark.slow
 def test_kfold_config_serves_fit_and_test(tmp_path: Path) -> None:
-    options = ["--trainer.max_epochs", "3", "--data.num_folds", "2"]
+    options = ["--trainer.max_epochs", "3", "--data.subset.init_args.num_folds", "2"]
     options += ["--trainer.strategy.num_members", "2"]
     run_cli(tmp_path, "fit", "kfold.yaml", *options)
     best = "checkpoints/kfold/member_{member}/best.ckpt"

@@ -167,8 +167,6 @@ DATA_MODULE = {
     "fingerprint": None,
     "check": "probes",
     "store_dtypes": None,
-    "num_folds": None,
-    "num_parts": None,
     "subset": None,
     "member": None,
     "shuffle_window": None,

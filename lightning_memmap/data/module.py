@@ -21,7 +21,7 @@ from lightning_memmap._compat.loops import (
 )
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
-from lightning_memmap.data.options import DataOptions, Option
+from lightning_memmap.data.options import OPTIONS, DataOptions, Option, OptionAttributes
 from lightning_memmap.data.resume import Resume
 from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
@@ -99,7 +99,7 @@ class _SplitDataset:
         owner.datasets[self._split] = dataset
 
 
-class MemmapDataModule(L.LightningDataModule):
+class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     """Stores datasets once, keeps them resident on the data devices, and serves super-batches.
 
     A batch has the structure of the dataset's samples, as ``default_collate`` would give it. Under
@@ -150,11 +150,6 @@ class MemmapDataModule(L.LightningDataModule):
         store_dtypes: Other dtypes than those of the samples in which the stores keep fields, by
             name of the field, such as ``{"image": "uint8"}``. A value that would change is an
             error.
-        num_folds: Train on all rows of the training store but every ``num_folds``-th, and validate
-            on those: fold ``f`` is the rows ``i`` with ``i % num_folds == f``. One store serves all
-            folds. It is ``subset=KFold(num_folds, shuffle=False)``.
-        num_parts: Train on every ``num_parts``-th row of the training store alone: part ``m`` is
-            the rows ``i`` with ``i % num_parts == m``. It is ``subset=Parts(num_parts)``.
         subset: Which rows of the stores are used, without copying any: of `lightning_memmap.
             sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
             or `KFold`, which hold rows of the training store out to validate on.
@@ -192,29 +187,6 @@ class MemmapDataModule(L.LightningDataModule):
         ValueError: An argument is out of range, or two of them exclude each other.
     """
 
-    store_dir = Option[Path | StoreUrl]()
-    batch_size = Option[int]()
-    transform = Option[Callable[..., Any] | None]()
-    eval_transform = Option[Callable[..., Any] | None]()
-    shuffle = Option[bool]()
-    drop_last = Option[bool]()
-    seed = Option[int]()
-    num_shards = Option[int | None]()
-    residency = Option[str]()
-    memory_fraction = Option[float]()
-    num_workers = Option[int]()
-    overwrite = Option[bool]()
-    fingerprint = Option[str | Mapping[str, str] | None]()
-    check = Option[str]()
-    store_dtypes = Option[Mapping[str, str | torch.dtype] | None]()
-    num_folds = Option[int | None]()
-    num_parts = Option[int | None]()
-    subset = Option[Selection | Mapping[str, Subset] | None]()
-    member = Option[int | None]()
-    shuffle_window = Option[int | None]()
-    sampler = Option[SamplerFactory | Callable[[Pool, int], Sampler] | None]()
-    variable = Option[Mapping[str, Any] | None]()
-    with_row_numbers = Option[bool]()
     train_dataset = _SplitDataset("train")
     val_dataset = _SplitDataset("val")
     test_dataset = _SplitDataset("test")
@@ -242,8 +214,6 @@ class MemmapDataModule(L.LightningDataModule):
         fingerprint: str | dict[str, str] | None = None,
         check: str = "probes",
         store_dtypes: dict[str, str] | None = None,
-        num_folds: int | None = None,
-        num_parts: int | None = None,
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
@@ -251,32 +221,9 @@ class MemmapDataModule(L.LightningDataModule):
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
     ) -> None:
+        given = locals()
         super().__init__()
-        self.options = DataOptions(
-            store_dir=store_dir,  # type: ignore[arg-type]  # made a Path there
-            batch_size=batch_size,
-            transform=transform,
-            eval_transform=eval_transform,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            num_shards=num_shards,
-            residency=residency,
-            memory_fraction=memory_fraction,
-            num_workers=num_workers,
-            overwrite=overwrite,
-            fingerprint=fingerprint,
-            check=check,
-            store_dtypes=store_dtypes,
-            num_folds=num_folds,
-            num_parts=num_parts,
-            subset=subset,
-            member=member,
-            shuffle_window=shuffle_window,
-            sampler=sampler,
-            variable=variable,
-            with_row_numbers=with_row_numbers,
-        )
+        self.options = DataOptions(**{name: given[name] for name in OPTIONS})
         self.datasets: dict[str, Any] = dict(
             zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
         )
@@ -485,8 +432,8 @@ class MemmapDataModule(L.LightningDataModule):
             StoreError: A store is damaged, or cannot have the residency that is asked for.
             DatasetError: A store was built from another dataset than the one given.
             PlacementError: The shards do not fit, or there are fewer rows than data devices.
-            ValueError: A data device does not exist, or the member, which ``num_folds``,
-                ``num_parts`` or ``{member}`` needs, is not known or out of range.
+            ValueError: A data device does not exist, or the member, which folds, parts or
+                ``{member}`` need, is not known or out of range.
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
                 shuffle, shuffle_window, drop_last or number of data devices.
         """
@@ -534,8 +481,7 @@ class MemmapDataModule(L.LightningDataModule):
 
         Raises:
             PlacementError: There are fewer rows than data devices.
-            ValueError: The member, which ``num_folds`` or ``num_parts`` needs, is not known or out
-                of range.
+            ValueError: The member, which folds and parts need, is not known or out of range.
         """
         planner = self._planner(topology or topology_of(None))
         return planner.order(store, planner.size("train", store))

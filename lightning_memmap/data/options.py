@@ -1,10 +1,10 @@
 """The options of a data module: one frozen value, checked when it is made."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,6 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement import check_memory_fraction, check_residency
 from lightning_memmap.sampling import (
-    KFold,
-    Parts,
     Pool,
     Sampler,
     SamplerFactory,
@@ -29,16 +27,13 @@ from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
-#: The least value of each count, and why; `KFold`, `Parts` and `check_seed` know of the others.
+#: The least value of each count, and why; `check_seed` knows of the seed.
 _COUNTS: dict[str, tuple[int | None, str]] = {
     "batch_size": (1, "at least 1 row per data device and step"),
     "seed": (None, ""),
-    "num_folds": (None, ""),
-    "num_parts": (None, ""),
     "member": (0, "members are counted from 0"),
     "shuffle_window": (1, "at least 1 row of a shard"),
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +61,6 @@ class DataOptions:
     fingerprint: str | Mapping[str, str] | None
     check: str
     store_dtypes: Mapping[str, str | torch.dtype] | None
-    num_folds: int | None
-    num_parts: int | None
     subset: Selection | Mapping[str, Subset] | None
     member: int | None
     shuffle_window: int | None
@@ -134,11 +127,6 @@ class DataOptions:
             )
 
     def _check_subset(self) -> None:
-        given = {name: getattr(self, name) for name in ("num_folds", "num_parts", "subset")}
-        given = {name: value for name, value in given.items() if value is not None}
-        if len(given) > 1:
-            texts = " and ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{texts}: leave one of them out")
         if isinstance(self.subset, Mapping):
             for split, subset in self.subset.items():
                 if str(split).partition("/")[0] not in SPLITS:
@@ -157,9 +145,9 @@ class DataOptions:
             and "{member}" not in str(self.store_dir)
         ):
             raise ValueError(
-                f"member={self.member}: it chooses nothing without num_folds, num_parts, a subset"
-                " of folds or parts, or a store_dir with {member} in it; give one of them, or leave"
-                " member out"
+                f"member={self.member}: it chooses nothing without a subset of folds or parts, such"
+                " as subset=KFold(5), or a store_dir with {member} in it; give one of them, or"
+                " leave member out"
             )
 
     @property
@@ -176,10 +164,6 @@ class DataOptions:
         if isinstance(self.subset, Mapping):
             return self.subset.get(split)
         selection = self.subset
-        if self.num_folds is not None:
-            selection = KFold(self.num_folds, shuffle=False)
-        if self.num_parts is not None:
-            selection = Parts(self.num_parts)
         return None if selection is None or split not in selection.splits else selection
 
     def fingerprint_of(self, split: str) -> str | None:
@@ -230,28 +214,35 @@ def _directory(given: object) -> Path | StoreUrl:
     return place_of(given)
 
 
-class Option(Generic[T]):
+class Option:
     """An option as an attribute of its owner: read from ``owner.options``, and checked when set.
 
     Lightning's tuner sets ``batch_size``, and subclasses may set a transform.
     """
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, owner: None, kind: type) -> "Option[T]": ...
-    @overload
-    def __get__(self, owner: Any, kind: type) -> T: ...
-    def __get__(self, owner: Any, kind: type) -> "Option[T] | T":
-        if owner is None:
-            return self
-        value: T = getattr(owner.options, self._name)
-        return value
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else getattr(owner.options, self._name)
 
-    def __set__(self, owner: Any, value: T) -> None:
+    def __set__(self, owner: Any, value: Any) -> None:
         if "options" not in vars(owner):
             raise AttributeError(
                 f"{self._name}: call super().__init__() before you set an option of the data module"
             )
         owner.options = replace(owner.options, **{self._name: value})
+
+
+class OptionAttributes:
+    """The fields of `DataOptions` as attributes of a data module."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+#: The names of all options.
+OPTIONS = tuple(each.name for each in fields(DataOptions))
+for _name in OPTIONS:
+    setattr(OptionAttributes, _name, Option(_name))

@@ -70,8 +70,8 @@ class Resume:
         if self.loader.subset != subset:
             raise ValueError(
                 f"the checkpoint was trained on {_subset_text(self.loader.subset)}, and this data"
-                f" module trains on {_subset_text(subset)}: resume with the member, num_folds,"
-                " num_parts and subset of the checkpoint"
+                f" module trains on {_subset_text(subset)}: resume with the member and the"
+                " subset of the checkpoint"
             )
 
     def apply(self, loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
@@ -104,5 +104,5 @@ def _subset_text(saved: Mapping[str, Any] | None) -> str:
         subset = StridedRows(**saved)
     except (TypeError, ValueError):
         return f"rows={dict(saved)!r}, which names no fold and no part"
-    option = "num_folds" if subset.excluded else "num_parts"
-    return f"{option}={subset.count}, member={subset.index}"
+    kind = f"KFold({subset.count}, shuffle=False)" if subset.excluded else f"Parts({subset.count})"
+    return f"subset={kind}, member={subset.index}"

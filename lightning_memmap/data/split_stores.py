@@ -316,9 +316,6 @@ class SplitStores:
     @property
     def _selecting(self) -> str:
         """The argument that selects rows, as it was given, for messages."""
-        for name in ("num_folds", "num_parts"):
-            if (count := getattr(self.options, name)) is not None:
-                return f"{name}={count}"
         return f"subset={self.options.subset!r}"
 
     def _index(self, selection: Selection) -> int:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.sampling import KFold
 from tests.models import Points
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
-    """A data module of two folds, or one with a validation set where ``num_folds`` is None.
+    """A data module of two folds, or one with a validation set where ``subset`` is None.
 
     Args:
         path: Where its stores are.
@@ -20,8 +21,8 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
         "predict_dataset": Points(25, 200),
         "store_dir": path / "stores",
         "batch_size": 5,
-        "num_folds": 2,
+        "subset": KFold(2, shuffle=False),
     }
-    if options.get("num_folds", 2) is None:
+    if options.get("subset", 2) is None:
         defaults["val_dataset"] = Points(10, 300)
     return MemmapDataModule(**{**defaults, **options})

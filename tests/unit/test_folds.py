@@ -11,7 +11,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
-from lightning_memmap.sampling import Pool, RowSubset, SequentialSampler, StridedRows
+from lightning_memmap.sampling import KFold, Parts, Pool, RowSubset, SequentialSampler, StridedRows
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, rows_in
@@ -77,7 +77,7 @@ def set_up(data: MemmapDataModule) -> MemmapDataModule:
 def test_folds_share_one_store_and_hold_each_row_out_once(tmp_path: Path) -> None:
     held_out = []
     for fold in range(5):
-        data = set_up(make_data(tmp_path, num_folds=5, member=fold))
+        data = set_up(make_data(tmp_path, subset=KFold(5, shuffle=False), member=fold))
         trained, validated = rows_in(data.train_dataloader()), rows_in(data.val_dataloader())
         assert sorted(trained + validated) == list(range(ROWS))
         assert validated == list(range(fold, ROWS, 5))
@@ -90,7 +90,9 @@ def test_folds_share_one_store_and_hold_each_row_out_once(tmp_path: Path) -> Non
 def test_parts_divide_the_training_rows_and_share_the_others(tmp_path: Path) -> None:
     trained = []
     for part in range(3):
-        data = set_up(make_data(tmp_path, val_dataset=Points(20, 500), num_parts=3, member=part))
+        data = set_up(
+            make_data(tmp_path, val_dataset=Points(20, 500), subset=Parts(3), member=part)
+        )
         assert rows_in(data.val_dataloader()) == list(range(500, 520))
         trained += (mine := rows_in(data.train_dataloader()))
         assert {row % 3 for row in mine} == {part}
@@ -100,9 +102,11 @@ def test_parts_divide_the_training_rows_and_share_the_others(tmp_path: Path) -> 
 def test_fold_trains_under_any_strategy(tmp_path: Path) -> None:
     module = Regression()
     trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
-    trainer.fit(module, make_data(tmp_path, num_folds=4, member=2, batch_size=5))
+    trainer.fit(module, make_data(tmp_path, subset=KFold(4, shuffle=False), member=2, batch_size=5))
     assert sorted(joined(module.seen["train"])) == [row for row in range(ROWS) if row % 4 != 2]
-    trainer.validate(module, make_data(tmp_path, num_folds=4, member=2), verbose=False)
+    trainer.validate(
+        module, make_data(tmp_path, subset=KFold(4, shuffle=False), member=2), verbose=False
+    )
     assert joined(module.seen["val"][-1:]) == list(range(2, ROWS, 4))
 
 
@@ -121,12 +125,9 @@ def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_folds": 1}, "num_folds=1: at least 2"),
-        ({"num_parts": 0}, "num_parts=0: at least 1"),
-        ({"num_folds": 2, "num_parts": 2}, "leave one of them out"),
-        ({"num_folds": 2, "val_dataset": Points(5)}, "num_folds=2 with a val_dataset"),
+        ({"subset": KFold(2), "val_dataset": Points(5)}, "seed=0) with a val_dataset"),
         ({"member": -1}, "member=-1: members are counted from 0"),
-        ({"member": 1}, "member=1: it chooses nothing without num_folds, num_parts, a subset"),
+        ({"member": 1}, "member=1: it chooses nothing without a subset of folds or parts"),
     ],
 )
 def test_folds_that_cannot_be_are_refused(
@@ -139,8 +140,11 @@ def test_folds_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_folds": 2}, "num_folds=2: which member is it? Train with strategy="),
-        ({"num_parts": 2, "member": 2}, "member=2 with num_parts=2: choose 0 to 1"),
+        ({"subset": KFold(2)}, "seed=0): which member is it? Train with strategy="),
+        (
+            {"subset": Parts(2), "member": 2},
+            "member=2 with subset=Parts(num_parts=2): choose 0 to 1",
+        ),
     ],
 )
 def test_fold_that_is_not_known_is_refused(
@@ -160,8 +164,8 @@ def test_members_that_are_no_multiple_of_the_folds_are_refused(
 ) -> None:
     monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", "0")
     trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=3)
-    with pytest.raises(ValueError, match="num_folds=2 with 3 members: some would be trained less"):
-        trainer.fit(Regression(), make_data(tmp_path, num_folds=2))
+    with pytest.raises(ValueError, match=r"KFold\(.*\) with 3 members: some would be trained less"):
+        trainer.fit(Regression(), make_data(tmp_path, subset=KFold(2, shuffle=False)))
 
 
 def test_members_may_be_a_multiple_of_the_folds(
@@ -170,6 +174,6 @@ def test_members_may_be_a_multiple_of_the_folds(
     monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", "3")
     module = Regression()
     trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=4)
-    trainer.fit(module, make_data(tmp_path, num_folds=2))
+    trainer.fit(module, make_data(tmp_path, subset=KFold(2, shuffle=False)))
     assert sorted(joined(module.seen["train"])) == list(range(0, ROWS, 2))
     assert torch.isfinite(trainer.callback_metrics["val_loss"])

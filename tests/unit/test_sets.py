@@ -295,8 +295,8 @@ def test_option_for_several_datasets_at_once_is_refused(
 
 def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: Path) -> None:
     data = set_up(make_data(tmp_path, val_dataset=CLEAN))
-    with pytest.raises(ValueError, match=r"num_folds=3 with a val_dataset"):
-        data.with_options(num_folds=3, member=0).setup("fit")
+    with pytest.raises(ValueError, match=r"subset=KFold\(.*\) with a val_dataset"):
+        data.with_options(subset=KFold(3), member=0).setup("fit")
 
 
 def test_store_commands_describe_all_of_them(
@@ -427,18 +427,6 @@ def test_folds_hold_out_what_the_member_says(tmp_path: Path) -> None:
         labelled(tmp_path, subset=KFold(4))
 
 
-def test_num_folds_and_num_parts_are_selections(tmp_path: Path) -> None:
-    for one, other in (
-        ({"num_folds": 3}, {"subset": KFold(3, shuffle=False)}),
-        ({"num_parts": 3}, {"subset": Parts(3)}),
-    ):
-        found = [
-            rows_in(labelled(tmp_path, member=1, **options).train_dataloader())
-            for options in (one, other)
-        ]
-        assert found[0] == found[1]
-
-
 def test_subsets_are_by_split(tmp_path: Path) -> None:
     data = labelled(
         tmp_path,
@@ -517,7 +505,6 @@ def test_checkpoint_of_another_subset_is_refused(tmp_path: Path) -> None:
         ({"subset": [1, 2]}, r"subset=\[1, 2\]: give Subset"),
         ({"subset": {"train": [1]}}, r"subset\['train'\]=\[1\]: give a Subset"),
         ({"subset": {"trian": Subset([1])}}, "subset for 'trian': there is no such split"),
-        ({"subset": Subset([1]), "num_folds": 2}, "leave one of them out"),
         ({"subset": KFold(2), "val_dataset": CLEAN}, r"subset=KFold\(.*\) with a val_dataset"),
     ],
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
+from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from tests.models import Points, Regression, make_trainer, weights
 
@@ -40,7 +41,7 @@ def make_data(out: Path, folds: int, member: int | None = None) -> MemmapDataMod
         test_dataset=Points(TEST_ROWS, 200),
         store_dir=out / "stores",
         batch_size=5,
-        num_folds=folds,
+        subset=None if folds is None else KFold(folds, shuffle=False),
         member=member,
     )
 

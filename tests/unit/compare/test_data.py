@@ -13,7 +13,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.loaders import batch_size_of, normalized_datamodule, prepare_store
 from lightning_memmap.compare.rows import PlainCollate, PlainRows, hash_batch
 from lightning_memmap.compare.variants import parse_variants
-from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
+from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.strategies import STRATEGIES
 from tests.models import Points, Regression
@@ -68,7 +68,7 @@ def test_variants_have_the_rows_of_a_fold_of_a_member(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "store_dir": tmp_path / "site{member}",
         "batch_size": BATCH_SIZE,
-        "num_folds": 4,
+        "subset": KFold(4, shuffle=False),
         "member": 1,
     }
     found, expected = prepare_store(
