@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
+    Holdout,
     KFold,
     Parts,
     RandomSplit,
