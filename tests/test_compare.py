@@ -112,7 +112,10 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     assert "Parity holds: 2 variants" in page
 
 
-def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     dataset = {"class_path": "tests.test_compare.NotInWorkers", "init_args": {"num_rows": 60}}
     config = write_config(tmp_path, dataset)
     process, program = start(
@@ -124,7 +127,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(tmp_path
     while not progress.exists() and process.poll() is None and monotonic() < deadline:
         sleep(0.1)
     children = program.children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    program.send_signal(number)
     printed, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, printed
     assert children

@@ -1,8 +1,12 @@
 """``lightning-memmap compare``."""
 
 import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 
 from rich.console import Console
 
@@ -63,7 +67,8 @@ def compare(args: list[str]) -> int:
             return 4 if regression.is_slower else 0
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
-        report = Comparison(options, console, command).run()
+        with _ended_like_an_interrupt():
+            report = Comparison(options, console, command).run()
         out = Path(options.out)
         # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")
@@ -77,6 +82,19 @@ def compare(args: list[str]) -> int:
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
     _write_html(report, out / "report.html", console)
     return report.exit_code
+
+
+@contextmanager
+def _ended_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_report(report: Report, console: Console) -> None:

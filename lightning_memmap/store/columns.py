@@ -438,6 +438,8 @@ class RaggedColumn(Column):
             if first < end:
                 file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
                 values = read_exactly(file.fileno(), first * size, (end - first) * size)
+        if not len(values):
+            return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
         return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
 
     @override
