@@ -10,6 +10,7 @@ import torch
 
 from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
 from lightning_memmap.loading.resident import copied_rows, mapped_rows
+from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.stream_layout import StreamLayout
@@ -33,7 +34,6 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.row_file import open_row_files
 
 #: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4

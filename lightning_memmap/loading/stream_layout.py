@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.row_file import RowFile, aligned_memory
 from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.variable_rows import VariableRows, largest
@@ -34,13 +35,13 @@ from lightning_memmap.loading.window_sizes import (
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows, Located
-from lightning_memmap.store.row_file import RowFile, aligned_memory
 from lightning_memmap.store.series import windows_over
 
 #: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
 MAX_RUNS = 6
-#: The largest share of the memory that may stay free so that a disk can write to it directly.
-_MAX_FREE = 1 / 64
+#: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
+#: a share of the memory.
+_MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
 
 
 class Runs(NamedTuple):
@@ -80,10 +81,12 @@ class ItemSpace:
         self, name: str, files: Sequence[RowFile | None], max_items: int, max_runs: int
     ) -> None:
         self._name, self._files, self._max_runs = name, files, max_runs
-        limit = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
-        blocks = [block_rows(file) for file in files if file is not None]
+        opened = [file for file in files if file is not None]
+        limit = _MAX_FREE_BYTES // max(1, sum(file.row_bytes for file in opened))
+        of_share = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
+        blocks = [block_rows(file) for file in opened]
         #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
-        self._unit = max((each for each in blocks if each <= max(1, limit)), default=1)
+        self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
         #: Items that there is room for.
         self.num_items = max_items + 2 * (self._unit - 1) * max_runs
 

@@ -27,7 +27,7 @@ from lightning_memmap.schema import (
     Rows,
     Schema,
 )
-from lightning_memmap.schema.nesting import Build, Leaves
+from lightning_memmap.schema.build import Build, Leaves
 
 
 class Padded(NamedTuple):

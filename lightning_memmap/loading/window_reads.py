@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.store.segments import copy_segments
 
 #: Bytes of one read: enough for the full rate of a disk, and few compared with any window.

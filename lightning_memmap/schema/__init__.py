@@ -9,6 +9,7 @@ length. What is None in some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
+from lightning_memmap.schema.build import Masked, Nesting
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.forms import (
     Decode,
@@ -22,10 +23,9 @@ from lightning_memmap.schema.forms import (
     read_forms,
 )
 from lightning_memmap.schema.leaves import RowList
-from lightning_memmap.schema.nesting import Masked, Nesting
 from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.spec import read_schema
 from lightning_memmap.schema.structure import Node
-from lightning_memmap.schema.unchecked import read_schema
 
 __all__ = [
     "DTYPES",

@@ -1,16 +1,18 @@
 """Fields: the name, dtype and shape of each leaf of a sample."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from reprlib import repr as short_repr
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import StoreError
-from lightning_memmap.schema.texts import split_texts
+from lightning_memmap.errors import SchemaError, StoreError
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a
 #: round trip through tensordict's memory-mapped files.
@@ -31,6 +33,12 @@ PLAIN_KINDS = ("tensor", "array", "number", "mask")
 #: Units of times, as numpy names them.
 TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
 TIME_KINDS = ("datetime", "timedelta")
+#: The longest name of a field: what file systems allow, less the longest suffix of its files.
+MAX_NAME_LENGTH = 255 - len(".memmap")
+#: Several texts of one row are kept as one string of bytes: their number, the length of each in
+#: bytes, as uint32 in little-endian order, and then one after the other. No texts have no bytes.
+_LENGTH = np.dtype("<u4")
+_MAX_BYTES = np.iinfo(_LENGTH).max
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -236,3 +244,111 @@ class Field:
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
+
+
+def field_name(path: Iterable[str | int]) -> str:
+    """Return the name of the field at a path of keys, which is safe as the name of a file.
+
+    Args:
+        path: Keys, names and positions from the outermost container to the leaf. It is empty for a
+            sample that is a leaf itself.
+
+    Returns:
+        The parts in percent-encoding with ``~`` in place of ``%``, joined by dots; ``value`` for an
+        empty path.
+    """
+    return ".".join(map(_encode, path)) or "value"
+
+
+def _encode(key: str | int) -> str:
+    # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
+    # encodes a "%" once more. A dot separates levels.
+    encoded = quote(str(key), safe="", errors="surrogatepass")
+    return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
+
+
+def check_name_length(name: str) -> None:
+    """Check that a field's name fits into a file name.
+
+    Args:
+        name: The name, as `field_name` makes it.
+
+    Raises:
+        SchemaError: It has more than `MAX_NAME_LENGTH` characters.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise SchemaError(
+            f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} characters"
+            " that fit into a file name: use shorter keys in the dataset"
+        )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that each field's name leads to a file of its own.
+
+    Args:
+        names: The names of all fields of a schema.
+
+    Raises:
+        SchemaError: A name is too long, or two names differ at most in upper and lower case.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        check_name_length(name)
+        # Compared without case, for file systems that do the same.
+        folded = name.casefold()
+        if folded in seen:
+            raise SchemaError(
+                f"the fields {seen[folded]!r} and {name!r} would share one file name: rename one"
+                " of them in the dataset"
+            )
+        seen[folded] = name
+
+
+def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the bytes of texts.
+
+    Args:
+        texts: uint8 of shape (bytes,), one for each text.
+
+    Returns:
+        What `split_texts` takes, uint8 of shape (bytes,).
+
+    Raises:
+        ValueError: A text has 2**32 bytes or more.
+    """
+    if not texts:
+        return np.empty(0, np.uint8)
+    numbers = [len(texts), *map(len, texts)]
+    if max(numbers) > _MAX_BYTES:
+        raise ValueError(
+            f"a text of {max(numbers)} bytes is too long for a list: at most 2**32 - 1"
+        )
+    return np.concatenate([np.array(numbers, _LENGTH).view(np.uint8), *texts])
+
+
+def split_texts(data: bytes) -> list[bytes]:
+    """Divide what `join_texts` has joined.
+
+    Args:
+        data: The bytes, which have not been checked.
+
+    Returns:
+        The bytes of each text.
+
+    Raises:
+        ValueError: They are no texts that were joined.
+    """
+    if not data:
+        return []
+    size = _LENGTH.itemsize
+    count = int(np.frombuffer(data, _LENGTH, 1)[0]) if len(data) >= size else 0
+    first = (1 + count) * size
+    if not count or first > len(data):
+        raise ValueError("they end before their lengths do")
+    lengths = np.frombuffer(data, _LENGTH, count, offset=size)
+    ends = first + np.cumsum(lengths, dtype=np.int64)
+    if ends[-1] != len(data):
+        raise ValueError("their lengths do not add up")
+    starts = [first, *ends[:-1].tolist()]
+    return [data[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]

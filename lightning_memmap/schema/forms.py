@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
-from lightning_memmap.schema.fields import Field, dtype_name
-from lightning_memmap.schema.narrowing import check_store_dtypes
+from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
 
 
 class FetchedRows(Protocol):
@@ -395,3 +394,27 @@ class FieldOptions:
     def names(self) -> set[str]:
         """The fields and lists that are named."""
         return {*self.forms, *self.dtypes}
+
+
+def check_store_dtypes(given: Any) -> dict[str, torch.dtype]:
+    """Check the dtypes in which a user wants fields to be kept.
+
+    Args:
+        given: Names of dtypes, or dtypes, by name of the field; None for none.
+
+    Returns:
+        The dtypes by name of the field.
+
+    Raises:
+        TypeError: It is not a mapping.
+        ValueError: A store has no such dtype.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"store_dtypes={given!r}: give a dict such as {{'image': 'uint8'}}")
+    dtypes = {}
+    for name, dtype in (given or {}).items():
+        key = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+        if not isinstance(key, str) or key not in DTYPES:
+            raise ValueError(f"store_dtypes[{name!r}]={dtype!r}: choose one of {', '.join(DTYPES)}")
+        dtypes[name] = DTYPES[key]
+    return dtypes

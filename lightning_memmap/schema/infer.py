@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import Field, dtype_name
+from lightning_memmap.schema.fields import Field, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.leaves import describe_leaf, describe_rows, is_missing
-from lightning_memmap.schema.names import field_name
-from lightning_memmap.schema.numbers import MIN_NUMBERS, number_dtype, stack_numbers
+from lightning_memmap.schema.leaves import (
+    MIN_NUMBERS,
+    describe_leaf,
+    describe_rows,
+    is_missing,
+    number_dtype,
+    stack_numbers,
+)
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
     LEAF,

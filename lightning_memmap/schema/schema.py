@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.building import builder
-from lightning_memmap.schema.fields import PLAIN_KINDS, Field, dtype_name
+from lightning_memmap.schema.build import BATCH, Nesting, builder
+from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import FieldOptions, Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
 from lightning_memmap.schema.leaves import (
@@ -22,8 +22,6 @@ from lightning_memmap.schema.leaves import (
     native_tensor,
     rows_apart,
 )
-from lightning_memmap.schema.names import check_names, field_name
-from lightning_memmap.schema.nesting import BATCH, Nesting
 from lightning_memmap.schema.structure import Node, Path, flatten
 
 _NO_OPTIONS = FieldOptions()
@@ -182,34 +180,19 @@ class Schema:
         return {name: each if len(each) > 1 else each["form"] for name, each in found.items()}
 
     def why_no_field(self, name: str) -> str:
-        """Say why no field has a name.
-
-        Returns:
-            Words for a message, with the names that there are. A list of a few numbers counts as
-            one, as it is where rows differ in length.
-        """
+        """Say why no field has a name, with the names that there are. A list of a few numbers
+        counts as one, as it is where rows differ in length."""
         names, lists = list[str](), set[Path]()
         fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
         for path, node in self.structure.walk():
             within = [fields.get((*path, key)) for key in node.keys]
-            if node.is_list and path and field_name(path) == name and len(node.keys) > 1:
-                differ = {field.kind for field in within if field} - set(PLAIN_KINDS)
-                if differ or None in within:
-                    return (
-                        f"{name!r} is a list of parts that differ in more than their values: give"
-                        " all of them the same fields"
-                    )
             if node.is_list and path and all(field and not field.shape for field in within):
-                if field_name(path) == name:
-                    dtypes = sorted({dtype_name(field.dtype) for field in within if field})
-                    found = " and ".join(dtypes) or "nothing"
-                    if len(dtypes) > 1:
-                        return f"{name!r} is a list of {found}: give all numbers one dtype"
-                    return f"{name!r} is a list of {found}, whose length is the same in all rows"
                 lists.add(path)
                 names.append(field_name(path))
             elif node.is_field and path[:-1] not in lists:
                 names.append(field_name(path))
+        if name in names:
+            return f"{name!r} is a list whose length is the same in all rows"
         return f"there is no field {name!r}, among {names}"
 
     @classmethod

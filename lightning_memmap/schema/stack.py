@@ -20,18 +20,20 @@ from torch import Tensor
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import Field
-from lightning_memmap.schema.leaves import EMPTY, is_missing, native_tensor, to_array
-from lightning_memmap.schema.narrowing import narrowed
-from lightning_memmap.schema.numbers import (
+from lightning_memmap.schema.fields import Field, join_texts
+from lightning_memmap.schema.leaves import (
+    EMPTY,
     FROM_NUMPY,
     FROM_PYTHON,
     MAX_NUMBERS,
     TO_NUMPY,
     array_dtype,
+    is_missing,
+    narrowed,
+    native_tensor,
+    to_array,
 )
 from lightning_memmap.schema.structure import Node
-from lightning_memmap.schema.texts import join_texts
 from lightning_memmap.schema.values import Values
 
 _NUMBERS = {kind: FROM_NUMPY[dtype] for kind, dtype in FROM_PYTHON.items()}

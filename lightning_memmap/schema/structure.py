@@ -11,9 +11,15 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.leaves import EMPTY, EMPTY_LIST, Records, RowList, is_missing
-from lightning_memmap.schema.names import check_name_length, field_name
-from lightning_memmap.schema.numbers import stack_numbers
+from lightning_memmap.schema.fields import check_name_length, field_name
+from lightning_memmap.schema.leaves import (
+    EMPTY,
+    EMPTY_LIST,
+    Records,
+    RowList,
+    is_missing,
+    stack_numbers,
+)
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.

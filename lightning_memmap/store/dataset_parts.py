@@ -4,7 +4,6 @@ import enum
 import inspect
 import json
 import os
-import re
 import sys
 import types
 from array import array
@@ -33,10 +32,8 @@ _MAX_DEPTH = 8
 _MAX_PARTS = 512
 _MAX_ITEMS = 2**20
 #: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
-_MAX_HASHED_BYTES = 2**30
+_MAX_HASHED_BYTES = 2**26
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
-#: A name that is no attribute.
-_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 #: Private attributes of other types, such as open files, may be made only when first needed.
 _SETTLED_TYPES = (
     str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
@@ -85,9 +82,8 @@ class _Reader:
         # Without its module, whose name depends on whether the file is run or imported.
         self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
         for base in kind.__mro__:
-            for used, source in _sources(base):
-                what = "class" if isinstance(used, type) else "function"
-                self._add(f"source of {what} {used.__qualname__}", _digest(source))
+            if (source := _source(base)) is not None:
+                self._add(f"source of class {base.__qualname__}", _digest(source))
         if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
             self._add("its items", self._encode(dataset))
         elif (file := _file_of(dataset)) is not None:
@@ -260,40 +256,15 @@ def _digest(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def _sources(kind: type) -> Iterator[tuple[type | types.FunctionType, str]]:
-    """A class, and the functions and classes of its file that it uses, with their source texts.
-
-    That is, those whose names are in its text, or in the text of another one of them.
-    """
-    waiting: list[type | types.FunctionType] = [kind]
-    names = vars(sys.modules.get(kind.__module__, object))
-    for used in waiting:  # It grows.
-        if (source := _source(used)) is None:
-            continue
-        yield used, source
-        for word in dict.fromkeys(_NAME.findall(source)):
-            found = inspect.getattr_static(names.get(word), "__wrapped__", names.get(word))
-            is_code = issubclass(type(found), (type, types.FunctionType))
-            if is_code and found.__module__ == kind.__module__ and found not in waiting:
-                waiting.append(found)
-
-
-def _source(kind: type | types.FunctionType) -> str | None:
+@lru_cache(maxsize=1024)
+def _source(kind: type) -> str | None:
+    """The source text of a class, kept: to find it parses the whole file."""
     if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
         return None
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    state = None if file is None else _file_state(file)
     try:
-        return inspect.getsource(kind) if state is None else _source_in(kind, state)
+        return inspect.getsource(kind)
     except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
         return None
-
-
-@lru_cache(maxsize=1024)
-def _source_in(kind: type | types.FunctionType, state: str) -> str:
-    """A source text, kept while its file is in this state: to find a class parses the whole file,
-    and the classes of a large library are many."""
-    return inspect.getsource(kind)
 
 
 def _file_of(value: Any) -> list[Any] | None:

@@ -11,12 +11,12 @@ from lightning_memmap.store.dataset_parts import MAX_TEXT_LENGTH, parts_of
 class Fingerprint:
     """The identity of a dataset, in named parts, so that a difference can be named.
 
-    The parts are the class, the length, the source text of the class and of what it uses of its
-    file, and the attributes: values and containers of values by their content, functions by their
-    code and what they refer to, datasets and other objects by their own attributes. For an
-    attribute that is the path of a file, the file's size and time are a part as well. No part
-    covers the files in a directory, the content of files that are open or listed, the contents of
-    objects of compiled classes, nor functions of other files.
+    The parts are the class, the length, the source text of the class, and the attributes: values
+    and containers of values by their content, functions by their code and what they refer to,
+    datasets and other objects by their own attributes. For an attribute that is the path of a file,
+    the file's size and time are a part as well. A mismatch costs one comparison of rows, so that
+    this need not be finer: of arrays beyond 64 MiB it covers samples, and nothing of the files in a
+    directory, of open files, of objects of compiled classes, and of functions that are called.
 
     Args:
         parts: Text or digest by name of the part.

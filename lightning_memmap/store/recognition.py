@@ -137,13 +137,13 @@ def recognise(
             the dataset raised an error, or a worker process died.
         TypeError: The dataset has no length.
     """
-    # Before a row is read: a dataset may cache rows, which would change its identity.
-    fingerprint = Fingerprint.of(dataset, given)
-    if check_briefly(store, dataset, given, check=check, num_workers=num_workers):
-        return None
-    if check == "off":
-        return None
     stored = store.manifest.fingerprint
+    is_decided = given is not None and stored is not None and stored.given is not None
+    # Before a row is read: a dataset may cache rows, which would change its identity.
+    fingerprint = None if is_decided or check == "off" else Fingerprint.of(dataset, given)
+    check_briefly(store, dataset, given, check=check, num_workers=num_workers)
+    if fingerprint is None:
+        return None
     if stored is not None:
         changed = stored.difference(fingerprint)
         # It is recorded only if all rows are equal: those that the user's fingerprint stood for.

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.nesting import SAMPLE
+from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recognition import check_briefly

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node
-from lightning_memmap.schema.numbers import TO_NUMPY
+from lightning_memmap.schema.leaves import TO_NUMPY
 from lightning_memmap.schema.values import Values
 from lightning_memmap.store.sources.arrow import arrow_values
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Schema
-from lightning_memmap.schema.names import field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.stack import (
     join_values,
     stack_rows,

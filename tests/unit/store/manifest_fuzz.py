@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema.names import field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import open_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.unit.store.layout import files_of

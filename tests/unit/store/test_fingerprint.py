@@ -180,34 +180,6 @@ def test_fingerprint_of_a_changed_class_names_its_source(
     assert change(before(), __import__("again").Rows()) is None
 
 
-def test_fingerprint_covers_what_the_class_uses_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    text = (
-        "import functools\n\n"
-        "class Label:\n    def of(self, row):\n        return row * 1\n\n"
-        "def convert(row):\n    return Label().of(row) * 2\n\n"
-        "@functools.cache\ndef read(row):\n    return convert(row) * 3\n\n"
-        "def train():\n    return 4\n\n"
-        "class Rows:\n"
-        "    def __len__(self):\n        return 3\n\n"
-        "    def __getitem__(self, row):\n        return read(row) + self.train\n"
-    )
-    (tmp_path / "original.py").write_text(text)
-    original = __import__("original").Rows()
-    for name, old, new, expected in (
-        ("label", "row * 1", "row * 5", "source of class Label changed"),
-        ("convert", "* 2", "* 5", "source of function convert changed"),
-        ("read", "* 3", "* 5", "source of function read changed"),
-        # An attribute of this name is something else.
-        ("train", "4", "5", None),
-    ):
-        assert text.count(old) == 1
-        (tmp_path / f"other_{name}.py").write_text(text.replace(old, new))
-        assert change(original, __import__(f"other_{name}").Rows()) == expected
-
-
 def test_fingerprint_of_a_file_that_was_written_again_names_it(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
     path.write_text("1,2,3")

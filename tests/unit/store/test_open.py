@@ -11,7 +11,7 @@ import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Pool, StridedRows
-from lightning_memmap.schema.names import field_name
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered, holds

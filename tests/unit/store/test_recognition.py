@@ -443,6 +443,20 @@ def test_death_of_a_worker_is_told_also_where_it_made_something_else_fail() -> N
         run_tasks(abs, [3], 0, {}.__getitem__)
 
 
+def test_attributes_are_not_read_where_the_fingerprint_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(OLD, tmp_path, fingerprint="version 1")
+
+    def fail(dataset: Any) -> Any:
+        raise AssertionError("the attributes were read")
+
+    monkeypatch.setattr("lightning_memmap.store.fingerprint.parts_of", fail)
+    build(OLD, tmp_path, fingerprint="version 1")
+    with pytest.raises(DatasetError, match="version 2"):
+        build(OLD, tmp_path, fingerprint="version 2")
+
+
 def test_rows_whose_bytes_are_divided_otherwise_are_told_apart(tmp_path: Path) -> None:
     def boxes(*shape: int) -> Any:
         return {"box": torch.arange(6).view(*shape)}

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, Subset
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.schema import read_schema
-from lightning_memmap.schema.texts import join_texts, split_texts
+from lightning_memmap.schema.fields import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
     append_store,

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.schema.fields import DTYPES, Field
-from lightning_memmap.schema.narrowing import narrowed
+from lightning_memmap.schema.leaves import narrowed
 from lightning_memmap.store.directory import is_store
 from tests.datasets import Wrapped
 from tests.unit.store.layout import files_of

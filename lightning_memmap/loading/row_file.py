@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
+from lightning_memmap.store.files import replaced
 from lightning_memmap.store.store import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
@@ -50,6 +51,8 @@ class RowFile:
         self.block_bytes = 1
         try:
             self._descriptor = self._open(getattr(os, "O_DIRECT", 0))
+        except FileNotFoundError as error:
+            raise replaced(path) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
