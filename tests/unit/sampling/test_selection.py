@@ -114,7 +114,7 @@ def test_groups_that_cannot_be_divided_are_refused() -> None:
         Holdout(field="label", values=[2]),
         Holdout(field="label", where=lambda label: label == 2),
     ],
-    ids=repr,
+    ids=["numbers", "mask", "values", "where"],
 )
 def test_rows_that_are_named_are_validated_on_and_no_others(holdout: Holdout) -> None:
     table = Table(10, label=np.arange(10) % 5)
