@@ -226,10 +226,10 @@ class FixedColumn(Column):
     @override
     def read(self, directory: Path, row: int) -> Tensor:
         location, size = int(self.shards.locate(np.array(row))), self.field.row_bytes
-        data = np.empty(0, np.uint8)
-        if size:
-            with open(directory / self.rows_name, "rb", buffering=0) as file:
-                data = read_exactly(file.fileno(), location * size, size)
+        if not size:
+            return torch.empty(self.field.item_shape, dtype=self.field.dtype, device="cpu")
+        with open(directory / self.rows_name, "rb", buffering=0) as file:
+            data = read_exactly(file.fileno(), location * size, size)
         return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
 
     @override
@@ -434,12 +434,10 @@ class RaggedColumn(Column):
             is_within = 0 <= first <= end <= sum(self.shard_items)
             if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
                 raise _damaged(field)
-            values = np.empty(0, np.uint8)
-            if first < end:
-                file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
-                values = read_exactly(file.fileno(), first * size, (end - first) * size)
-        if not len(values):
-            return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
+            if first == end:
+                return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
+            file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
+            values = read_exactly(file.fileno(), first * size, (end - first) * size)
         return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
 
     @override
