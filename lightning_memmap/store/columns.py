@@ -230,7 +230,7 @@ class FixedColumn(Column):
         if size:
             with open(directory / self.rows_name, "rb", buffering=0) as file:
                 data = read_exactly(file.fileno(), location * size, size)
-        return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
+        return _as_rows(data, self.field).view(self.field.item_shape)
 
     @override
     def open(self, directory: Path) -> OpenColumn:
@@ -438,7 +438,7 @@ class RaggedColumn(Column):
             if first < end:
                 file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
                 values = read_exactly(file.fileno(), first * size, (end - first) * size)
-        return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
+        return _as_rows(values, field).view(*shape, *field.item_shape)
 
     @override
     def open(self, directory: Path) -> "ItemRows":
@@ -764,6 +764,14 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
                 f" values, and a size of more than {_MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
+
+
+def _as_rows(data: NDArray[np.uint8], field: Field) -> Tensor:
+    """Bytes of a file as values of a field."""
+    # Of no bytes, torch would make no view.
+    return (
+        torch.from_numpy(data).view(field.dtype) if len(data) else torch.empty(0, dtype=field.dtype)
+    )
 
 
 def _damaged(field: Field) -> StoreError:
