@@ -91,7 +91,9 @@ def print_table(table: Table, console: Console) -> None:
         # The name of a variant is never broken.
         is_left = index == 0 or column.is_text
         rich.add_column(
-            column.label if column.is_text else fill(column.label, 9, break_long_words=False),
+            column.label
+            if column.is_text
+            else fill(column.label, 9, break_long_words=False, break_on_hyphens=False),
             justify="left" if is_left else "right",
             no_wrap=not column.is_text,
             overflow="fold" if is_left else "ellipsis",

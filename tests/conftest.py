@@ -250,7 +250,7 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of each read of rows from a disk."""
-    from lightning_memmap.store.row_file import RowFile
+    from lightning_memmap.loading.row_file import RowFile
 
     found: list[int] = []
     read_bytes = RowFile.read_bytes

@@ -20,6 +20,7 @@ from lightning_memmap.loading import (
     stream_layout,
     window_reads,
 )
+from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.placement import (
     DataTopology,
     Residency,
@@ -39,7 +40,6 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store
-from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 

@@ -63,6 +63,7 @@ NAMES = {
         "ChosenRows",
         "Curriculum",
         "Fields",
+        "Holdout",
         "Integers",
         "JoinedRows",
         "KFold",

@@ -135,8 +135,8 @@ class DataOptions:
                     raise TypeError(f"subset[{split!r}]={subset!r}: give a Subset")
         elif not isinstance(self.subset, (Selection, type(None))):
             raise TypeError(
-                f"subset={self.subset!r}: give Subset(...), RandomSplit(...), KFold(...) or"
-                " Parts(...), or Subsets by split"
+                f"subset={self.subset!r}: give Subset(...), RandomSplit(...), Holdout(...),"
+                " KFold(...) or Parts(...), or Subsets by split"
             )
         selection = self.selection("train")
         if (

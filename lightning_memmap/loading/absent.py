@@ -44,14 +44,5 @@ class AbsentRows(Tensor):
 
 
 def absent_rows(num_rows: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Stand-ins for rows of a field.
-
-    Args:
-        num_rows: Rows.
-        shape: Shape of one row.
-        dtype: Their dtype.
-
-    Returns:
-        Of shape (num_rows, *shape), on the meta device.
-    """
+    """Stand-ins for rows of a field."""
     return torch.empty((num_rows, *shape), dtype=dtype, device="meta").as_subclass(AbsentRows)

@@ -34,13 +34,6 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
     """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory.
 
     numpy has no bfloat16 and no float8, and copies rows of raw bytes as fast as any.
-
-    Args:
-        tensor: Of shape (B, *field shape), of any dtype.
-
-    Returns:
-        Array of shape (B,), of a void dtype as wide as a row. Where rows have no bytes, it shares
-        nothing.
     """
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
@@ -63,14 +56,7 @@ class Buffers:
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> "Buffers":
-        """Wrap the memory of tensors.
-
-        Args:
-            tensors: One per field, of shape (B, *field shape), contiguous, all on one device.
-
-        Returns:
-            Buffers that share this memory. ``rows`` is empty where the device is not a CPU.
-        """
+        """Wrap the memory of tensors."""
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
 
@@ -81,16 +67,7 @@ class Buffers:
 
     @classmethod
     def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
-        """New buffers on the CPU, with undefined content.
-
-        Args:
-            fields: The shape of one row and the dtype of each field.
-            num_rows: Rows of each tensor.
-            pin_memory: Whether they are in page-locked memory.
-
-        Returns:
-            One tensor of shape (num_rows, *field shape) per field.
-        """
+        """New buffers on the CPU, with undefined content."""
         made = partial(torch.empty, pin_memory=True) if pin_memory else _empty
         return cls.of([made((num_rows, *shape), dtype=dtype) for shape, dtype in fields])
 
@@ -110,16 +87,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
-    """Copy rows, one per location, in order.
-
-    Args:
-        source: Memory of rows on a CPU.
-        locations: Which rows, int64 of shape (B,), on the CPU.
-        out: Memory for ``B`` rows, on the CPU, with the same fields.
-
-    Raises:
-        IndexError: A location is outside the source.
-    """
+    """Copy rows, one per location, in order."""
     if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_COPY_BYTES:
         for tensor, target in zip(source.tensors, out.tensors, strict=True):
             torch.index_select(tensor, 0, locations, out=target)
@@ -136,16 +104,7 @@ def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
 
 
 def copy_windows(windows: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Copy windows over steps, one per start, in order.
-
-    Args:
-        windows: A view of all of them on a CPU, of shape (starts, length, *step shape).
-        starts: Which windows, int64 of shape (B,), on the CPU.
-        out: Of shape (B, length, *step shape), contiguous.
-
-    Raises:
-        IndexError: A start is outside the windows.
-    """
+    """Copy windows over steps, one per start, in order."""
     # numpy, which is faster where rows lie apart, would copy all windows that overlap first.
     torch.index_select(windows.flatten(1), 0, starts, out=out.flatten(1))
 
@@ -171,13 +130,6 @@ class BufferPool:
         """Buffers that nobody else holds, with undefined content.
 
         They stay the caller's until the last tensor that shares their memory is gone.
-
-        Args:
-            num_rows: Rows of the buffers that are returned, at most those of the pool's.
-
-        Returns:
-            One tensor of shape (num_rows, *field shape) per field, on the CPU: a view of a set of
-            the pool.
         """
         for slot in self._slots:
             if self._is_idle(slot):
@@ -210,14 +162,7 @@ class GrowingPool:
         self._capacity = 0
 
     def get(self, num_bytes: int) -> Tensor:
-        """Memory that nobody else holds.
-
-        Args:
-            num_bytes: Its size.
-
-        Returns:
-            uint8 of shape (num_bytes,), with undefined content.
-        """
+        """Memory that nobody else holds."""
         if self._pool is None or num_bytes > self._capacity:
             self._capacity = int(num_bytes * _SLACK)
             self._pool = BufferPool([((), torch.uint8)], self._capacity)

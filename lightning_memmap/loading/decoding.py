@@ -58,25 +58,11 @@ class ImageDecoder:
     def decode(
         self, data: NDArray[np.uint8], out: NDArray[np.uint8], place: NDArray[np.float32]
     ) -> None:
-        """Decode the bytes of a file.
-
-        Args:
-            data: The bytes.
-            out: Where the pixels go, uint8 of ``shape``.
-            place: Where their scale and offset go; see `Scaled`.
-
-        Raises:
-            ImageError: It cannot be decoded, or has another size.
-        """
+        """Decode the bytes of a file."""
         out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, place)
 
     def decoded(self, rows: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
-        """Decode images one by one: their pixels, and their places.
-
-        Raises:
-            DatasetError: One of them cannot be decoded, or has another size. The message counts the
-                rows that are given.
-        """
+        """Decode images one by one: their pixels, and their places."""
         out = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
         places = torch.empty((len(rows), 3))
         targets = zip(rows, out.numpy(), places.numpy(), strict=True)
@@ -129,15 +115,6 @@ class Images:
         """The same steps with images instead of their bytes, and their places behind the fields.
 
         Those of the next step are decoded meanwhile.
-
-        Args:
-            steps: Steps as they are fetched.
-            sampler: Their order.
-            epoch: The epoch that they are of.
-
-        Raises:
-            DatasetError: An image cannot be decoded, or has another size. The message names its
-                row.
         """
         with closing(_Stage(self, sampler, epoch)) as stage:
             self._stages.add(stage)
@@ -159,13 +136,7 @@ class Images:
         self._pools.clear()
 
     def memory(self, num_rows: int, num_lists: int, device: torch.device) -> list[Tensor]:
-        """Memory for the images and the places of each field, which nobody else holds.
-
-        Args:
-            num_rows: Rows of each tensor.
-            num_lists: In how many lists of rows a step comes.
-            device: Where it is copied to.
-        """
+        """Memory for the images and the places of each field, which nobody else holds."""
         fields: list[Any] = []
         for decoder in self.decoders.values():
             fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]

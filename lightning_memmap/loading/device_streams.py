@@ -14,14 +14,7 @@ from torch import Tensor
 
 
 def stream_module(device: torch.device) -> Any:
-    """The module of torch that makes the streams and events of a device.
-
-    Args:
-        device: The device.
-
-    Returns:
-        A module such as ``torch.cuda``, or ``torch.cpu`` where the device has no streams.
-    """
+    """The module of torch that makes the streams and events of a device."""
     try:
         module = torch.get_device_module(device)
     except RuntimeError:  # torch has no module of this type, as for "meta".
@@ -39,12 +32,6 @@ def has_streams(device: torch.device) -> bool:
     """Whether a device works asynchronously, in streams.
 
     Such a device also copies from page-locked memory by itself.
-
-    Args:
-        device: The device.
-
-    Returns:
-        True for CUDA and other accelerators, False for the CPU.
     """
     return stream_module(device) is not torch.cpu
 
@@ -54,9 +41,6 @@ def current(device: torch.device) -> Iterator[None]:
     """A context in which a device is the one that is meant where none is named.
 
     Its current stream there is the one that it has now.
-
-    Args:
-        device: The device; nothing changes for one without streams.
     """
     module = stream_module(device)
     with module.stream(module.current_stream(device)):
@@ -68,14 +52,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
     Rows in pageable host memory are copied to page-locked memory first: a copy from there is
     asynchronous. torch's host allocator does not use that memory again before the copy is done.
-
-    Args:
-        tensor: A tensor of any shape and dtype, on any device.
-        device: Where it goes.
-
-    Returns:
-        The tensor itself where it is on the device already, otherwise a copy, which is complete for
-        whatever the device's current stream does next.
     """
     if tensor.device == device:
         return tensor
@@ -116,33 +92,20 @@ class SideStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the side streams are the current ones.
-
-        Yields:
-            Nothing; inside, work goes to the side streams.
-        """
+        """A context in which the side streams are the current ones."""
         with ExitStack() as stack:
             for _, module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
 
     def mark(self) -> Any:
-        """An event for all work enqueued on the device's current stream so far.
-
-        Returns:
-            The event, of the device's stream module; another stream can wait for it.
-        """
+        """An event for all work enqueued on the device's current stream so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event
 
     def hand_over(self, event: Any, tensors: Sequence[Tensor]) -> None:
-        """Let the device's current stream use tensors that a side stream makes.
-
-        Args:
-            event: The event that the current stream waits for; see `mark`.
-            tensors: Their memory is not used again before the current stream is done with them.
-        """
+        """Let the device's current stream use tensors that a side stream makes."""
         stream = self._module.current_stream(self._device)
         event.wait(stream)
         if self._module is not torch.cpu:

@@ -57,21 +57,7 @@ class Fetcher:
             ]
 
     def fetch(self, sources: list[EpochRows], epoch: int, steps: Steps) -> Iterator[Fetched]:
-        """Fetch the rows of consecutive steps.
-
-        Args:
-            sources: From `epoch`.
-            epoch: The epoch that they are of.
-            steps: The steps, whose rows are located together.
-
-        Returns:
-            An iterator over the rows of the steps, each fetched when it is asked for.
-
-        Raises:
-            OSError: The disk cannot be read.
-            StoreError: A file is shorter than it was when the store was opened.
-            RuntimeError: The rows were freed.
-        """
+        """Fetch the rows of consecutive steps."""
         numbers = None
         if self._rows.are_numbered:
             numbers = torch.from_numpy(self._sampler.dataset_rows(epoch, steps.positions))
@@ -200,18 +186,7 @@ class Fetcher:
         *,
         usual_rows: int = 0,
     ) -> list[Leaf]:
-        """Fetch rows.
-
-        Args:
-            source: Where from.
-            locations: Which rows, int64 of shape (B,); see `EpochRows.fetch`.
-            devices: Where they go next.
-            usual_rows: Rows of most fetches. Smaller ones use the same memory.
-
-        Returns:
-            One leaf per field of the store. Those that this process does not hold are
-            `AbsentRows`.
-        """
+        """Fetch rows."""
         if source.device.type != "cpu":
             leaves = source.fetch(locations)
         elif any(device != source.device and has_streams(device) for device in devices):

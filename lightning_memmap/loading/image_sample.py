@@ -40,15 +40,7 @@ class ImageSample:
 
 
 def image_samples(store: Store) -> Iterator[ImageSample]:
-    """Decode some images of each field of a store that has encoded images.
-
-    Args:
-        store: The store.
-
-    Yields:
-        What is found. Fields whose first row is no image, and all where Pillow is not installed,
-        are left out.
-    """
+    """Decode some images of each field of a store that has encoded images."""
     columns = zip(store.manifest.columns, store.columns, strict=True)
     for column, rows in columns:
         given = np.flatnonzero(store.given(column.field.name))

@@ -18,17 +18,7 @@ _NOT_NESTED = (str, bytes, RowList)
 def named_leaves(
     batch: Any, name: str = "", whole: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Names and values of the leaves of a batch, in the order of `rebuilt`.
-
-    Args:
-        batch: Leaves in any nesting of mappings, sequences and dataclasses. Strings are leaves, and
-            so is a `RowList`.
-        name: What the names begin with.
-        whole: Types of containers that are leaves as well.
-
-    Returns:
-        An iterator over the name of each leaf, such as ``['target'].mask``, and its value.
-    """
+    """Names and values of the leaves of a batch, in the order of `rebuilt`."""
     if isinstance(batch, whole):
         yield name, batch
     elif isinstance(batch, Mapping):
@@ -48,13 +38,6 @@ def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
     """A batch with the containers of this one around other leaves.
 
     Frozen dataclasses are rebuilt too, which Lightning's ``apply_to_collection`` refuses.
-
-    Args:
-        batch: The batch whose containers are copied.
-        leaves: One for each leaf of the batch, in the order of `named_leaves`.
-
-    Returns:
-        The new batch.
     """
     if isinstance(batch, defaultdict):
         pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]

@@ -36,18 +36,6 @@ def prefetched(
 
     The program is never more than ``depth + 1`` steps ahead of the device: so at most
     ``2 * depth + 2`` batches are in the device's memory.
-
-    Args:
-        coming: The steps of an epoch.
-        devices: Where they are assembled, and then the data devices.
-        depth: Steps in flight beside the one that the consumer has, at least 1.
-        deliver: Called for each step when the consumer gets its batch.
-
-    Returns:
-        An iterator over the batches on the first device, in the order of the steps.
-
-    Raises:
-        Exception: An error in making a step, when that step is due.
     """
     device, *others = devices
     streams = SideStreams(device, others)

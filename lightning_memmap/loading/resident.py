@@ -93,29 +93,14 @@ class ResidentRows(RandomAccessRows):
 
 
 def mapped_rows(mapped: Sequence[OpenColumn], offsets: StoreOffsets) -> ResidentRows:
-    """The rows in the file mapping of a store. Nothing is read yet.
-
-    Args:
-        mapped: The open column of each field that this process needs.
-        offsets: Where the rows of the split lie in them.
-
-    Returns:
-        The rows of all shards, on the CPU.
-    """
+    """The rows in the file mapping of a store. Nothing is read yet."""
     columns = [mapped_tensor(column) for column in mapped]
     starts = offsets if offsets.starts is None else offsets.starts
     return ResidentRows(columns, torch.device("cpu"), starts)
 
 
 def mapped_tensor(column: OpenColumn) -> Tensor | ItemRows:
-    """The rows of an open column as sources have them.
-
-    Args:
-        column: The column.
-
-    Returns:
-        One mapped tensor of shape (rows, *field shape), or the rows that differ in length.
-    """
+    """The rows of an open column as sources have them."""
     return column if isinstance(column, ItemRows) else column.tensor.as_subclass(Tensor)
 
 
@@ -125,17 +110,7 @@ def copied_rows(
     shards: list[int],
     device: torch.device,
 ) -> ResidentRows:
-    """Rows of a store that are copied to a device, in long reads, each shard once.
-
-    Args:
-        mapped: The open column of each field that this process needs.
-        offsets: Where the rows of the split lie in them.
-        shards: The shards of the split to copy.
-        device: Where to.
-
-    Returns:
-        The rows of these shards, on ``device``. All copies are done.
-    """
+    """Rows of a store that are copied to a device, in long reads, each shard once."""
     rows = offsets.pool.sizes[shards]
     starts = np.full(offsets.pool.num_shards, -1, np.int64)
     starts[shards] = np.cumsum(rows) - rows
@@ -197,13 +172,7 @@ def _copied_items(
 
 
 def read_slice(source: Tensor, first: int, out: Tensor) -> None:
-    """Fill a tensor with consecutive rows.
-
-    Args:
-        source: The rows, on the CPU.
-        first: The first of them.
-        out: Where they go.
-    """
+    """Fill a tensor with consecutive rows."""
     out.copy_(source[first : first + len(out)])
 
 

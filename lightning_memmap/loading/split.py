@@ -10,6 +10,7 @@ import torch
 
 from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
 from lightning_memmap.loading.resident import copied_rows, mapped_rows
+from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.stream_layout import StreamLayout
@@ -33,7 +34,6 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
-from lightning_memmap.store.row_file import open_row_files
 
 #: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4
@@ -64,14 +64,7 @@ class SplitRows:
     are_numbered: bool = False
 
     def check_order(self, sampler: Sampler) -> None:
-        """Check that the rows can be fetched in an order.
-
-        Args:
-            sampler: The order.
-
-        Raises:
-            ValueError: They cannot; see `RowSource.check_sampler`.
-        """
+        """Check that the rows can be fetched in an order."""
         for source in self.sources:
             source.check_sampler(sampler)
 
@@ -99,23 +92,6 @@ def load_split(
     Shards of a device or of the host are copied from the store in long reads, each shard once;
     those in the file mapping are not read yet, nor are those that will be read window by window. A
     warning is given where most of the bytes that such windows read would not be used.
-
-    Args:
-        store: The open store.
-        topology: The data devices and this process's rank.
-        placement: Where each shard goes.
-        forms: How batches give fields, by name. Those of encoded images are decoded by the sources.
-
-    Returns:
-        The sources of the shards that this process holds.
-
-    Raises:
-        DatasetError: The first of some images cannot be decoded.
-        ValueError: A field that is to be decoded does not hold bytes.
-        OSError: A file of a store that is read window by window cannot be opened.
-        StoreError: A column of the store cannot have this residency, another store has replaced
-            one that is read window by window since it was opened, or a shard of a store at a URL
-            cannot be fetched.
     """
     fields, pool = placement.size.fields, placement.pool
     needed = [
@@ -183,16 +159,7 @@ class _SourceMaker:
         return StoreOffsets.into(self.store, self.placement.pool)
 
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
-        """The source of some shards.
-
-        Args:
-            residency: Where their rows are to live.
-            device: The device that holds them; a CPU where none does.
-            shards: The shards.
-
-        Raises:
-            StoreError: The columns cannot have this residency.
-        """
+        """The source of some shards."""
         if self.cut:
             pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
             is_copied = residency in (Residency.DEVICE, Residency.HOST)
@@ -264,18 +231,6 @@ def largest_window_bytes(
     """The memory that rows take which are read window by window. No row is read.
 
     Of a store at a URL, the shards are fetched if it has fields whose rows differ in length.
-
-    Args:
-        store: The store.
-        windows: Which rows of the split are in which window.
-        held: The shards that this process holds.
-        fields: Names of the fields that this process needs; None for all.
-
-    Returns:
-        Bytes of the largest window that an epoch may have of these shards.
-
-    Raises:
-        StoreError: The index of a field is damaged, or a shard cannot be fetched.
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
     pool, rows = windows.sampler.pool, windows.longest
@@ -315,20 +270,7 @@ def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
 def image_decoders(
     columns: Sequence[Column], opened: Sequence[OpenColumn], forms: Mapping[str, Form]
 ) -> dict[int, ImageDecoder]:
-    """Make the decoders of encoded images.
-
-    Args:
-        columns: The columns of a store, or some of them.
-        opened: The same columns, open.
-        forms: How batches give fields, by name.
-
-    Returns:
-        The decoder of each field that is decoded, by its place among the columns.
-
-    Raises:
-        DatasetError: The first image of a field cannot be decoded.
-        ValueError: A field that is to be decoded does not hold bytes.
-    """
+    """Make the decoders of encoded images."""
     decoders = {}
     for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
         form = forms.get(column.field.name)

@@ -30,23 +30,12 @@ class LoaderState:
     steps: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The state as plain values.
-
-        Returns:
-            A dict of numbers and of dicts, which `read` takes.
-        """
+        """The state as plain values."""
         return asdict(self)
 
     @classmethod
     def read(cls, state: object) -> "LoaderState":
-        """Check a state that `as_dict` has returned.
-
-        Args:
-            state: What was loaded, for example from a checkpoint; not checked by anyone yet.
-
-        Raises:
-            ValueError: It is something else. The message names the key and its value.
-        """
+        """Check a state that `as_dict` has returned."""
         names = [field.name for field in fields(cls)]
         if not isinstance(state, Mapping):
             raise _no_state(f"it is {with_article(type(state).__name__)}, not a dict")

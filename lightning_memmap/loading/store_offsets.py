@@ -32,12 +32,7 @@ class StoreOffsets:
 
     @classmethod
     def into(cls, store: Store, pool: Pool) -> "StoreOffsets":
-        """Where the rows of a split lie in the memory of a store.
-
-        Args:
-            store: The store.
-            pool: The rows of each shard of the split.
-        """
+        """Where the rows of a split lie in the memory of a store."""
         return cls(pool, store.num_rows, store.in_memory if store.has_gaps else None)
 
     @cached_property
@@ -57,15 +52,7 @@ class StoreOffsets:
         return np.concatenate(located, dtype=dtype, casting="unsafe")
 
     def of(self, shards: Integers, offsets: Integers) -> Integers:
-        """Where rows lie in the files.
-
-        Args:
-            shards: Shards of the split, int64 of shape (B,).
-            offsets: Offsets within them, int64 of shape (B,).
-
-        Returns:
-            Rows of the files, int64 of shape (B,).
-        """
+        """Where rows lie in the files."""
         return self._moved(self.pool.places(shards, offsets))
 
     @property
@@ -77,16 +64,7 @@ class StoreOffsets:
         return locations if self.in_memory is None else self.in_memory(locations)
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie in the files that supply positions.
-
-        Args:
-            sampler: The order of the rows of the split.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            Rows of the files, int64 of shape (len(positions),).
-        """
+        """Where the rows lie in the files that supply positions."""
         if self.starts is not None:
             return sampler.row_offsets(epoch, positions, self.starts)
         if self.pool.num_rows > TABLE_ROWS:

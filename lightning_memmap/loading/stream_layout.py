@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, GrowingPool, copy_rows
+from lightning_memmap.loading.row_file import RowFile, aligned_memory
 from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.store_offsets import StoreOffsets
 from lightning_memmap.loading.variable_rows import VariableRows, largest
@@ -34,13 +35,13 @@ from lightning_memmap.loading.window_sizes import (
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import ItemRows, Located
-from lightning_memmap.store.row_file import RowFile, aligned_memory
 from lightning_memmap.store.series import windows_over
 
 #: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
 MAX_RUNS = 6
-#: The largest share of the memory that may stay free so that a disk can write to it directly.
-_MAX_FREE = 1 / 64
+#: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
+#: a share of the memory.
+_MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
 
 
 class Runs(NamedTuple):
@@ -80,23 +81,17 @@ class ItemSpace:
         self, name: str, files: Sequence[RowFile | None], max_items: int, max_runs: int
     ) -> None:
         self._name, self._files, self._max_runs = name, files, max_runs
-        limit = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
-        blocks = [block_rows(file) for file in files if file is not None]
+        opened = [file for file in files if file is not None]
+        limit = _MAX_FREE_BYTES // max(1, sum(file.row_bytes for file in opened))
+        of_share = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
+        blocks = [block_rows(file) for file in opened]
         #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
-        self._unit = max((each for each in blocks if each <= max(1, limit)), default=1)
+        self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
         #: Items that there is room for.
         self.num_items = max_items + 2 * (self._unit - 1) * max_runs
 
     def place(self, found: Located) -> Runs:
-        """Find places for items.
-
-        Args:
-            found: Where they are in the files: the first of some that follow one another, and how
-                many these are.
-
-        Raises:
-            ValueError: They are more than windows of rows that follow one another have.
-        """
+        """Find places for items."""
         begins, ends = runs_of(found)
         unit = self._unit if len(begins) <= self._max_runs else 1
         free = begins % unit
@@ -110,12 +105,7 @@ class ItemSpace:
         return Runs(begins, ends, np.cumsum(taken) - taken + free)
 
     def reads(self, runs: Runs, memory: Sequence[Tensor]) -> Iterator[Read]:
-        """The reads that bring the items of all files to their places.
-
-        Args:
-            runs: Of `place`.
-            memory: For each file, of shape (num_items, *item shape).
-        """
+        """The reads that bring the items of all files to their places."""
         for file, items in zip(self._files, memory, strict=True):
             if file is None or not items.numel():
                 continue
@@ -217,18 +207,6 @@ class StreamMemory:
 
         A read raises OSError where the disk cannot be read, and StoreError where a file is shorter
         than it was.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-
-        Returns:
-            An iterator over functions, each of which does one read when it is called with scratch
-            memory of the layout.
-
-        Raises:
-            StoreError: The index of a field is damaged.
         """
         found = self._layout.located(windows, epoch, number)
         self._runs = runs = self._layout.space.place(found)
@@ -242,17 +220,7 @@ class StreamMemory:
                 yield from each.reads(locations, places)
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy rows into a batch.
-
-        Args:
-            slots: Their places in the files, or the first steps of windows there, int64 of shape
-                (B,), on the CPU.
-            out: Buffers to copy into, for the fields whose rows have one shape.
-
-        Returns:
-            For each field one tensor of shape (B, *field shape), on the CPU, or `VariableRows` that
-            stay as they are when another window is read into this memory.
-        """
+        """Copy rows into a batch."""
         places = self._runs.of(slots.numpy())
         if self._layout.windows is not None:
             begins = torch.from_numpy(places)
@@ -348,16 +316,7 @@ class StreamLayout:
         return sum([field.row_bytes for field in self.item_fields] + ragged)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows are in the files, if these came anew for each window.
-
-        Args:
-            windows: Which rows are in which window.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            int64 of shape (len(positions),), counted from the first window.
-        """
+        """Where rows are in the files, if these came anew for each window."""
         rows = self._offsets if self.windows is None else self.windows
         found = rows.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):

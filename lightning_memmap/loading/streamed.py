@@ -41,27 +41,11 @@ class StreamedRows:
         self.is_released = False
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Check that the sampler's windows are those that are read; see `RowSource.check_sampler`.
-
-        Args:
-            sampler: The order.
-
-        Raises:
-            ValueError: They are not.
-        """
+        """Check that the sampler's windows are those that are read."""
         ReadWindows(sampler, self._window)
 
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> "StreamedEpoch":
-        """Begin to read windows, from that of the position on; see `RowSource.epoch`.
-
-        Args:
-            sampler: The order, whose windows have the size of those that are read.
-            epoch: Epoch, counted from 0.
-            position: The first position that will be fetched.
-
-        Returns:
-            The rows, whose threads read already. As a context manager it ends them.
-        """
+        """Begin to read windows, from that of the position on; see `RowSource.epoch`."""
         windows = ReadWindows(sampler, self._window)
         rows = StreamedEpoch(self._layout, windows, epoch, position, self._idle)
         self._epochs.add(rows)
@@ -113,14 +97,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         self._start()
 
     def locate(self, positions: range) -> Integers:
-        """Where the rows lie, if all windows lay one after the other; see `EpochRows.locate`.
-
-        Args:
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            What `fetch` takes, int64 of shape (len(positions),).
-        """
+        """Where the rows lie, if all windows lay one after the other; see `EpochRows.locate`."""
         return self._layout.locate(self._windows, self._epoch, positions)
 
     def fetch(
@@ -130,20 +107,7 @@ class StreamedEpoch(AbstractContextManager["StreamedEpoch"]):
         *,
         pin_memory: bool = False,
     ) -> Sequence[Leaf]:
-        """Copy rows into one batch, once they are read; see `EpochRows.fetch`.
-
-        Args:
-            locations: Where the rows are, int64 of shape (B,), on the CPU, at least one. None of
-                them is in a window before the last one of the previous call, whose memory is used
-                again.
-            out: Buffers to copy into, for the fields whose rows have one shape. New ones are made
-                where it is None.
-            pin_memory: Whether new ones are page-locked.
-
-        Returns:
-            For each field one tensor of shape (B, *field shape), on the CPU, or `VariableRows` in
-            memory of their own.
-        """
+        """Copy rows into one batch, once they are read; see `EpochRows.fetch`."""
         size = self._layout.num_slots
         first, last = (int(edge) // size for edge in locations.aminmax())
         assert first >= self._number, "windows come in their order"

@@ -61,14 +61,7 @@ class Collator:
         self._pool_key: Any = None
 
     def transformed(self, batch: Any, device: torch.device, seed: int, index: int = 0) -> Any:
-        """Run the transform on a batch.
-
-        Args:
-            batch: The batch.
-            device: The device that it is on.
-            seed: Seed of the transform's random numbers.
-            index: The data device. Each has a transform of its own.
-        """
+        """Run the transform on a batch."""
         if self._transform is None:
             return batch
         key = index, device
@@ -82,25 +75,7 @@ class Collator:
         return found
 
     def assemble(self, batches: list[Any], first: int, num_rows: int, device: torch.device) -> Any:
-        """Assemble the batches of all data devices on one device.
-
-        Args:
-            batches: The batch of each data device, on that device.
-            first: The data device whose batch has the first row; see `SuperBatch` for the order of
-                rows.
-            num_rows: Rows of all batches together.
-            device: Where they are assembled.
-
-        Returns:
-            A batch of ``num_rows`` rows on ``device``, in the structure of the batches. A single
-            batch that is on the device already is returned as it is. On a CPU, the memory of
-            several batches is reused once the caller has dropped it.
-
-        Raises:
-            TypeError: A batch contains something other than tensors.
-            ValueError: A batch has another number of rows than its share, or the batches differ in
-                structure, in dtype or in the shape of a row.
-        """
+        """Assemble the batches of all data devices on one device."""
         leaves = _checked_leaves(batches, first, num_rows)
         if len(batches) == 1:
             if all(is_on(leaf, device) for leaf in leaves[0]):
@@ -242,15 +217,7 @@ class SuperBatch:
 
 
 def step_rows_of(batch: Any) -> set[tuple[int, int]]:
-    """The rows that a batch has of its step, and the rows of the step over all processes.
-
-    Args:
-        batch: A batch of a super-batch, or any nesting of such batches, each with at least one of
-            the tensors that it was made with; or super-batches that are not assembled.
-
-    Returns:
-        One pair for each different one; empty for batches of one process, or of other loaders.
-    """
+    """The rows that a batch has of its step, and the rows of the step over all processes."""
     found = set()
     for leaf in _with_memory(batch):
         if isinstance(leaf, SuperBatch):

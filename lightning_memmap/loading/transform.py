@@ -19,15 +19,7 @@ BatchTransform = Callable[..., Any]
 
 
 def check_callable(argument: str, given: object) -> None:
-    """Check an argument that is called on batches, on samples, or to make a sampler.
-
-    Args:
-        argument: Name of the argument.
-        given: Its value.
-
-    Raises:
-        TypeError: It cannot be called.
-    """
+    """Check an argument that is called on batches, on samples, or to make a sampler."""
     if not callable(given):
         raise TypeError(
             f"{argument}={short_repr(given)}: {with_article(type(given).__name__)} cannot be"
@@ -95,11 +87,7 @@ class DeviceTransform:
         self._transform = transform
 
     def __call__(self, batch: Any, seed: int) -> Any:
-        """Transform one batch, with all randomness drawn from the seed.
-
-        Raises:
-            TypeError: The transform cannot be called with a batch.
-        """
+        """Transform one batch, with all randomness drawn from the seed."""
         with torch.no_grad(), current(self._device):
             if self._takes_generator:
                 generator = torch.Generator(self._device).manual_seed(seed)
@@ -121,11 +109,7 @@ class DeviceTransform:
 
 
 def takes_generator(transform: BatchTransform) -> bool:
-    """Whether a transform has a parameter named ``generator``.
-
-    Args:
-        transform: A callable or module that maps a batch to a batch.
-    """
+    """Whether a transform has a parameter named ``generator``."""
     function: Any = transform.forward if isinstance(transform, nn.Module) else transform
     try:
         return "generator" in inspect.signature(function).parameters

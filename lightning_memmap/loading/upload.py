@@ -44,13 +44,7 @@ class Uploader:
             event.synchronize()
 
     def copy(self, target: Tensor, read: Callable[[int, Tensor], None]) -> None:
-        """Fill rows of a tensor on the device. The last copies may still run when this returns.
-
-        Args:
-            target: The rows to fill, of shape (B, *field shape), on the device.
-            read: Called with the number of a row and a tensor of shape (n, *field shape) on the
-                CPU, which it fills with the rows from this one on.
-        """
+        """Fill rows of a tensor on the device. The last copies may still run when this returns."""
         row_bytes = target[:1].nbytes
         if not row_bytes:
             return

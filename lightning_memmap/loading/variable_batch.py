@@ -140,16 +140,7 @@ class FormedCollate:
         ]
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
-        """Make a batch.
-
-        Args:
-            leaves: One for each field of the schema, with the same rows. Images may be decoded
-                already, and windows have one shape. Behind them, the scale and the offset of each
-                field of decoded images that is given with them, float32 of shape (B, 3).
-
-        Returns:
-            The nested batch.
-        """
+        """Make a batch."""
         places, made = iter(leaves[len(self._forms) :]), list[Any]()
         for formed, leaf in zip(self._forms, leaves, strict=False):
             if formed is None:
@@ -255,14 +246,7 @@ class NumberedCollate:
         self._collate = collate
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Make a batch.
-
-        Args:
-            leaves: One for each field, and the row numbers.
-
-        Returns:
-            The nested batch.
-        """
+        """Make a batch."""
         *others, numbers = leaves
         batch = self._collate(others)
         if isinstance(batch, TensorDictBase):

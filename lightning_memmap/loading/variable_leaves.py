@@ -14,11 +14,7 @@ from lightning_memmap.schema import RowList
 
 
 def is_variable(leaf: Any) -> bool:
-    """Whether a leaf of a batch has rows that differ in length: a nested tensor or a `RowList`.
-
-    Args:
-        leaf: The leaf.
-    """
+    """Whether a leaf of a batch has rows that differ in length: a nested tensor or a `RowList`."""
     return isinstance(leaf, RowList) or (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
@@ -42,23 +38,13 @@ def dense_tensors(leaf: Any, seen: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def is_on(leaf: Any, device: torch.device) -> bool:
-    """Whether a leaf of a batch is on a device. Text is, on each of them.
-
-    Args:
-        leaf: A tensor or a `RowList`.
-        device: The device.
-    """
+    """Whether a leaf of a batch is on a device. Text is, on each of them."""
     tensors = dense_tensors(leaf) if isinstance(leaf, RowList) else [leaf]
     return all(tensor.device == device for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def sent_leaf(leaf: Any, device: torch.device) -> Any:
-    """A leaf of a batch on a device; see `send`.
-
-    Args:
-        leaf: A tensor or a `RowList`.
-        device: Where it goes.
-    """
+    """A leaf of a batch on a device; see `send`."""
     if not isinstance(leaf, RowList):
         return leaf.to(device) if leaf.is_nested else send(leaf, device)
     if is_on(leaf, device):
@@ -82,17 +68,7 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
 
 
 def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.device) -> Any:
-    """Assemble the rows of one field, which differ in length.
-
-    Args:
-        leaves: The nested tensor or `RowList` of each data device.
-        first: The data device that has the first row; see `SuperBatch`.
-        num_rows: Rows of all of them together.
-        device: Where they are assembled.
-
-    Returns:
-        The rows in order, as a leaf of the same kind.
-    """
+    """Assemble the rows of one field, which differ in length."""
     count = len(leaves)
     sent = [sent_leaf(leaf, device) for leaf in leaves]
     if isinstance(sent[0], RowList):

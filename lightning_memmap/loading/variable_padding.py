@@ -23,20 +23,7 @@ _MANY_BYTES = 2**33
 
 
 def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Allocate) -> Tensor:
-    """Copy the rows of a step, padded to the longest, together with those of other small steps.
-
-    Args:
-        rows: The rows.
-        multiple: The sizes that differ become multiples of this.
-        value: What the rest is filled with.
-        allocate: Gives the memory, where they are on a CPU.
-
-    Returns:
-        Of shape (B, *padded sizes, *item shape), on the device of the rows.
-
-    Raises:
-        ValueError: No memory could hold so much.
-    """
+    """Copy the rows of a step, padded to the longest, together with those of other small steps."""
     widths = tuple(-(-width // multiple) * multiple for width in rows.widths)
     num_bytes = len(rows) * math.prod(widths) * rows.field.item_bytes
     if num_bytes > _MANY_BYTES and num_bytes > available_bytes():
@@ -69,17 +56,7 @@ def padded_step(rows: VariableRows, multiple: int, value: float, allocate: Alloc
 def padded(
     rows: VariableRows, widths: tuple[int, ...], value: float, allocate: Allocate = fresh_memory
 ) -> Tensor:
-    """Copy rows, padded to one shape.
-
-    Args:
-        rows: The rows.
-        widths: The sizes of the result in the dimensions that differ, ``k`` of them.
-        value: What the rest is filled with.
-        allocate: Gives the memory, where they are on a CPU.
-
-    Returns:
-        Of shape (B, *widths, *item shape), on the device of the rows.
-    """
+    """Copy rows, padded to one shape."""
     if rows.device.type != "cpu":
         values = _padded_on_device(rows, widths, value)
     else:
@@ -89,17 +66,7 @@ def padded(
 
 
 def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: Allocate) -> Tensor:
-    """Copy rows, each padded to sizes of its own.
-
-    Args:
-        rows: The rows, on a CPU.
-        widths: The sizes of each in the dimensions that differ, int64 of shape (B, k).
-        value: What the rest is filled with.
-        allocate: Gives the memory.
-
-    Returns:
-        The items of all rows, of shape (items, *item shape).
-    """
+    """Copy rows, each padded to sizes of its own."""
     field, size = rows.field, rows.field.item_bytes
     starts, places, lengths = _pieces(rows, widths)
     total = int(widths.prod(axis=1).sum())
@@ -119,11 +86,7 @@ def _padded_each(rows: VariableRows, widths: Integers, value: float, allocate: A
 
 
 def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:
-    """What lies in one piece: a row, or where several dimensions differ, a part along the last one.
-
-    Returns:
-        Its first item, its first item among those of the padded rows, and its length in items.
-    """
+    """What lies in one piece: a row, or a part along the last of several dimensions that differ."""
     starts, sizes = rows.starts, rows.sizes
     items = widths.prod(axis=1)
     places = np.cumsum(items) - items

@@ -24,14 +24,7 @@ Allocate = Callable[[int], Tensor]
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """New memory on the CPU.
-
-    Args:
-        num_bytes: Its size.
-
-    Returns:
-        uint8 of shape (num_bytes,), with undefined content.
-    """
+    """New memory on the CPU."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -92,21 +85,13 @@ class VariableRows:
         return replace(self, starts=starts, sizes=sizes, fetch=None)
 
     def copied(self, allocate: Allocate = fresh_memory) -> "VariableRows":
-        """The rows in memory of their own, one after the other.
-
-        Args:
-            allocate: Gives the memory, where they are on a CPU.
-        """
+        """The rows in memory of their own, one after the other."""
         lengths, items = self.lengths, self.packed(allocate)
         starts = np.cumsum(lengths) - lengths
         return VariableRows(self.field, items, starts, self.sizes, self.widths)
 
     def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
-        """These rows, as some of a step.
-
-        Args:
-            widths: The largest sizes among all rows of the step.
-        """
+        """These rows, as some of a step."""
         return replace(self, widths=widths)
 
     def contiguous(self) -> "VariableRows":
@@ -114,20 +99,11 @@ class VariableRows:
         return self
 
     def index_select(self, dim: int, order: Tensor) -> "VariableRows":
-        """The rows in another order.
-
-        Args:
-            dim: 0, the rows.
-            order: Which rows, int64 of any length.
-        """
+        """The rows in another order."""
         return self[order.cpu().numpy()]
 
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
-        """Divide the rows. The widths are those of each part.
-
-        Args:
-            sizes: Rows of each part.
-        """
+        """Divide the rows. The widths are those of each part."""
         counts = np.array(sizes, np.int64)
         edges = np.append(0, np.cumsum(counts))
         # One more row, for parts without any at the end.
@@ -150,11 +126,7 @@ class VariableRows:
         ]
 
     def to(self, device: torch.device) -> "VariableRows":
-        """The rows on another device: packed where they lie, and then copied. Text stays here.
-
-        Args:
-            device: Where they go.
-        """
+        """The rows on another device: packed where they lie, and then copied. Text stays here."""
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
@@ -162,14 +134,7 @@ class VariableRows:
         return replace(rows, items=send(rows.items, device))
 
     def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
-        """Copy the rows, one after the other.
-
-        Args:
-            allocate: Gives the memory, where they are on a CPU.
-
-        Returns:
-            The items of all rows, of shape (items, *item shape), on their device.
-        """
+        """Copy the rows, one after the other."""
         lengths = self.lengths
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
@@ -183,11 +148,7 @@ class VariableRows:
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def packed_together(self, allocate: Allocate) -> Tensor:
-        """These rows as of `packed`, which are copied together with those of other small steps.
-
-        Args:
-            allocate: Gives the memory, where they are on a CPU.
-        """
+        """These rows as of `packed`, which are copied together with those of other small steps."""
         fetch = self.fetch
         if fetch is None:
             return self.packed(allocate)
@@ -204,14 +165,7 @@ class VariableRows:
         return fetch.made(allocate, together).of_step(self.step)
 
     def on_device(self, *numbers: Integers) -> Tensor:
-        """Upload arrays that have an entry for each row, side by side and in one copy.
-
-        Args:
-            numbers: Arrays of shape (B,) or (B, columns).
-
-        Returns:
-            int64 of shape (B, all columns).
-        """
+        """Upload arrays that have an entry for each row, side by side and in one copy."""
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
 
 
@@ -232,13 +186,7 @@ class Fetch:
     _made: tuple[Hashable, Together] | None = field(default=None, init=False)
 
     def made(self, how: Hashable, make: Callable[[], Together]) -> Together:
-        """What is made of the rows in one way.
-
-        Args:
-            how: What tells this way from others.
-            make: Called if they were not made in this way before. What it returns must not refer to
-                this object, so that its memory is free as soon as it is dropped.
-        """
+        """What is made of the rows in one way."""
         if self._made is None or self._made[0] != how:
             self._made = how, make()
         return self._made[1]
@@ -249,21 +197,12 @@ def _page_locked_memory(num_bytes: int) -> Tensor:
 
 
 def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
-    """Rows on a device: `device_streams.send` for both kinds.
-
-    Args:
-        leaf: The rows.
-        device: Where they go. Text stays on the CPU.
-    """
+    """Rows on a device: `device_streams.send` for both kinds."""
     return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
 
 
 def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
-    """Rows of one field from several places, one part after the other.
-
-    Args:
-        parts: The rows of each place, all on one device.
-    """
+    """Rows of one field from several places, one part after the other."""
     variable = [part for part in parts if isinstance(part, VariableRows)]
     if not variable:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
@@ -278,11 +217,7 @@ def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows
 
 
 def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
-    """Let the rows of all data devices in one step have the same widths.
-
-    Args:
-        leaves: One list for each data device, with one entry per field; they are replaced there.
-    """
+    """Let the rows of all data devices in one step have the same widths."""
     for index, first in enumerate(leaves[0]):
         if isinstance(first, VariableRows):
             parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
@@ -292,33 +227,17 @@ def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
 
 
 def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
-    """The largest sizes among rows.
-
-    Args:
-        parts: Rows of one field, at least one.
-
-    Returns:
-        The largest size in each dimension that differs.
-    """
+    """The largest sizes among rows."""
     return largest(np.concatenate([part.sizes for part in parts]))
 
 
 def largest(sizes: Integers) -> tuple[int, ...]:
-    """The largest sizes in the dimensions that differ.
-
-    Args:
-        sizes: Those of each row, int64 of shape (B, k).
-    """
+    """The largest sizes in the dimensions that differ."""
     return tuple(sizes.max(axis=0, initial=0).tolist())
 
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
-    """Rows of a field that were not read from a store.
-
-    Args:
-        field: The field.
-        rows: Tensors of its dtype and of shapes that it admits, on one device, at least one.
-    """
+    """Rows of a field that were not read from a store."""
     items, sizes = pack_rows(field, rows)
     assert sizes is not None
     lengths = sizes.prod(axis=1)
@@ -326,15 +245,6 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
 
 
 def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
-    """Rows of a store, or of a part of one that was copied.
-
-    Args:
-        rows: The memory that they lie in.
-        locations: Where, int64 of shape (B,).
-
-    Raises:
-        IndexError: There is no such place.
-        StoreError: The index of the store is damaged.
-    """
+    """Rows of a store, or of a part of one that was copied."""
     starts, sizes = rows.at(locations)
     return VariableRows(rows.field, rows.items, starts, sizes, largest(sizes))

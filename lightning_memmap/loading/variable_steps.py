@@ -33,11 +33,7 @@ class Together:
         self._made = torch.empty(0)
 
     def of_step(self, step: int) -> Tensor:
-        """The values of a step, of shape (items, *item shape).
-
-        Args:
-            step: Number of the step, counted from 0.
-        """
+        """The values of a step, of shape (items, *item shape)."""
         edges = self._edges
         if not self._first <= step < self._end:
             limit = edges[step] + self._most_items

@@ -82,11 +82,7 @@ class WindowReader:
             thread.start()
 
     def end(self) -> bool:
-        """End the threads.
-
-        Returns:
-            Whether they have ended.
-        """
+        """End the threads."""
         self._is_over = True
         self.free.put(None)
         self.ready.put(released_error())

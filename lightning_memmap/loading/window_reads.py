@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.store.segments import copy_segments
 
 #: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
@@ -26,39 +26,17 @@ Read: TypeAlias = Callable[[memoryview], None]
 
 
 def scratch_memory(row_bytes: int) -> memoryview:
-    """Scratch memory for the reads of one thread, aligned for direct reads.
-
-    Args:
-        row_bytes: Bytes of the longest row of a file.
-
-    Returns:
-        The memory, larger than that row and than the longest read.
-    """
+    """Scratch memory for the reads of one thread, aligned for direct reads."""
     return aligned_memory(max(_READ_BYTES, row_bytes) + 2 * MAX_BLOCK_BYTES)
 
 
 def block_rows(file: RowFile) -> int:
-    """The least number of rows that are whole blocks: a power of two.
-
-    Args:
-        file: The file.
-    """
+    """The least number of rows that are whole blocks: a power of two."""
     return file.block_bytes // math.gcd(file.block_bytes, file.row_bytes)
 
 
 def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> Iterator[Read]:
-    """Reads of whole blocks straight to the places of rows.
-
-    Args:
-        file: The file.
-        rows: Rows of it.
-        place: Where the first one goes. It begins as far from a block in memory as in the file.
-        target: The memory, uint8 of shape (places, row bytes). What else is in the first and in
-            the last block goes there too, before and behind the rows.
-
-    Yields:
-        The reads.
-    """
+    """Reads of whole blocks straight to the places of rows."""
     begin, end = rows.start * file.row_bytes, rows.stop * file.row_bytes
     skip = begin % file.block_bytes
     memory = target.view(-1).numpy().data[place * file.row_bytes - skip :]
@@ -83,13 +61,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, begins: Integers, ends: Integers, row_bytes: int) -> "Pieces":
-        """Divide runs of rows.
-
-        Args:
-            begins: The first row of each run, int64 of shape (n,). Runs ascend, and do not overlap.
-            ends: One past its last row.
-            row_bytes: Bytes of a row.
-        """
+        """Divide runs of rows."""
         step = max(1, _READ_BYTES // row_bytes)
         # Runs are cut where a read would be too long.
         counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
@@ -118,18 +90,7 @@ class Pieces(NamedTuple):
 def reads_of_pieces(
     file: RowFile, begins: Integers, ends: Integers, places: Integers, target: Tensor
 ) -> Iterator[Read]:
-    """Reads of runs of rows, and of small gaps between them, to scratch memory.
-
-    Args:
-        file: The file.
-        begins: The first row of each run, int64 of shape (n,). Runs ascend, and do not overlap.
-        ends: One past its last row.
-        places: Where its first row goes.
-        target: The memory, uint8 of shape (places, row bytes).
-
-    Yields:
-        The reads.
-    """
+    """Reads of runs of rows, and of small gaps between them, to scratch memory."""
     pieces = Pieces.of(begins, ends, file.row_bytes)
     places = places[pieces.sources] + pieces.begins - begins[pieces.sources]
     memory = target.view(-1).numpy()

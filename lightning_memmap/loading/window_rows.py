@@ -143,18 +143,7 @@ class WindowRows(RandomAccessRows):
         locations: Tensor,
         out: Buffers,
     ) -> list[Leaf]:
-        """Copy windows into one batch, on a CPU.
-
-        Args:
-            windows: For each field that is cut all windows over its steps, see `windows_over`; None
-                for the others.
-            starts: Which of them, int64 of shape (B,).
-            locations: Their series have the other fields: of `locate`, int64 of shape (B,).
-            out: Buffers to copy into, for the fields whose rows have one shape.
-
-        Returns:
-            As of `fetch`.
-        """
+        """Copy windows into one batch, on a CPU."""
         rest = self._fetch_others(locations, out)
         targets = iter(self._targets(out, True).tensors)
         leaves = list[Leaf]()
@@ -195,18 +184,7 @@ def window_rows(
     chosen: Sequence[int],
     device: torch.device | None,
 ) -> WindowRows:
-    """The windows over the rows of a store that some shards have.
-
-    Args:
-        store: The store.
-        needed: The fields that this process needs, and their columns.
-        pool: Of the windows.
-        chosen: The numbers of the shards.
-        device: Where their series are copied to; None for the file mapping.
-
-    Returns:
-        The windows. All copies are done.
-    """
+    """The windows over the rows of a store that some shards have."""
     line = pool.rows
     assert isinstance(line, WindowedRows)
     rows = store.in_memory(series_places(line.series))
@@ -248,15 +226,7 @@ def window_rows(
 def _copied_steps(
     field: Field, steps: Tensor, starts: Integers, lengths: Integers, device: torch.device
 ) -> Tensor:
-    """Copy pieces of the steps of a field, one piece after the other.
-
-    Args:
-        field: The field.
-        steps: Its steps in the file mapping, of shape (steps, *step shape).
-        starts: The first step of each piece, int64 of shape (n,).
-        lengths: Steps of each, int64 of shape (n,).
-        device: Where they go.
-    """
+    """Copy pieces of the steps of a field, one piece after the other."""
     target = torch.empty((int(lengths.sum()), *steps.shape[1:]), dtype=steps.dtype, device=device)
     if not target.nbytes:
         return target

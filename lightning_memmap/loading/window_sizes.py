@@ -24,18 +24,6 @@ def largest_window(
     """How many items the rows of a window have at most, wherever it begins.
 
     It is exact where the rows of a shard lie apart in the file, and else up to a 64th too large.
-
-    Args:
-        rows: The rows of the store, whose index alone is read.
-        offsets: Where the rows of the split lie in the store.
-        shards: The shards of the split that are held.
-        window: Rows of a shard in a window, at most those of the longest shard.
-
-    Returns:
-        The number of items, for windows of consecutive rows of each shard, closed to a circle.
-
-    Raises:
-        StoreError: The index is damaged.
     """
 
     def in_one_run(shard: int, places: Integers) -> Integers:
@@ -60,20 +48,7 @@ def largest_window(
 def largest_of_any(
     rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
 ) -> int:
-    """How many items as many rows of each shard have at most, whichever they are.
-
-    Args:
-        rows: As for `largest_window`.
-        offsets: As there.
-        shards: As there.
-        window: Rows of a shard in a window.
-
-    Returns:
-        The number of items of the longest rows of each shard.
-
-    Raises:
-        StoreError: The index is damaged.
-    """
+    """How many items as many rows of each shard have at most, whichever they are."""
     total = 0
     for shard in shards:
         longest = np.zeros(0, np.int64)
@@ -95,19 +70,7 @@ def most_items(
     items_before: Callable[[int, Integers], Integers],
     is_exact: bool = False,
 ) -> int:
-    """How many items windows have at most, by the items before some places in a shard.
-
-    Args:
-        sizes: Rows of each shard of the split, int64 of shape (C,).
-        shards: The shards that are held.
-        window: Rows of a shard in a window, at most those of the longest shard.
-        items_before: For a shard and offsets in it, the items of the rows before each of them. The
-            last one is behind its last row.
-        is_exact: Whether all windows are looked at. Otherwise the number is up to a 64th too large.
-
-    Returns:
-        The number of items, for windows of consecutive rows of each shard, closed to a circle.
-    """
+    """How many items windows have at most, by the items before some places in a shard."""
     # The circle has the rows that all shards have. Some have one more.
     circle = int(sizes.min())
     step = 1 if is_exact else max(1, window // _STEPS)
@@ -129,17 +92,7 @@ def most_items(
 
 
 def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
-    """How many steps a window of the epoch has at most, each counted once for each shard.
-
-    Args:
-        held: The shards that this process holds.
-        windows: Which rows are in which window of the epoch.
-
-    Returns:
-        The number, up to a 64th too large, and by what three windows of each shard have in common
-        with others. In dataset order it is that of the windows of all shards. Where a sampler draws
-        windows, it is counted as if they had no step in common.
-    """
+    """How many steps a window of the epoch has at most, each counted once for each shard."""
     window, pool = windows.longest, windows.sampler.pool
     line = pool.rows
     assert isinstance(line, WindowedRows)

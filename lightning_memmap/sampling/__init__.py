@@ -39,7 +39,14 @@ from lightning_memmap.sampling.sampler import (
     derive_seed,
 )
 from lightning_memmap.sampling.schedule import BatchSchedule
-from lightning_memmap.sampling.selection import KFold, Parts, RandomSplit, Selection, Subset
+from lightning_memmap.sampling.selection import (
+    Holdout,
+    KFold,
+    Parts,
+    RandomSplit,
+    Selection,
+    Subset,
+)
 from lightning_memmap.sampling.shards import (
     Integers,
     Shards,
@@ -59,6 +66,7 @@ __all__ = [
     "ChosenRows",
     "Curriculum",
     "Fields",
+    "Holdout",
     "Integers",
     "JoinedRows",
     "KFold",

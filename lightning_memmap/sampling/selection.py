@@ -187,17 +187,31 @@ class RandomSplit(_HoldingOut):
         validation: The share of the rows to hold out, between 0 and 1, or their number.
         stratify: A field of the store: of each of its values, the same share is held out, up to one
             row.
+        group: A field of the store, such as that of a patient: all rows of one of its values are
+            held out, or none, and so many of these groups that the share is as near as can be.
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
         TypeError: ``validation`` is not a number, or the seed not an integer.
-        ValueError: ``validation`` or the seed is out of range.
+        ValueError: ``validation`` or the seed is out of range, or ``stratify`` and ``group`` are
+            given.
     """
 
     def __init__(
-        self, validation: int | float = 0.1, *, stratify: str | None = None, seed: int = 0
+        self,
+        validation: int | float = 0.1,
+        *,
+        stratify: str | None = None,
+        group: str | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(stratify, seed)
+        if stratify is not None and group is not None:
+            raise ValueError(
+                f"RandomSplit: stratify={stratify!r} with group={group!r}: leave one of them out;"
+                " groups that stay whole cannot have their share of each value too"
+            )
+        self._group = group
         if isinstance(validation, bool) or not isinstance(validation, Real):
             raise TypeError(f"validation={validation!r}: give a share or a number of rows")
         is_count = isinstance(validation, Integral)
@@ -210,9 +224,8 @@ class RandomSplit(_HoldingOut):
 
     @override
     def __repr__(self) -> str:
-        return call_text(
-            "RandomSplit", validation=self._validation, stratify=self._stratify, seed=self._seed
-        )
+        found = {"validation": self._validation, "stratify": self._stratify, "group": self._group}
+        return call_text("RandomSplit", **found, seed=self._seed)
 
     @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
@@ -220,10 +233,63 @@ class RandomSplit(_HoldingOut):
         count = given if isinstance(given, int) else max(1, round(given * num_rows))
         if count >= num_rows:
             raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
+        if self._group is not None:
+            return self._held_out_groups(self._group, count, fields)
         # Every value has its share of the evenly spaced ranks, up to one.
         ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
         held_out = np.zeros(num_rows, np.bool_)
         held_out[self._dealt(fields)] = np.diff(ranks) == 1
+        return held_out
+
+    def _held_out_groups(self, field: str, count: int, fields: Fields) -> NDArray[np.bool_]:
+        """A mask of whole groups with about so many rows: one group at least, and not all."""
+        _, groups, sizes = np.unique(fields.values(field), return_inverse=True, return_counts=True)
+        if len(sizes) < 2:
+            raise ValueError(
+                f"RandomSplit: group={field!r}: all rows have one value, and none would be trained"
+                " on or none held out"
+            )
+        bits = random_bits(self._seed, 0, _BITS)
+        order = np.argsort(bits.random_raw(len(sizes)), kind="stable")
+        found = np.abs(np.cumsum(sizes[order])[:-1] - count)
+        is_held_out = np.zeros(len(sizes), np.bool_)
+        is_held_out[order[: int(np.argmin(found)) + 1]] = True
+        return is_held_out[groups]
+
+
+class Holdout(_HoldingOut):
+    """Validates on rows of the training store that are named, and trains on the others.
+
+    Args:
+        rows: As for `Subset`: the rows to validate on.
+        field: As there.
+        values: As there.
+        where: As there.
+
+    Raises:
+        TypeError: As there.
+    """
+
+    def __init__(
+        self,
+        rows: Any = None,
+        *,
+        field: str | None = None,
+        values: Sequence[Any] | None = None,
+        where: Callable[[NDArray[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(None, 0)
+        self._subset = Subset(rows, field=field, values=values, where=where)
+
+    @override
+    def __repr__(self) -> str:
+        return repr(self._subset).replace("Subset", "Holdout", 1)
+
+    @override
+    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
+        found = self._subset.subset("val", member, fields)
+        held_out = np.zeros(fields.num_rows, np.bool_)
+        held_out[found.rows(np.arange(found.num_rows(fields.num_rows)))] = True
         return held_out
 
 

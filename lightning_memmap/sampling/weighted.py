@@ -10,7 +10,12 @@ from typing_extensions import override
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import permutation, permuted, random_bits
+from lightning_memmap.sampling.permutations import (
+    Permutation,
+    permutation,
+    permuted,
+    random_bits,
+)
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
@@ -156,7 +161,11 @@ class WeightedSampler(Sampler):
         order, most = np.arange(size, dtype=np.int64), max(1, int(sizes.max()) - 2)
         if size > 3:
             order[1:-1] = 1 + self._order(epoch, shard, size - 2, most)
-        point = int(random_bits(*words, _OFFSET).random_raw(1)[0]) >> (64 - unit_bits)
+        with self._tables.lock:
+            raw = self._tables.get(
+                "point", epoch, lambda: int(random_bits(*words, _OFFSET).random_raw(1)[0])
+            )
+        point = raw >> (64 - unit_bits)
         # A copy: in order, they come from memory in half of the time.
         lengths = self._pieces()[begin : begin + size].copy()
         # The points before an end: point k lies at k, plus the offset. The first row stays there.
@@ -172,11 +181,14 @@ class WeightedSampler(Sampler):
         """A permutation of the rows of a shard; the largest has ``most``."""
         if most > 4 * size:
             return permutation(size, random_bits(self.seed, epoch, _ORDERS + 1 + shard))
+
         # That of the largest shard, without what this one lacks: shards share tables.
-        with self._tables.lock:
+        def make() -> Permutation:
             sizes = np.full(self.num_shards, most)
-            bits = random_bits(self.seed, epoch, _ORDERS)
-            orders = self._tables.get("rows", epoch, lambda: permuted(sizes, bits))
+            return permuted(sizes, random_bits(self.seed, epoch, _ORDERS))
+
+        with self._tables.lock:
+            orders = self._tables.get("rows", epoch, make)
         column, zero = np.array([shard], np.int64), np.zeros(1, np.int64)
         found = orders.grid(0, most - 1, column, zero)
         return found if size == most else found[found < size]

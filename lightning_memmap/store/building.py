@@ -29,7 +29,7 @@ import numpy as np
 import tensordict
 import torch
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.values import Values
@@ -481,9 +481,16 @@ class Building:
         StoreDirectory(plan.path).commit(manifest)
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        with suppress(StoreError):
-            remove_tree(self.path)
+        """Remove what was written, unless it is the store: the disk may fail after the commit."""
+        try:
+            current = Manifest.read(self.plan.path).generation
+        except StoreNotFoundError:
+            current = ""
+        except StoreError:
+            return  # Whose files these are cannot be told.
+        if current != self.path.name:
+            with suppress(StoreError):
+                remove_tree(self.path)
 
     def close(self) -> None:
         """Close the journal. Its lock is free once no worker shares it either."""

@@ -226,11 +226,11 @@ class FixedColumn(Column):
     @override
     def read(self, directory: Path, row: int) -> Tensor:
         location, size = int(self.shards.locate(np.array(row))), self.field.row_bytes
-        data = np.empty(0, np.uint8)
-        if size:
-            with open(directory / self.rows_name, "rb", buffering=0) as file:
-                data = read_exactly(file.fileno(), location * size, size)
-        return _as_rows(data, self.field).view(self.field.item_shape)
+        if not size:
+            return torch.empty(self.field.item_shape, dtype=self.field.dtype, device="cpu")
+        with open(directory / self.rows_name, "rb", buffering=0) as file:
+            data = read_exactly(file.fileno(), location * size, size)
+        return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
 
     @override
     def open(self, directory: Path) -> OpenColumn:
@@ -434,11 +434,11 @@ class RaggedColumn(Column):
             is_within = 0 <= first <= end <= sum(self.shard_items)
             if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
                 raise _damaged(field)
-            values = np.empty(0, np.uint8)
-            if first < end:
-                file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
-                values = read_exactly(file.fileno(), first * size, (end - first) * size)
-        return _as_rows(values, field).view(*shape, *field.item_shape)
+            if first == end:
+                return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
+            file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
+            values = read_exactly(file.fileno(), first * size, (end - first) * size)
+        return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
 
     @override
     def open(self, directory: Path) -> "ItemRows":
@@ -764,14 +764,6 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
                 f" values, and a size of more than {_MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
-
-
-def _as_rows(data: NDArray[np.uint8], field: Field) -> Tensor:
-    """Bytes of a file as values of a field."""
-    # Of no bytes, torch would make no view.
-    return (
-        torch.from_numpy(data).view(field.dtype) if len(data) else torch.empty(0, dtype=field.dtype)
-    )
 
 
 def _damaged(field: Field) -> StoreError:

@@ -347,3 +347,8 @@ def read_at_most(file: IO[bytes], name: str, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise StoreError(f"{name} is larger than {max_bytes} bytes")
     return data
+
+
+def replaced(path: Path) -> StoreError:
+    """The error where a file of an open store is gone: it lies in a directory that is replaced."""
+    return StoreError(f"{path} is gone: the store was replaced or removed meanwhile: open it again")

@@ -26,6 +26,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn, take_rows
+from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store
 
@@ -112,28 +113,32 @@ class JoinedStore(Store):
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._rows.places(rows))
 
+    def _files_of(self, index: int, begins: Integers) -> list[tuple[Path, int, int]]:
+        """The files of a field, as each store gives them, and where they begin in memory."""
+        files = [
+            (path, begin, size)
+            for part, begin in zip(self._parts, begins.tolist(), strict=True)
+            for path, _, size in part.row_files(part.manifest.columns[index])
+        ]
+        self._files[self._parts[0].schema.fields[index].name] = files
+        return files
+
     def _joined(self, field: Field, columns: Sequence[OpenColumn], index: int) -> OpenColumn:
         firsts = self._rows.firsts + self._shifts
         variable = [column for column in columns if isinstance(column, ItemRows)]
         if not variable:
-            files = [
-                (part.files / name, int(first) * field.row_bytes, size)
-                for part, first in zip(self._parts, firsts, strict=True)
-                for name, size in part.manifest.columns[index].file_bytes.items()
-            ]
-            self._files[field.name] = files
+            files = self._files_of(index, firsts * field.row_bytes)
             num_rows = int(firsts[-1]) + self._parts[-1].num_rows
             return _JoinedColumn(_map(field, files, num_rows), self._locate)
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
-        begins = np.cumsum(sizes) - sizes + _shifts(self._parts[0].schema.fields, sizes)
-        files = [
-            (part.files / f"{field.name}.values", int(begin) * field.item_bytes, size)
-            for part, begin in zip(self._parts, begins, strict=True)
-            if (size := part.manifest.columns[index].file_bytes.get(f"{field.name}.values", 0))
-        ]
-        self._files[field.name] = files
+        begins = (
+            np.cumsum(sizes, dtype=np.int64)
+            - np.array(sizes)
+            + _shifts(self._parts[0].schema.fields, sizes)
+        )
+        files = self._files_of(index, begins * field.item_bytes)
         items = _map(unit, files, int(begins[-1]) + sizes[-1])
         pieces = []
         for number, (column, begin) in enumerate(zip(variable, begins, strict=True)):
@@ -272,6 +277,8 @@ def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) ->
                     raise OSError(error, os.strerror(error))
             finally:
                 os.close(file)
+    except FileNotFoundError as error:
+        raise replaced(path) from error
     except OSError as error:
         raise StoreError(
             f"{', '.join(str(path) for path, _, _ in files)} cannot be mapped: {error}: see that"

@@ -20,9 +20,9 @@ from loaders import make_loader
 from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 
 from lightning_memmap.loading import FormedCollate
+from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store, TokenStream, build_store
-from lightning_memmap.store.row_file import RowFile
 
 CPU = torch.device("cpu")
 #: Rows, and the shortest and the longest of them in samples of int16.

@@ -17,7 +17,8 @@ from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.errors import SchemaError, StoreNotFoundError
+from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
+from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
     JoinedRows,
     Mixture,
@@ -31,10 +32,11 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.schema import Windows
-from lightning_memmap.store import build_store, open_store
+from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from tests.mixed import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.models import make_trainer
+from tests.rows import loader_over, make_split
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -74,6 +76,31 @@ def test_rows_of_several_stores_are_samples_as_their_datasets_give_them(tmp_path
     joined = JoinedStore(tmp_path, stores)
 
     assert [joined[row] for row in range(9)] == rows
+
+
+@pytest.mark.parametrize("is_joined_before", [True, False])
+def test_store_that_is_replaced_once_it_is_open_is_never_mixed_with_the_new_one(
+    tmp_path: Path, is_joined_before: bool
+) -> None:
+    def build(name: str, value: int) -> Store:
+        rows = [{"x": value, "text": str(value)} for _ in range(60)]
+        path, options = tmp_path / name, {"num_shards": 3, "progress": False}
+        return build_store(rows, path, overwrite=True, **options)  # type: ignore[arg-type]
+
+    stores = {"a": build("a", 1), "b": build("b", 2)}
+    joined = JoinedStore(tmp_path, stores) if is_joined_before else None
+    build("b", 3)
+    if joined is None:
+        with pytest.raises(StoreError, match=r"b/.* was replaced .*: open it again"):
+            JoinedStore(tmp_path, stores)
+        return
+    collate = FormedCollate(joined.schema)
+    loader = loader_over(joined, make_split(joined), 12, collate=collate)
+    batches = [step.to("cpu") for step in loader]
+    seen = {*chain(*(zip(each["x"].tolist(), each["text"], strict=True) for each in batches))}
+    assert seen == {(1, "1"), (2, "2")}
+    with pytest.raises(StoreError, match=r"b/.* was replaced .*: open it again"):
+        make_split(joined, residency="stream", window=5)
 
 
 @pytest.mark.parametrize("residency", ["mmap", "host"])

@@ -112,10 +112,7 @@ class Cache:
     def entered(self, remote: RemoteManifest, url: StoreUrl, *, is_last: bool) -> Iterator[Path]:
         """Find or make the directory of a version, in which nothing is removed meanwhile.
 
-        Args:
-            remote: The version.
-            url: The URL.
-            is_last: Whether the server has just given it.
+        ``is_last`` says that the server has just given this version.
         """
         directory = self.directory / _version(url, remote.data)
         with self.usable(), self._locked():
@@ -141,16 +138,7 @@ class Cache:
         os.rename(made, directory)
 
     def last(self, url: StoreUrl, reason: UnreachableError) -> RemoteManifest:
-        """Find the version of a store that its server gave last.
-
-        Args:
-            url: The URL.
-            reason: Why the server cannot be asked.
-
-        Raises:
-            StoreNotFoundError: No URL is to be read, and nothing of this one is in the cache.
-            UnreachableError: Nobody answers, and nothing of the URL is in the cache.
-        """
+        """Find the version of a store that its server gave last, since nobody can be asked now."""
         try:
             name = read_plain(self.directory / _last(url)).decode()
             data = read_plain(self.directory / name / MANIFEST)

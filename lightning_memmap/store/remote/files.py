@@ -47,12 +47,9 @@ class UnreachableError(StoreError):
 class RemoteFiles:
     """The files of one remote directory. Several threads may use it at once.
 
-    Args:
-        url: The directory.
-
-    Raises:
-        StoreError: The library for its protocol is missing, or cannot use the URL.
-        ValueError: There is no such protocol.
+    All methods raise StoreNotFoundError without such a file, directory or bucket, UnreachableError
+    where nobody answers, and StoreError where access is refused, or the server or the library of
+    its protocol cannot do this.
     """
 
     def __init__(self, url: StoreUrl) -> None:
@@ -73,16 +70,7 @@ class RemoteFiles:
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
         """Read part of a file; fewer bytes where the file ends, or the server gives fewer.
 
-        Args:
-            name: Name of the file.
-            start: The first byte.
-            end: One past the last byte.
-            patience_s: Seconds after which a read that failed is not tried again.
-
-        Raises:
-            StoreNotFoundError: There is no such file, directory or bucket.
-            UnreachableError: The directory cannot be reached, or nothing comes from it.
-            StoreError: Access is refused, or the server does not give parts of files.
+        After ``patience_s``, a read that failed is not tried again.
         """
 
         def read() -> bytes:
@@ -123,13 +111,7 @@ class RemoteFiles:
         return None
 
     def folders(self) -> list[str]:
-        """The names of the directories in this one, without hidden ones.
-
-        Raises:
-            StoreNotFoundError: There is no such directory or bucket.
-            StoreError: The directory cannot be reached, access is refused, or it is one of a web
-                server, whose page of files has no bounds.
-        """
+        """The names of the directories in this one, without hidden ones."""
         if self._is_web:
             raise StoreNotFoundError(f"the files at {self.url} cannot be listed")
         found: list[dict[str, Any]] = self._tried(
@@ -141,16 +123,7 @@ class RemoteFiles:
         return [name for name, kind in pairs if kind == "directory" and name[:1] != "."]
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a file there. Object stores show it once it is whole.
-
-        Args:
-            path: The file on this machine.
-            name: Its name there.
-
-        Raises:
-            StoreNotFoundError: There is no such bucket.
-            StoreError: The directory cannot be reached, or access is refused.
-        """
+        """Copy a file there. Object stores show it once it is whole."""
         self._make_directory(name)
         self._tried(lambda: self._system.put_file(str(path), self._at(name)), name)
 
@@ -162,10 +135,7 @@ class RemoteFiles:
     def replace(self, name: str, data: bytes, beside: str) -> None:
         """Write a small file at once: whoever reads it finds all of it, or what was there before.
 
-        Args:
-            name: Its name.
-            data: Its content.
-            beside: A directory there, where it may be written before it is renamed.
+        Where it must be renamed for that, it is written in the directory ``beside`` first.
         """
         if not isinstance(self._system, LocalFileSystem):
             self.write(name, data)
@@ -174,11 +144,7 @@ class RemoteFiles:
         os.replace(self._at(f"{beside}/{name}"), self._at(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a directory and all that is in it, if there is one.
-
-        Raises:
-            StoreError: The directory cannot be reached, or access is refused.
-        """
+        """Remove a file, or a directory and all that is in it, if there is one."""
         with suppress(StoreNotFoundError):
             self._tried(lambda: self._system.rm(self._at(name), recursive=True), name)
 
@@ -200,25 +166,9 @@ class RemoteFiles:
                 return work()
             except MemmapError:
                 raise
-            except FileNotFoundError as error:
-                raise StoreNotFoundError(f"there is no {where}: {describe_error(error)}") from error
             except Exception as error:  # Each library has its own.
-                if _is_refusal(error):
-                    raise StoreError(
-                        f"{where}: access was refused: {describe_error(error)}: see that there are"
-                        " credentials (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-                        " in ~/.aws), and that they have the right to this"
-                    ) from error
-                if _is_final(error):
-                    raise StoreError(
-                        f"{where}: {describe_error(error)}: see that the URL is right, and that"
-                        " what is there can do this (http:// and https:// can only be read)"
-                    ) from error
-                if isinstance(error, _MISTAKES):
-                    raise StoreError(
-                        f"{where}: the library of its protocol failed: {describe_error(error)}: try"
-                        " another version of it, or copy the store by other means"
-                    ) from error
+                if final := _final_error(error, str(where)):
+                    raise final from error
                 if not left or monotonic() > deadline:
                     raise UnreachableError(
                         f"{where} cannot be reached: {describe_error(error)}: see that this machine"
@@ -274,20 +224,32 @@ def is_offline() -> bool:
     return os.environ.get(OFFLINE, "").lower() not in ("", "0", "false", "no", "off")
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether a library says that credentials are missing, or do not suffice."""
-    named = "Credentials" in type(error).__name__
-    return named or isinstance(error, PermissionError) or _status(error) in _REFUSED
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether a library says that the same will happen when it is asked again."""
-    status = _status(error)
-    refused = 400 <= status < 500 and status not in _TRANSIENT
+def _final_error(error: Exception, where: str) -> MemmapError | None:
+    """The error of this package for one that would come again; None for one that may be over."""
+    what, status = describe_error(error), _status(error)
+    if isinstance(error, FileNotFoundError):
+        return StoreNotFoundError(f"there is no {where}: {what}")
+    no_credentials = "Credentials" in type(error).__name__
+    if no_credentials or isinstance(error, PermissionError) or status in _REFUSED:
+        return StoreError(
+            f"{where}: access was refused: {what}: see that there are credentials (for s3:// in"
+            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws), and that they have the"
+            " right to this"
+        )
     # fsspec's file systems raise NotImplementedError for what their protocol cannot do at all, such
-    # as writing to http://: asked again, they would raise it again.
-    unable = status in _UNABLE or isinstance(error, NotImplementedError)
-    return refused or unable
+    # as writing to http://.
+    refused = 400 <= status < 500 and status not in _TRANSIENT
+    if refused or status in _UNABLE or isinstance(error, NotImplementedError):
+        return StoreError(
+            f"{where}: {what}: see that the URL is right, and that what is there can do this"
+            " (http:// and https:// can only be read)"
+        )
+    if isinstance(error, _MISTAKES):
+        return StoreError(
+            f"{where}: the library of its protocol failed: {what}: try another version of it, or"
+            " copy the store by other means"
+        )
+    return None
 
 
 def _status(error: Exception) -> int:

@@ -52,13 +52,7 @@ class RemoteManifest:
 
     @classmethod
     def read(cls, files: RemoteFiles) -> "RemoteManifest":
-        """Read it from its server.
-
-        Raises:
-            StoreNotFoundError: There is no store.
-            UnreachableError: The directory cannot be reached.
-            StoreError: Access is refused, or the manifest is damaged.
-        """
+        """Read it from its server. A damaged one is a StoreError."""
         try:
             data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, patience_s=_PATIENCE_S)
         except StoreNotFoundError as error:
@@ -74,11 +68,6 @@ class RemoteShards:
 
     The directory stays open, and all is opened relative to it: where it is removed, and another
     made under its name, nothing of that is taken for what was fetched here.
-
-    Args:
-        remote: The store.
-        files: Where it is.
-        directory: The directory here; see `make_records`.
     """
 
     def __init__(self, remote: RemoteManifest, files: RemoteFiles, directory: Path) -> None:
@@ -140,11 +129,7 @@ class RemoteShards:
                 write_all(file, memoryview(struct.pack("q", sign * num_bytes)), 8 * number)
 
     def fetch(self, numbers: Collection[int], advance: Callable[[int], None]) -> None:
-        """Fetch shards of fields, several at once.
-
-        Args:
-            numbers: Their numbers.
-            advance: Called with the number of bytes fetched since the last call, from threads.
+        """Fetch shards of fields, several at once. Threads call ``advance`` with bytes fetched.
 
         Raises:
             StoreNotFoundError: The store is gone.

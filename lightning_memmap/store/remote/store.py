@@ -31,21 +31,8 @@ _SHOWN_BYTES = 64 * 2**20
 class CachedShards:
     """The shards of one store at a URL, fetched into the cache when they are asked for.
 
-    The version that was opened stays in the cache as long as this object is there.
-
-    Args:
-        url: The URL.
-
-    Attributes:
-        url: The URL.
-        manifest: The manifest of the store.
-        path: The directory of the version in the cache, as it was named when it was opened.
-        directory: The same directory, whatever has become of its name.
-
-    Raises:
-        StoreNotFoundError: There is no store at the URL.
-        StoreError: It cannot be reached, its manifest is damaged, or the cache cannot be used.
-        ValueError: No library knows the protocol.
+    The version that was opened stays in the cache as long as this object is there. `path` is its
+    directory as it was named then, `directory` the same whatever has become of the name.
     """
 
     def __init__(self, url: StoreUrl) -> None:
@@ -71,11 +58,7 @@ class CachedShards:
         self._known = self._shards.records()
 
     def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here.
-
-        Args:
-            fields: The fields, by their place in the schema.
-            shards: The shards.
+        """Fetch the shards that are not yet here, of fields by their place in the schema.
 
         Raises:
             StoreNotFoundError: The store is gone.
@@ -123,10 +106,7 @@ class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one.
 
     Opening it reads the manifest. Rows are read from the cache: a shard of a field is fetched when
-    a row of it is asked for. Errors are those of `CachedShards`.
-
-    Args:
-        url: The URL.
+    a row of it is asked for.
     """
 
     def __init__(self, url: StoreUrl) -> None:

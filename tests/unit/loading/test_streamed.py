@@ -27,10 +27,10 @@ from lightning_memmap.loading import (
     stream_layout,
     window_reads,
 )
+from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
-from lightning_memmap.store.row_file import RowFile
 from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,

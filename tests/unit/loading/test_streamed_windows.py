@@ -256,6 +256,7 @@ def test_steps_that_lie_apart_are_read_in_pieces(
     monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
     monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
     monkeypatch.setattr(stream_layout, "_MAX_FREE", 0)
+    monkeypatch.setattr(stream_layout, "_MAX_FREE_BYTES", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
             make_loader(

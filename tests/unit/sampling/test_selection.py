@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import KFold, Parts, RandomSplit, RowSubset, Selection, Subset
+from lightning_memmap.sampling import (
+    Holdout,
+    KFold,
+    Parts,
+    RandomSplit,
+    RowSubset,
+    Selection,
+    Subset,
+)
 from tests.unit.sampling.test_weighted import Table
 
 
@@ -73,6 +81,46 @@ def test_rows_that_are_held_out_depend_on_the_seed_alone() -> None:
 
 
 GOLDEN_SPLIT, GOLDEN_FOLD = [158, 234, 330], [200, 265, 551, 730, 930]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=60).filter(lambda found: len({*found}) > 1),
+    st.floats(0.05, 0.9),
+    st.integers(0, 9),
+)
+def test_groups_stay_whole(patients: list[int], share: float, seed: int) -> None:
+    table = Table(len(patients), patient=patients)
+    split = RandomSplit(share, group="patient", seed=seed)
+    trained, held_out = rows_of(split, table, "train"), rows_of(split, table, "val")
+    assert sorted(trained + held_out) == list(range(len(patients)))
+    assert not {patients[row] for row in trained} & {patients[row] for row in held_out}
+    # As near to the share as one group allows.
+    largest = max(patients.count(patient) for patient in patients)
+    assert abs(len(held_out) - max(1, round(share * len(patients)))) <= largest
+
+
+def test_groups_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match="all rows have one value"):
+        rows_of(RandomSplit(0.5, group="patient"), Table(3, patient=[1, 1, 1]))
+    with pytest.raises(ValueError, match="stratify='a' with group='b'"):
+        RandomSplit(stratify="a", group="b")
+
+
+@pytest.mark.parametrize(
+    "holdout",
+    [
+        Holdout([7, 2]),
+        Holdout(np.arange(10) % 5 == 2),
+        Holdout(field="label", values=[2]),
+        Holdout(field="label", where=lambda label: label == 2),
+    ],
+    ids=repr,
+)
+def test_rows_that_are_named_are_validated_on_and_no_others(holdout: Holdout) -> None:
+    table = Table(10, label=np.arange(10) % 5)
+    assert rows_of(holdout, table, "val") == [2, 7]
+    assert rows_of(holdout, table, "train") == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert holdout.stored_split("val") == "train"
 
 
 def test_folds_in_order_are_every_so_manieth_row() -> None:

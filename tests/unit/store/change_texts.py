@@ -5,6 +5,7 @@
 It is run where a system call fails, in a process of its own.
 """
 
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightning_memmap.store import (
 )
 
 NUM_ROWS = 3000
+GENERATION = "g-" + "f" * 16
 OPTIONS: dict[str, Any] = {"num_shards": 3, "progress": False}
 
 
@@ -65,6 +67,8 @@ def change(way: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    # So that it is known in which generation the files are.
+    secrets.token_hex = lambda num_bytes: GENERATION[2:]  # type: ignore[assignment,misc]
     try:
         change(sys.argv[1], Path(sys.argv[2]))
     except (MemmapError, OSError) as error:

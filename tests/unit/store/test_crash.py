@@ -1,5 +1,6 @@
 """Builders that are killed: a store is whole and of one dataset, or it is not there."""
 
+import errno
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ import torch
 
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, holds
@@ -461,3 +463,23 @@ def test_store_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> No
         with pytest.raises(StoreError, match=r"has format version 1, .* remove it and build"):
             act(path)
     assert {entry.name for entry in path.iterdir()} <= {"manifest.json", ".lock"}
+
+
+@pytest.mark.parametrize("num_syncs", range(4))
+def test_disk_that_fails_at_the_commit_leaves_the_old_store_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_syncs: int
+) -> None:
+    sync, left = directory_module.sync_path, [num_syncs]
+    build_store(Numbered(50, OLD), tmp_path / "s", progress=False)
+
+    def failing(path: Path) -> None:
+        if not left[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        left[0] -= 1
+        sync(path)
+
+    monkeypatch.setattr(directory_module, "sync_path", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        build_store(Numbered(50, NEW), tmp_path / "s", overwrite=True, progress=False)
+    assert holds(open_store(tmp_path / "s"), Numbered(50, OLD if num_syncs < 2 else NEW))
+    assert verify_store(tmp_path / "s") == []

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.store import build_part, build_store, open_store, verify_store
-from tests.unit.store.change_texts import NUM_ROWS, OPTIONS, Texts
+from tests.unit.store.change_texts import GENERATION, NUM_ROWS, OPTIONS, Texts
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,10 +54,9 @@ def editions(directory: Path) -> list[int] | None:
 
 
 def index_files(directory: Path) -> list[Path]:
-    return [
-        directory / place / "t.index"
-        for place in ("s/.build", "s/.parts", ".s.building", ".s.parts")
-    ]
+    """The index in the generation that is made, or was begun by parts."""
+    generations = {directory / "s" / GENERATION, *(directory / "s").glob("g-*")}
+    return [generation / "t.index" for generation in generations]
 
 
 @pytest.mark.parametrize("way", ["new", "overwrite", "stream", "append", "finish"])

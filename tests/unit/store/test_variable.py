@@ -456,3 +456,9 @@ def test_padded_step_larger_than_memory_is_refused_before_it_is_allocated(tmp_pa
     data.setup("fit")
     with pytest.raises(ValueError, match=r"padded to \(3000, 65536\), have 62914560000 bytes"):
         next(iter(data.train_dataloader()))
+
+
+def test_probe_rows_without_items_are_stored(tmp_path: Path) -> None:
+    rows = [{"x": torch.zeros(row % 2, dtype=torch.float64)} for row in range(9)]
+    store = build_store(rows, tmp_path / "s", num_shards=2, progress=False)
+    assert [len(store[row]["x"]) for row in range(9)] == [row % 2 for row in range(9)]

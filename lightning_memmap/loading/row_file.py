@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.columns import Column
+from lightning_memmap.store.files import replaced
 from lightning_memmap.store.store import Store
 
 #: Direct reads are aligned to the smaller one, or to the larger one where a disk requires it.
@@ -50,6 +51,8 @@ class RowFile:
         self.block_bytes = 1
         try:
             self._descriptor = self._open(getattr(os, "O_DIRECT", 0))
+        except FileNotFoundError as error:
+            raise replaced(path) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -71,50 +74,18 @@ class RowFile:
         return _MIN_BLOCK_BYTES
 
     def read_rows(self, first: int, num_rows: int, scratch: memoryview) -> memoryview:
-        """Read consecutive rows.
-
-        Args:
-            first: The first row, counted from the start of the file.
-            num_rows: Rows to read.
-            scratch: Memory to read into, from `aligned_memory`, with room for these rows and two
-                blocks.
-
-        Returns:
-            The bytes of the rows, a view of ``scratch``.
-
-        Raises:
-            OSError: The disk cannot be read. The error names the file.
-            StoreError: The file is shorter than the store says.
-        """
+        """Read consecutive rows."""
         start, end = first * self.row_bytes, (first + num_rows) * self.row_bytes
         begin = start // self.block_bytes * self.block_bytes
         self.read_bytes(begin, end, scratch[: self.whole_blocks(end) - begin])
         return scratch[start - begin : end - begin]
 
     def whole_blocks(self, num_bytes: int) -> int:
-        """Round a number of bytes up to whole blocks.
-
-        Args:
-            num_bytes: The number.
-
-        Returns:
-            The bytes of these blocks, a multiple of ``block_bytes``.
-        """
+        """Round a number of bytes up to whole blocks."""
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
-        """Read bytes of the file.
-
-        Args:
-            begin: The first byte, a multiple of ``block_bytes``.
-            end: One past the last byte.
-            memory: Memory to read into: whole blocks, at an address that is a multiple of
-                ``block_bytes``. The rest of the last block is read as well, if the file has it.
-
-        Raises:
-            OSError: The disk cannot be read. The error names the file.
-            StoreError: The file is shorter than the store says.
-        """
+        """Read bytes of the file."""
         done = 0
         while done < end - begin:
             count = self._read(begin + done, memory[done:])
@@ -177,12 +148,6 @@ def aligned_memory(num_bytes: int) -> memoryview:
     limited number of segments at once: one read would become many small ones.
 
     A forked process sees zeros there.
-
-    Args:
-        num_bytes: Its size.
-
-    Returns:
-        Memory that starts at a multiple of `MAX_BLOCK_BYTES`, or of a huge page where one fits.
     """
     is_huge = num_bytes >= _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if is_huge else MAX_BLOCK_BYTES
@@ -198,21 +163,7 @@ def aligned_memory(num_bytes: int) -> memoryview:
 def open_row_files(
     store: Store, columns: Sequence[Column], in_steps: Collection[str] = ()
 ) -> list[RowFile | None]:
-    """Open the files of some columns of a store.
-
-    Args:
-        store: The open store.
-        columns: Those of its columns that are wanted.
-        in_steps: Fields whose files are taken for steps of series, along the first dimension of
-            each row.
-
-    Returns:
-        The files in the order of the columns; None for a field without bytes.
-        Where rows differ in length, it is that of their items.
-
-    Raises:
-        OSError: A file cannot be opened.
-    """
+    """Open the files of some columns of a store."""
     files: list[RowFile | None] = []
     for column in columns:
         is_series = column.field.name in in_steps
