@@ -256,7 +256,7 @@ def _field_values(array: Any, field: Field, convert: Any) -> Values | None:
         return None
     rows = np.zeros((len(array), field.shape[0], *items.shape[1:]), items.dtype)
     if array.null_count:
-        rows[given] = items.reshape(-1, *rows.shape[1:])
+        rows[given] = items.reshape(int(given.sum()), *rows.shape[1:])
     else:
         rows = items.reshape(rows.shape)
     return stack_rows(field, rows)

@@ -187,6 +187,15 @@ def test_unsigned_numbers_are_read_in_any_order(tmp_path: Path, dtype: str) -> N
                 assert found.item() == values[row]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float16"])
+def test_probe_rows_without_items_are_stored(tmp_path: Path, dtype: str) -> None:
+    lengths = [0, *range(1, NUM_ROWS - 1), 0]
+    rows = [{"x": np.arange(n).astype(dtype), "none": np.empty((2, 0), dtype)} for n in lengths]
+    store = build(tmp_path / "s", rows)
+    assert [len(store[row]["x"]) for row in range(NUM_ROWS)] == lengths
+    assert store[3]["none"].shape == (2, 0)
+
+
 LIBRARIES = {
     "duckdb": "duckdb.sql(\"select 'r' || i as name, i::smallint as age from range(60) t(i)\")",
     "lance": "lance.write_dataset(pyarrow.table({'name': [f'r{i}' for i in range(60)],"
