@@ -34,6 +34,8 @@ from lightning_memmap.schema.structure import (
     Node,
 )
 
+#: Each field is a file and a mapping, of which a process has at most some ten thousand.
+MAX_FIELDS = 4096
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 _Key = str | int
 _KIND = re.compile(r"[a-z]+(:[A-Za-z0-9;]{1,32})?")
@@ -104,8 +106,7 @@ class _Node(msgspec.Struct):
 
 
 class _Schema(msgspec.Struct):
-    #: Each field is a file and a mapping, of which a process has at most some ten thousand.
-    fields: Annotated[list[_Field], msgspec.Meta(min_length=1, max_length=4096)]
+    fields: Annotated[list[_Field], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
     structure: _Node
 
 

@@ -19,6 +19,7 @@ import xxhash
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
 from lightning_memmap.schema import Schema, read_schema
+from lightning_memmap.schema.spec import MAX_FIELDS
 from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.fingerprint import Fingerprint
@@ -179,6 +180,8 @@ class Manifest:
         body["digest"] = _digest(body)
         data = json.dumps(body, indent=1).encode()
         try:
+            if len(self.schema.fields) > MAX_FIELDS:
+                raise ValueError(f"{len(self.schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ValueError(
                     f"its manifest would have {len(data)} bytes, and at most"

@@ -15,6 +15,7 @@ from lightning_memmap.errors import StoreNotFoundError
 from tests.command_line import CommandLine
 from tests.models import Points
 from tests.preloaded import python
+from tests.unit.store.layout import files_of
 
 #: 60 rows of 8 + 32 + 4 bytes in 24 shards: twelve of 3 rows (132 bytes), twelve of 2 (88 bytes).
 POINTS = ("--dataset", "tests.models.Points", "--dataset.num_rows", "60")
@@ -153,7 +154,7 @@ class TestPushAndPull:
         assert command("verify", tmp_path / "back") == 0
         for name in ("train", "val/a", "val/b"):
             found = open_store(tmp_path / "back" / name).manifest
-            assert found == open_store(tmp_path / "here" / name).manifest
+            assert found.content == open_store(tmp_path / "here" / name).manifest.content
 
     def test_store_goes_to_a_url_and_back(
         self, command: Command, store_path: Path, tmp_path: Path
@@ -168,9 +169,13 @@ class TestPushAndPull:
         assert command("pull", url + "/none", tmp_path / "other") == 2
         assert "none" in command.err
 
-    def test_verify_of_a_url_says_to_pull(self, command: Command, store_path: Path) -> None:
-        assert command("verify", store_path.as_uri()) == 2
-        assert "to check every byte of one, pull it" in command.err
+    def test_verify_of_a_url_checks_every_shard(
+        self, command: Command, store_path: Path, tmp_path: Path
+    ) -> None:
+        url = (tmp_path / "far").as_uri()
+        assert command("push", store_path, url) == 0
+        assert command("verify", url) == 0
+        assert f"{url}: all 72 checksums match" in command.out
 
 
 class TestInfo:
@@ -236,8 +241,8 @@ class TestVerify:
         self, command: Command, store_path: Path
     ) -> None:
         # Shards 0 to 4 have three rows of 32 bytes before those of shard 5.
-        flip_byte(store_path / "x.memmap", 5 * 3 * 32)
-        flip_byte(store_path / "y.memmap", 60 * 4 - 1)
+        flip_byte(files_of(store_path) / "x.memmap", 5 * 3 * 32)
+        flip_byte(files_of(store_path) / "y.memmap", 60 * 4 - 1)
         assert command("verify", store_path) == 1
         assert "field 'x', shard 5 is damaged" in command.out
         assert "field 'y', shard 23 is damaged" in command.out
@@ -248,7 +253,7 @@ class TestVerify:
         self, command: Command, store_path: Path
     ) -> None:
         path = like_markup(store_path)
-        flip_byte(path / "x.memmap", 0)
+        flip_byte(files_of(path) / "x.memmap", 0)
         assert command("verify", path) == 1
         assert f"field 'x', shard 0 is damaged ({path}" in command.out
 
@@ -267,13 +272,13 @@ class TestVerify:
     ) -> None:
         for split in ("train", "val"):
             build_store(Points(60), tmp_path / split, progress=False)
-        flip_byte(tmp_path / "train" / "row.memmap", 0)
+        flip_byte(files_of(tmp_path / "train") / "row.memmap", 0)
         assert command("verify", tmp_path) == 1
         assert "field 'row', shard 0 is damaged" in command.out
         assert f"{tmp_path / 'val'}: all 72 checksums match" in command.out
 
     def test_verify_of_a_truncated_file_says_so(self, command: Command, store_path: Path) -> None:
-        with open(store_path / "x.memmap", "r+b") as file:
+        with open(files_of(store_path) / "x.memmap", "r+b") as file:
             file.truncate(100)
         assert command("verify", store_path) == 2
         assert "x.memmap has 100 bytes, expected 1920" in command.err
@@ -403,7 +408,8 @@ class TestPlan:
             ["3", "points", "2", "48", "4.1 KiB", "1.4 KiB", "as stored"],
         ]
         assert command("plan", store_path, *arguments, "5") == 0
-        assert command.table() == [["5", "points", "2", "50", "4.3 KiB", "880 B", "re-striped"]]
+        # Rows of 25 shards lie apart in the files: 56 bytes for each tell where.
+        assert command.table() == [["5", "points", "2", "50", "9.8 KiB", "2.0 KiB", "re-striped"]]
         # A window is no longer than a shard, which has 3 rows here.
         assert command("plan", store_path, "--residency", "stream", "--devices", "1") == 0
         assert command.table()[0][3:5] == ["60", "6.2 KiB"]

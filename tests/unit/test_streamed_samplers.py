@@ -160,7 +160,7 @@ def test_one_read_has_rows_of_several_files_and_what_lies_between(
 
 def test_file_of_a_set_that_is_cut_short_is_named(tmp_path: Path) -> None:
     data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
-    (path,) = (tmp_path / "stores" / "train" / "b").glob("pad.*")
+    (path,) = (tmp_path / "stores" / "train" / "b").glob("g-*/pad.*")
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(StoreError, match=re.escape(str(path))):
         epoch_of(data)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.placement import DataTopology, Residency, SplitSize
 from lightning_memmap.store import Store, build_store
@@ -77,7 +78,7 @@ def test_files_of_fields_that_are_not_needed_are_not_opened(tmp_path: Path) -> N
     os.unlink(store.files / "image.memmap")
     found = batches(store, frozenset({"row"}), (STREAM,), 1)
     assert sum(len(batch["row"]) for batch in found) == 2 * NUM_ROWS
-    with pytest.raises(FileNotFoundError, match="image"):
+    with pytest.raises(StoreError, match="image"):
         batches(store, None, (STREAM,), 1)
 
 
