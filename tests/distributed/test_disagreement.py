@@ -18,7 +18,7 @@ def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
         ),
         "shuffle_window": "shuffle_window: 2 on rank 0; 3 on rank 1",
         # Both would be right alone, and have another order.
-        "residency": f"shuffle_window: missing on rank 0; {default_window(24, 44)} on rank 1",
+        "residency": f"shuffle_window: None on rank 0; {default_window(24, 44)} on rank 1",
         "store": "the train store: 60 rows in 24 shards, content ",
     }.items():
         for told in (first, second):

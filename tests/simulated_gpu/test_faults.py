@@ -44,7 +44,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, caller:
 
 
 def train_microbatches(path: Path, store: Store) -> None:
-    """Micro-batches in streams, on two devices."""
+    """Micro-batches, on two devices."""
     data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
     strategy = LocalModelParallelStrategy(num_microbatches=3)
     trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy, max_epochs=2)
@@ -131,31 +131,6 @@ FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
         "_next_buffer",
         upload,
     ),
-    "a step goes on before its micro-batches": (
-        devices.Stream,
-        "wait_stream",
-        "step",
-        train_microbatches,
-    ),
-    "a micro-batch starts before its rows are there": (
-        devices.Stream,
-        "wait_stream",
-        "microbatch",
-        train_microbatches,
-    ),
-    "a layer does not wait for its input": (
-        devices.Event,
-        "wait",
-        "_enter",
-        train_microbatches,
-    ),
-    "a layer's output is not waited for": (
-        devices.Stream,
-        "wait_stream",
-        "_leave",
-        train_microbatches,
-    ),
-    "a layer's memory is used again": (Tensor, "record_stream", "_use", validate_microbatches),
 }
 
 
