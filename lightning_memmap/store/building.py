@@ -420,8 +420,8 @@ class Building:
         """Make this the store, once all rows are written. The lock must be held.
 
         Args:
-            probes: Row and hash of rows, which are compared with what was written; None to take
-                them from what was written.
+            probes: Row and hash of rows, which are compared with what was written; None where
+                nobody has read them before.
             source: Where the rows came from, for people to read. Time and versions are added.
             fingerprint: The identity of the dataset; None if the rows do not come from one.
             num_threads: Threads that read and hash, at least 2.
@@ -452,13 +452,12 @@ class Building:
         def digest(row: int) -> str:
             return hash_row([column.read(self.path, row) for column in columns])
 
-        if probes is None:
-            probes = [(row, digest(row)) for row in probe_rows(plan.num_rows)]
-        for row, expected in probes:
+        for row, expected in probes or ():
             if digest(row) != expected:
                 names = ", ".join(field.name for field in plan.schema.fields)
                 self.abandon()
                 raise random_dataset_error(row, names)
+        probes = [(row, digest(row)) for row in probe_rows(plan.num_rows)]
         source = {
             **source,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

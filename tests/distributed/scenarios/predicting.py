@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.store.directory import locked
+from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Points, Regression, make_trainer
 
@@ -79,7 +79,7 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
     )
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     # As if another run wrote there: rank zero alone notices.
-    other_run = locked(out / "held") if rank == 0 else nullcontext()
+    other_run = StoreDirectory(out / "held").locked() if rank == 0 else nullcontext()
     with other_run:
         held = predict(out, "held", Regression(), data)
     return {

@@ -495,7 +495,7 @@ class TestFailures:
         loader = make_loader(store, residency="stream", window=5)
         steps = iter(loader)
         next(steps)
-        os.truncate(tmp_path / "rows" / "pad.memmap", 600_001)
+        os.truncate(store.files / "pad.memmap", 600_001)
         with pytest.raises(StoreError, match=r"pad\.memmap has 600001 bytes, .* cut short"):
             list(steps)
         assert not reading_threads()
@@ -505,7 +505,7 @@ class TestFailures:
     def test_disk_that_cannot_be_read_is_an_error_that_names_the_file(self, tmp_path: Path) -> None:
         store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=4, progress=False)
         loader = make_loader(store, residency="stream", window=5)
-        path = tmp_path / "rows" / "image.memmap"
+        path = store.files / "image.memmap"
         broken = os.open("/proc/self/mem", os.O_RDONLY)
         try:
             # The kernel fails to read where no memory is mapped, as it fails at a broken disk.
@@ -523,7 +523,7 @@ class TestFailures:
         path = tmp_path / "rows"
         store = build_store(NumberedRows(400), path, num_shards=4, progress=False)
         build_store(NumberedRows(400, 3), path, num_shards=4, overwrite=True, progress=False)
-        with pytest.raises(StoreError, match="was replaced meanwhile"):
+        with pytest.raises(StoreError, match="replaced or removed meanwhile"):
             make_split(store, residency="stream")
 
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:

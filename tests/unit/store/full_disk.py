@@ -58,7 +58,8 @@ def attempt(directory: Path, rows: list[Any], **arguments: Any) -> dict[str, Any
         outcome: dict[str, Any] = {"errno": error.errno, "message": str(error)}
     else:
         outcome = {"num_rows": store.num_rows}
-    left = [name for name in sorted(os.listdir(directory)) if not name.endswith(".lock")]
+    names = sorted(os.listdir(directory))
+    left = [name for name in names if os.listdir(directory / name) != [".lock"]]
     return {**outcome, "free": free, "before": before, "left": left}
 
 

@@ -28,6 +28,7 @@ from lightning_memmap.store import (
     open_store,
     verify_store,
 )
+from lightning_memmap.store.directory import PARTS
 from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
@@ -65,7 +66,7 @@ def assert_same_store(path: Path, other: Path) -> None:
     for file in files_of(path).iterdir():
         assert file.read_bytes() == (files_of(other) / file.name).read_bytes(), file.name
     one, two = Manifest.read(path), Manifest.read(other)
-    assert replace(one, source={}) == replace(two, source={})
+    assert replace(one, source={}, generation="") == replace(two, source={}, generation="")
     assert {**one.source, "created": ""} == {**two.source, "created": ""}
 
 
@@ -283,7 +284,7 @@ def test_parts_of_different_builds_are_an_error(
 ) -> None:
     options: dict[str, Any] = {"dataset": Numbered(30), "part": (0, 2), **QUIET}
     build_part(path=tmp_path / "s", **options)
-    with pytest.raises(StoreError, match=rf"of another build: .*{message}.* or remove .*s\.parts"):
+    with pytest.raises(StoreError, match=rf"of another build: .*{message}.* or remove .*g-"):
         build_part(path=tmp_path / "s", **{**options, "part": (1, 2), **change})
     build_part(path=tmp_path / "s", **{**options, "part": (1, 2)})
     assert holds(finish_store(tmp_path / "s", **QUIET), Numbered(30))
@@ -353,9 +354,9 @@ def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:
 
 def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
     build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
-    key = parts_path(tmp_path / "s") / "build.json"
+    key = parts_path(tmp_path / "s") / PARTS
     os.truncate(key, key.stat().st_size // 2)
-    with pytest.raises(StoreError, match=r"build\.json cannot be read: .*: remove"):
+    with pytest.raises(StoreError, match=r"parts\.json cannot be read: .*: remove"):
         finish_store(tmp_path / "s", **QUIET)
     with pytest.raises(StoreError, match=r"or remove .* to start anew"):
         build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)

@@ -27,7 +27,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import Mixture
+from lightning_memmap.sampling import KFold, Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import (
     Store,
@@ -215,7 +215,7 @@ def test_process_fetches_the_shards_that_it_owns(
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"num_folds": 3, "member": 1}, {"residency": "host"}])
+@pytest.mark.parametrize("options", [{}, {"subset": KFold(3), "member": 1}, {"residency": "host"}])
 def test_training_on_a_url_has_the_batches_of_the_directory(
     tmp_path: Path, devices: int, options: dict[str, Any]
 ) -> None:

@@ -144,10 +144,11 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
 
 def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "notes.txt").touch()
     plan = make_plan(tmp_path, numbers(1), 20)
     with pytest.raises(StoreError, match="exists and is not a store"):
         TableBuild(plan, overwrite=True)
-    (tmp_path / "table").rmdir()
+    (tmp_path / "table" / "notes.txt").unlink()
     write(tmp_path, list(range(20)))
     with pytest.raises(StoreError, match="overwrite=True"):
         TableBuild(plan)
@@ -175,8 +176,8 @@ def test_writer_of_a_build_that_is_over_writes_into_no_other(tmp_path: Path) -> 
         TableWriter(plan, first.token)
     writer = TableWriter(plan, second.token)
     writer.write(range(20), [numbers(20)])
-    late.write(range(20), [numbers(20, 500)])
-    late.close()
+    with pytest.raises(FileNotFoundError):
+        late.write(range(20), [numbers(20, 500)])
     writer.close()
     assert torch.equal(in_dataset_order(second.finish(20))["value"], numbers(20))
 
