@@ -108,11 +108,11 @@ def has_files(directory: Path, folder: Path, name: str) -> None:
 @pytest.mark.slow
 def test_segmentation_script_learns_and_summarises(tmp_path: Path, shape_files: Path) -> None:
     has_files(tmp_path, shape_files, "segmentation-png")
-    printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "2")
+    printed = run(tmp_path, str(ROOT / "examples" / "segmentation.py"), "--max_epochs", "4")
     # An untrained model has about 0.2 (all background), 0.5 and 0.6.
-    assert metric(printed, "test_mask_iou") > 0.38
+    assert metric(printed, "test_mask_iou") > 0.5
     assert metric(printed, "test_striped_accuracy") > 0.9
-    assert metric(printed, "test_kinds_accuracy") > 0.62
+    assert metric(printed, "test_kinds_accuracy") > 0.7
     assert "640 rows" in printed.rpartition("Run summary")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
 
