@@ -493,9 +493,9 @@ class StepsInParts(OneProcess):
     _layer_sync: Any = None
 
     @property
+    @abstractmethod
     def num_parts(self) -> int:
         """Parts of a full step. With one, Lightning's own steps run."""
-        raise NotImplementedError
 
     @abstractmethod
     def split(self, batch: Any) -> MicroBatches:
