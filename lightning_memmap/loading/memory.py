@@ -205,7 +205,8 @@ def copied_rows(
                 offsets = np.arange(first, min(first + _LOOKUP_ROWS, size), dtype=np.int64)
                 yield places.of(np.full_like(offsets, shard), offsets)
 
-    columns = [_copied(column, found(), int(sizes.sum()), device) for column in opened]
+    with _Copies(device) as copies:
+        columns = [copies.rows(column, found(), int(sizes.sum())) for column in opened]
     return Memory(Columns(columns, device), Places(pool, starts))
 
 
@@ -248,56 +249,71 @@ def copied_windows(
     series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
     pieces = mapped.begins[used] + firsts[used] * line.stride, lengths
     found, is_cut = list[Tensor | Ragged](), [series.is_cut(field) for field, _ in columns]
-    for (_, column), cut in zip(columns, is_cut, strict=True):
-        if cut:
-            steps = _copied_items(steps_of(column), [pieces], int(lengths.sum()), device)
-            found.append(windows_over(steps, line.length))
-        else:
-            found.append(_copied(column, [mapped.rows[used]], len(used), device))
+    with _Copies(device) as copies:
+        for (_, column), cut in zip(columns, is_cut, strict=True):
+            if cut:
+                steps = copies.items(steps_of(column), [pieces], int(lengths.sum()))
+                found.append(windows_over(steps, line.length))
+            else:
+                found.append(copies.rows(column, [mapped.rows[used]], len(used)))
     return Memory(Columns(found, device, series, is_cut), series.places(pool))
 
 
-def _copied(
-    column: OpenColumn, slots: Iterable[Integers], count: int, device: torch.device
-) -> Tensor | Ragged:
-    """Copy rows of a column, of which some are given at once."""
-    if not isinstance(column, ItemRows):
-        pieces = ((each, np.ones_like(each)) for each in slots)
-        return _copied_items(column.tensor.as_subclass(Tensor), pieces, count, device)
-    found = [column.at(each) for each in slots]
-    lengths = [each.sizes.prod(axis=1) for each in found]
-    pairs = zip((each.starts for each in found), lengths, strict=True)
-    place = torch.device("cpu") if column.field.is_text else device
-    items = _copied_items(column.items, pairs, sum(int(n.sum()) for n in lengths), place)
-    sizes = [np.zeros((0, column.field.num_variable), np.int64), *(each.sizes for each in found)]
-    rows = ItemRows(column.field, column.shards, items, packed_index(np.concatenate(sizes)))
-    return Ragged(rows.field, items, rows.at)
+class _Copies(ExitStack):
+    """Copies rows of a store to the host or to a device. At its end all copies are done."""
 
-
-def _copied_items(
-    source: Tensor,
-    pieces: Iterable[tuple[Integers, Integers]],
-    count: int,
-    device: torch.device,
-) -> Tensor:
-    """Copy pieces of items, given by where they begin and how long they are, one after another."""
-    target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
-    if not target.nbytes:
-        return target
-    done = 0
-    with ExitStack() as stack:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
         # From a file mapping, which is not pinned, a device would copy through the driver's own
         # small buffers, and not begin before the pages are read.
-        uploader = stack.enter_context(Uploader(device)) if has_streams(device) else None
+        self._uploader = self.enter_context(Uploader(device)) if has_streams(device) else None
+
+    def rows(self, column: OpenColumn, slots: Iterable[Integers], count: int) -> Tensor | Ragged:
+        """Copy rows of a column, of which some are given at once."""
+        if not isinstance(column, ItemRows):
+            pieces = ((each, np.ones_like(each)) for each in slots)
+            return self.items(column.tensor.as_subclass(Tensor), pieces, count)
+        found = [column.at(each) for each in slots]
+        lengths = [each.sizes.prod(axis=1) for each in found]
+        pairs = zip((each.starts for each in found), lengths, strict=True)
+        num_items = sum(int(each.sum()) for each in lengths)
+        items = self.items(column.items, pairs, num_items, is_here=column.field.is_text)
+        none = np.zeros((0, column.field.num_variable), np.int64)
+        index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
+        rows = ItemRows(column.field, column.shards, items, index)
+        return Ragged(rows.field, items, rows.at)
+
+    def items(
+        self,
+        source: Tensor,
+        pieces: Iterable[tuple[Integers, Integers]],
+        count: int,
+        *,
+        is_here: bool = False,
+    ) -> Tensor:
+        """Copy pieces of items, given by where they begin and how long they are, one after another.
+
+        Args:
+            source: All items.
+            pieces: Where some of them begin, and how long they are.
+            count: Items of all pieces.
+            is_here: Whether they go to the CPU, whatever the device.
+        """
+        device = torch.device("cpu") if is_here else self.device
+        target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
+        if not target.nbytes:
+            return target
+        done = 0
         for begins, lengths in pieces:
             for part in _parts(source, begins, lengths):
                 piece = target[done : done + len(part)]
-                if uploader is None:
+                if self._uploader is None or is_here:
                     piece.copy_(part)
                 else:
-                    uploader.copy(piece, partial(_read_slice, part))
+                    self._uploader.copy(piece, partial(_read_slice, part))
                 done += len(part)
-    return target
+        return target
 
 
 def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tensor]:

@@ -6,7 +6,8 @@ the steps of series. Items that follow one another in a file are a run, and do s
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +26,8 @@ _READ_BYTES = 4 * 2**20
 _GAP_BYTES = 128 * 2**10
 #: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
 MAX_RUNS = 6
+#: In a table of runs, so many begin in one bucket at most.
+_MAX_BEGINS = 6
 #: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
 #: a share of the memory.
 _MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
@@ -38,23 +41,54 @@ def scratch_memory(row_bytes: int) -> memoryview:
     return aligned_memory(max(_READ_BYTES, row_bytes) + 2 * MAX_BLOCK_BYTES)
 
 
-class Runs(NamedTuple):
-    """Runs of items of a file, and where they are in memory."""
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of items of a file, and where they are in memory.
+
+    Args:
+        begins: The first item of each run, int64 of shape (runs,), ascending.
+        ends: One past its last one.
+        places: Where it begins in memory.
+    """
 
     begins: Integers
-    """The first item of each run, int64 of shape (runs,), ascending."""
     ends: Integers
-    """One past its last one."""
     places: Integers
-    """Where it begins in memory."""
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def __getitem__(self, which: slice) -> "Runs":
+        return Runs(self.begins[which], self.ends[which], self.places[which])
 
     def of(self, items: Integers) -> Integers:
         """Where items of the runs are in memory."""
-        if len(self.begins) == 1:
-            return items + (self.places - self.begins)
-        runs = np.searchsorted(self.begins, items, side="right") - 1
-        found: Integers = items + (self.places - self.begins)[runs]
+        shifts = self.places - self.begins
+        if len(shifts) <= 1:
+            return items + shifts
+        first, bits, runs_before, most = self._buckets
+        if most > _MAX_BEGINS:
+            runs = np.searchsorted(self.begins, items, side="right") - 1
+        else:
+            runs = runs_before.take((items - first) >> bits, mode="clip")
+            following = np.append(self.begins[1:], np.iinfo(np.int64).max)
+            for _ in range(most):
+                runs += items >= following.take(runs)
+        found: Integers = items + shifts.take(runs)
         return found
+
+    @cached_property
+    def _buckets(self) -> tuple[int, int, Integers, int]:
+        """A table of the run in which each bucket of items begins: the first item, the bits of a
+        bucket's size, the table, and how many runs begin within a bucket at most.
+
+        To search for the run of an item that may be anywhere takes eight times as long.
+        """
+        first, last = int(self.begins[0]), int(self.begins[-1])
+        bits = max(0, ((last - first) // (4 * len(self.begins))).bit_length())
+        edges = np.arange(first, last + 2 + (1 << bits), 1 << bits)
+        before = np.searchsorted(self.begins, edges, side="right") - 1
+        return first, bits, before, int(np.diff(before).max(initial=0))
 
 
 class ItemSpace:
@@ -105,13 +139,13 @@ class ItemSpace:
             if file is None or not items.numel():
                 continue
             target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
-            if len(runs.begins) > self._max_runs:
-                yield from reads_of_pieces(file, *runs, target)
+            if len(runs) > self._max_runs:
+                yield from reads_of_pieces(file, runs, target)
                 continue
             for index, place in enumerate(runs.places.tolist()):
-                run = Runs(*(each[index : index + 1] for each in runs))
+                run = runs[index : index + 1]
                 if self._unit % block_rows(file):
-                    yield from reads_of_pieces(file, *run, target)
+                    yield from reads_of_pieces(file, run, target)
                     continue
                 rows = range(int(run.begins[0]), int(run.ends[0]))
                 yield from reads_in_place(file, rows, place, target)
@@ -198,12 +232,10 @@ class Pieces(NamedTuple):
         return sum(int(self.ends[last - 1] - self.begins[first]) for first, last in spans)
 
 
-def reads_of_pieces(
-    file: RowFile, begins: Integers, ends: Integers, places: Integers, target: Tensor
-) -> Iterator[Read]:
+def reads_of_pieces(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
     """Reads of runs of rows, and of small gaps between them, to scratch memory."""
-    pieces = Pieces.of(begins, ends, file.row_bytes)
-    places = places[pieces.sources] + pieces.begins - begins[pieces.sources]
+    pieces = Pieces.of(runs.begins, runs.ends, file.row_bytes)
+    places = pieces.begins + (runs.places - runs.begins)[pieces.sources]
     memory = target.view(-1).numpy()
     for first, last in pairwise(pieces.edges):
         here = slice(first, last)
