@@ -145,8 +145,8 @@ def test_rows_that_differ_in_length_are_compared_without_their_padding(
 ) -> None:
     sections = config(
         tmp_path,
-        "tests.variable.Sounds",
-        train_dataset={"class_path": "tests.variable.Ragged", "init_args": {"num_rows": ROWS}},
+        "tests.models.Sounds",
+        train_dataset={"class_path": "tests.datasets.Ragged", "init_args": {"num_rows": ROWS}},
         variable={"sound": sound, "image": "list"},
     )
     parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
