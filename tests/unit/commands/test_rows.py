@@ -144,6 +144,35 @@ def test_checkpoint_tells_what_it_has_seen_and_what_comes_next(
     assert "which has seed=3 instead of seed=0: give a config with seed=0" in command.err
 
 
+def test_steps_that_are_left_out_are_shown_as_such(command: Command, tmp_path: Path) -> None:
+    # 15 steps in an epoch.
+    command.write(skip_steps=[*range(3, 5), 16])
+    whole, module = Regression(), Regression()
+    options = {"store_dir": tmp_path / "stores", "batch_size": BATCH}
+    data = MemmapDataModule(Points(ROWS), **options)
+    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(whole, data)
+    assert command("--step", 3) == 0
+    assert "step 3 of the run, left out by skip_steps" in command.out
+    (found,) = command.steps("--epoch", 1, "--step", 1)
+    assert (found["run_step"], found["is_skipped"]) == (16, True)
+    assert found["rows"] == whole.seen["train"][16]
+    # A checkpoint tells of them where the config does not.
+    data = MemmapDataModule(Points(ROWS), skip_steps=[3, 4, 16], **options)
+    trainer = make_trainer(tmp_path, max_steps=3, limit_val_batches=0)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    command.write()
+    seen, coming = command.steps("--ckpt_path", tmp_path / "one.ckpt")
+    assert (seen["step"], coming["step"]) == (2, 5)
+    assert coming["rows"] == whole.seen["train"][5]
+    trainer = make_trainer(tmp_path, max_steps=4, limit_val_batches=0)
+    trainer.fit(module, data, ckpt_path=tmp_path / "one.ckpt")
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    seen, coming = command.steps("--ckpt_path", tmp_path / "two.ckpt")
+    assert (seen["step"], coming["step"]) == (5, 6)
+    assert [seen["rows"], coming["rows"]] == whole.seen["train"][5:7]
+
+
 def test_checkpoint_of_something_else_is_refused(command: Command, tmp_path: Path) -> None:
     class Planted:
         def __reduce__(self) -> Any:
