@@ -174,6 +174,7 @@ DATA_MODULE = {
     "sampler": None,
     "variable": None,
     "with_row_numbers": False,
+    "skip_steps": None,
 }
 
 STRATEGY = {
