@@ -235,7 +235,7 @@ class PlainCollate:
         pairs = zip(self._fields, columns, strict=True)
         return self._build([_stack(field, column) for field, column in pairs])
 
-    def _leaves(self, sample: Any) -> list[Tensor | np.ndarray]:
+    def _leaves(self, sample: Any) -> list[Tensor]:
         if self._windows is None:
             return self._schema.flatten(sample)
         steps = slice(sample.begin, sample.begin + self._windows.length)
@@ -293,10 +293,7 @@ def _batched(field: Field, rows: Rows) -> Field:
     return field
 
 
-def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
+def _stack(field: Field, rows: tuple[Tensor, ...]) -> Tensor | VariableRows:
     if field.num_variable:
-        tensors = (row if isinstance(row, Tensor) else torch.from_numpy(row.copy()) for row in rows)
-        return rows_in_memory(field, list(tensors))
-    if isinstance(rows[0], Tensor):
-        return torch.stack(rows)
-    return torch.from_numpy(np.stack(rows))
+        return rows_in_memory(field, rows)
+    return torch.stack(rows)
