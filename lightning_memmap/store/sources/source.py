@@ -209,7 +209,9 @@ class _Column(Source):
         values = stack_rows(self.fields[0], found)
         if values is None:
             return None
-        return [values, Values(torch.ones(len(rows), dtype=torch.bool))][: len(self.fields)]
+        if not is_optional:
+            return [values]
+        return [values, Values(torch.ones(len(rows), dtype=torch.bool))]
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:

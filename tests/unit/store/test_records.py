@@ -241,7 +241,7 @@ import os, sys, time
 from lightning_memmap.store import build, build_store, range_writer
 from tests.records import Scenes
 build._JOURNAL_INTERVAL_S = 0.0
-range_writer._MAX_RANGE_ROWS = 20
+range_writer._MAX_ITEM_ROWS = 20
 
 class Slow(Scenes):
     def __getitem__(self, row):

@@ -282,7 +282,7 @@ def test_shuffled_rows_of_parquet_files_are_read_group_by_group(
     tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 7)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 7)
     store = build(tmp_path / "s", dataset, fingerprint="one")
     assert_is_shuffled(store, dataset)
     # Beside the probe rows, of which each is read twice, each group is read once.
@@ -296,7 +296,7 @@ def test_shuffled_rows_of_parquet_files_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_files: bool
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 20)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 20)
     written, write = list[int](), FixedColumn.write
 
     def interrupt(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
