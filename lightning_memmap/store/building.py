@@ -65,7 +65,7 @@ _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
 #: The disk begins with so many bytes while others are being read, so that few are left at the end.
-_SYNC_BYTES = 8 * 2**20
+_SYNC_BYTES = 64 * 2**20
 _MAX_KEY_BYTES, _MAX_JOURNAL_BYTES = 64 * 2**20, 256 * 2**20
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0

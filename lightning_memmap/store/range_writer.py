@@ -17,11 +17,12 @@ from lightning_memmap.store.building import RowWriter, StorePlan
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import reading_order, source_of
 
-_RANGE_BYTES = 32 * 2**20
-#: Of rows that are read item by item: such a range should take little time, whatever its size.
-_MAX_RANGE_ROWS = 2048
+#: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
+_SLICE_BYTES = 128 * 2**20
+#: Of rows that are read item by item.
+_ITEM_BYTES, _MAX_ITEM_ROWS = 32 * 2**20, 2**14
 #: Of slices of fields whose rows differ in length, which may be longer than those that were probed.
-_MAX_PACKED_ROWS = 2**15
+_MAX_PACKED_ROWS = 2**18
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
@@ -100,8 +101,8 @@ class RangeWriter:
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         self.has_arrays = self._source is not None
-        self.max_rows = self._rows_of(_RANGE_BYTES)
-        self._max_item_rows = min(_MAX_RANGE_ROWS, self.max_rows)
+        self.max_rows = self._rows_of(_SLICE_BYTES)
+        self._max_item_rows = min(_MAX_ITEM_ROWS, self._rows_of(_ITEM_BYTES))
         if not self.has_arrays:
             self.max_rows = self._max_item_rows
         elif any(field.num_variable for field in plan.schema.fields):

@@ -213,7 +213,9 @@ class _Array(Column):
         if not is_optional and node != LEAF:
             raise SchemaError(f"field {fields[0].name!r}: an array has one field")
         values = [fit_rows(fields[0], found)]
-        return [*values, Values(torch.ones(len(found), dtype=torch.bool))] if is_optional else values
+        return (
+            [*values, Values(torch.ones(len(found), dtype=torch.bool))] if is_optional else values
+        )
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Pad, Schema
 from lightning_memmap.schema.forms import FieldOptions
-from tests.texts import texts
+from tests.datasets import texts
 
 SIZES = st.integers(0, 4)
 
