@@ -145,10 +145,9 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
 def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
     """Stack lists or tuples of numbers."""
     lengths = np.array(list(map(len, lists)), np.int64)
-    wrong = np.flatnonzero(lengths != field.item_shape[0]) if not field.num_variable else ()
-    if len(wrong):
-        length = lengths[wrong[0]]
-        found = f"a list of {length} numbers" if length else "an empty list"
+    wrong = [] if field.num_variable else lengths[lengths != field.item_shape[0]].tolist()
+    if wrong:
+        found = f"a list of {wrong[0]} numbers" if wrong[0] else "an empty list"
         raise MismatchError(f"field {field.name!r}: found {found}, expected {field}")
     if not lengths.any():
         return Values(Values.none(field).data, lengths[:, None])
