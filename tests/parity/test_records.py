@@ -12,8 +12,8 @@ from lightning_memmap.commands.rows import Epochs
 from lightning_memmap.placement import topology_of
 from lightning_memmap.sampling import Subset
 from lightning_memmap.sampling.schedule import SkippedSteps
-from tests.models import make_trainer, weights
-from tests.records import Boxes, Scenes
+from tests.datasets import Scenes
+from tests.models import Boxes, make_trainer, weights
 
 NUM_ROWS, GLOBAL_BATCH = 150, 24
 
