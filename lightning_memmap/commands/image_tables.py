@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_memmap.images import ImageError, decode_image
 from lightning_memmap.loading.decoding import default_threads
 from lightning_memmap.placement import free_bytes
+from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.tables import Cell, Column, Table
@@ -94,7 +95,7 @@ def _samples(store: Store) -> Iterator[_Sample]:
     columns = zip(store.manifest.columns, store.columns, strict=True)
     for column, rows in columns:
         given = np.flatnonzero(store.given(column.field.name))
-        is_image = column.field.kind == "bytes" and len(given) > 0
+        is_image = column.field.kind == Bytes() and len(given) > 0
         if not is_image or _shape(rows.row(int(given[0])).numpy()) is None:
             continue
         count = min(_MAX_IMAGES, len(given))

@@ -364,7 +364,7 @@ def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     begins = np.zeros(1, np.int64)
     line: Any = pool.rows
     series = SeriesPlaces(line, begins, begins, begins, torch.device("cpu"))
-    columns: Any = [(Field("x", torch.uint8, (None,), "array"), None)]
+    columns: Any = [(Field("x", torch.uint8, (None,)), None)]
     options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
         StreamLayout(columns, [None], series.places(pool), series.num_slots, **options)
