@@ -11,8 +11,8 @@ from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.commands.rows import step_rows
 from lightning_memmap.placement import topology_of
 from lightning_memmap.sampling import BatchSchedule, Subset
-from tests.models import make_trainer, weights
-from tests.records import Boxes, Scenes
+from tests.datasets import Scenes
+from tests.models import Boxes, make_trainer, weights
 
 NUM_ROWS, GLOBAL_BATCH = 150, 24
 

@@ -12,8 +12,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
-from tests.combined import CombinedData
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import CombinedData, Points, Regression, make_trainer, weights
 
 #: The last two steps of an epoch have 12 and 11 rows, which 2 processes do not divide.
 ROWS = 151

@@ -28,8 +28,8 @@ from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, Stride
 from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
+from tests.datasets import Ragged, assert_ragged, padded
 from tests.rows import CPU, make_split, split_with
-from tests.variable import Ragged, assert_is_batch, padded
 
 NUM_ROWS = 200
 
@@ -63,7 +63,7 @@ def assert_gives_all_rows(loader: SuperBatchLoader, form: str = "pad") -> None:
     for step in loader:
         samples = [dataset[row] for row in order[start : start + len(step)]]
         options = {"value": 7, "multiple": 4} if form == "pad with" else {}
-        assert_is_batch(step.to("cpu"), samples, **options)
+        assert_ragged(step.to("cpu"), samples, **options)
         start += len(step)
     assert start == len(order)
 
@@ -136,7 +136,7 @@ def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str, num_s
         order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
         for step in loader:
             rows, order = order[: len(step)], order[len(step) :]
-            assert_is_batch(step.to("cpu"), [Ragged(NUM_ROWS)[row] for row in rows])
+            assert_ragged(step.to("cpu"), [Ragged(NUM_ROWS)[row] for row in rows])
         assert not order
 
 
@@ -234,7 +234,7 @@ def test_memory_of_padded_rows_is_used_again_once_it_is_dropped(store: Store) ->
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
     for batch in kept:
         rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
-        assert_is_batch(batch, [Ragged(NUM_ROWS)[row] for row in rows])
+        assert_ragged(batch, [Ragged(NUM_ROWS)[row] for row in rows])
 
 
 def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import DTYPES, Field, Node, Schema, read_schema
-from tests.same import assert_same
-from tests.texts import texts
+from tests.datasets import assert_same, texts
 
 
 class Colour(str, enum.Enum):

@@ -12,7 +12,7 @@ from lightning_memmap.schema import Pad, Schema
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.leaves import native_tensor
 from lightning_memmap.schema.stack import stack_samples
-from tests.texts import texts
+from tests.datasets import texts
 
 SIZES = st.integers(0, 4)
 

@@ -36,9 +36,8 @@ from lightning_memmap.store import (
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.sources import source_of
-from tests.datasets import Counting, Replaced, Wrapped
+from tests.datasets import Counting, Replaced, Scenes, Wrapped
 from tests.preloaded import python
-from tests.records import Scenes
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
 
@@ -239,7 +238,7 @@ ROOT = Path(__file__).parents[3]
 BUILD = """
 import os, sys, time
 from lightning_memmap.store import build, build_store, range_writer
-from tests.records import Scenes
+from tests.datasets import Scenes
 build._JOURNAL_INTERVAL_S = 0.0
 range_writer._MAX_RANGE_ROWS = 20
 

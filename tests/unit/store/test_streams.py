@@ -15,9 +15,8 @@ from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import range_writer
 from lightning_memmap.store.sources import stream as streams
-from tests.datasets import Numbered, holds
+from tests.datasets import Numbered, Ragged, holds
 from tests.unit.store.layout import is_empty
-from tests.variable import Ragged
 
 
 class Stream(IterableDataset[Any]):

@@ -20,10 +20,9 @@ from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
-from tests.datasets import Counting, Replaced
+from tests.datasets import Counting, Ragged, Replaced
 from tests.unit.store.layout import files_of, names_in
 from tests.unit.store.signing import sign_manifest
-from tests.variable import Ragged
 
 NUM_ROWS = 300
 
