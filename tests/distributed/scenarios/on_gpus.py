@@ -98,9 +98,9 @@ def pipelines(out: Path) -> dict[str, Any]:
         found["waits"].append([str(report) for report in devices.reports[before:]])
         del devices.reports[before:]
 
-    def describing(sent: Any, *args: Any) -> None:
+    def describing(sent: Any, *args: Any, **options: Any) -> None:
         found["pickled"].append(len(pickle.dumps(sent)))
-        describe(sent, *args)
+        describe(sent, *args, **options)
 
     pipeline.average_gradients, dist.broadcast_object_list = averaging, describing
     trainer, data = make(out, PipelineStrategy(data_parallel_size=2))
