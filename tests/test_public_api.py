@@ -111,6 +111,7 @@ NAMES = {
         "RowList",
         "Rows",
         "Schema",
+        "Values",
         "Windows",
         "read_forms",
         "read_schema",
@@ -174,6 +175,7 @@ DATA_MODULE = {
     "sampler": None,
     "variable": None,
     "with_row_numbers": False,
+    "skip_steps": None,
 }
 
 STRATEGY = {
