@@ -1,13 +1,10 @@
 """Sending tensors of any dtype, and leaving the process group at the end of a program."""
 
 import atexit
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 
@@ -40,39 +37,3 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = Non
         dist.broadcast(as_bytes(contiguous), source, group=group)
     if contiguous.data_ptr() != tensor.data_ptr():
         tensor.copy_(contiguous)
-
-
-def broadcast_nested(
-    value: Any,
-    source: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    keep: Callable[[Tensor], Any] = Tensor.detach,
-) -> Any:
-    """Broadcast any nesting of tensors and other values, tensor by tensor.
-
-    Args:
-        value: What the process with the global rank ``source`` gives; of others it is not used.
-        source: The rank.
-        group: The processes, which must all call this.
-        device: The device of this process.
-        keep: What becomes of each tensor as soon as it is there.
-
-    Returns:
-        The nesting, with what ``keep`` returned in place of tensors.
-    """
-    tensors: list[Tensor] = []
-    described = [None]
-    if dist.get_rank() == source:
-        apply_to_collection(value, Tensor, tensors.append)
-        described = [apply_to_collection(value, Tensor, lambda tensor: tensor.to("meta"))]
-    dist.broadcast_object_list(described, source, group, device)
-    given = iter(tensors)
-
-    def bring(like: Tensor) -> Any:
-        mine = next(given, None)
-        tensor = torch.empty_like(like, device=device) if mine is None else mine.to(device)
-        broadcast(tensor, source, group)
-        return keep(tensor)
-
-    return apply_to_collection(described[0], Tensor, bring)

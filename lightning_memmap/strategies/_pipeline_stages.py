@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from lightning_memmap._compat.modules import materialize, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError, with_article
-from lightning_memmap.process_group import broadcast_nested
+from lightning_memmap.strategies._pipeline_state import broadcast_nested
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.

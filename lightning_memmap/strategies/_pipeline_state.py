@@ -1,14 +1,15 @@
 """What the processes of pipelines exchange outside of a schedule: gradients, and checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memmap.process_group import broadcast, broadcast_nested
+from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._buckets import buckets, flattened, split_like
 
 #: Gradients are averaged over processes in tensors of about this size.
@@ -21,6 +22,42 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
             broadcast(tensor, source, group)
+
+
+def broadcast_nested(
+    value: Any,
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    keep: Callable[[Tensor], Any] = Tensor.detach,
+) -> Any:
+    """Broadcast any nesting of tensors and other values, tensor by tensor.
+
+    Args:
+        value: What the process with the global rank ``source`` gives; of others it is not used.
+        source: The rank.
+        group: The processes, which must all call this.
+        device: The device of this process.
+        keep: What becomes of each tensor as soon as it is there.
+
+    Returns:
+        The nesting, with what ``keep`` returned in place of tensors.
+    """
+    tensors: list[Tensor] = []
+    described = [None]
+    if dist.get_rank() == source:
+        apply_to_collection(value, Tensor, tensors.append)
+        described = [apply_to_collection(value, Tensor, lambda tensor: tensor.to("meta"))]
+    dist.broadcast_object_list(described, source, group, device)
+    given = iter(tensors)
+
+    def bring(like: Tensor) -> Any:
+        mine = next(given, None)
+        tensor = torch.empty_like(like, device=device) if mine is None else mine.to(device)
+        broadcast(tensor, source, group)
+        return keep(tensor)
+
+    return apply_to_collection(described[0], Tensor, bring)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
