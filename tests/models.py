@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import Padded
 
 #: Names the accelerator of `make_trainer` in programs of tests.
 ACCELERATOR_VARIABLE = "LIGHTNING_MEMMAP_TEST_ACCELERATOR"
@@ -173,6 +177,154 @@ class Plateau(Regression):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
         }
+
+
+class Sounds(L.LightningModule):
+    """Learns a number of each row from its sound, whose padding must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
+            self.net.bias.zero_()
+        self.seen: list[list[int]] = []
+        self.texts: list[str] = []
+        self.losses: list[Tensor] = []
+
+    def features(self, sound: Any) -> Tensor:
+        """Three numbers of each row, of shape (B, 3)."""
+        if isinstance(sound, Padded):
+            is_row = torch.arange(sound.values.shape[1]) < sound.lengths[:, None]
+            values, lengths = sound.values * is_row, sound.lengths.clamp(min=1)
+            sums = torch.stack([values.sum(1), values.square().sum(1)], 1)
+            return torch.cat([sums / lengths[:, None], sound.lengths[:, None] / 40], 1)
+        rows = sound.unbind() if isinstance(sound, Tensor) else sound
+        return torch.stack(
+            [
+                torch.stack([row.sum(), row.square().sum(), torch.tensor(len(row) ** 2 / 40)])
+                / max(len(row), 1)
+                for row in rows
+            ]
+        )
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.seen.append(batch["row"].tolist())
+        self.texts += batch["text"]
+        target = batch["row"][:, None] % 7 / 7
+        loss = nn.functional.mse_loss(self.net(self.features(batch["sound"])), target)
+        self.losses.append(loss.detach())
+        self.log("loss", loss, batch_size=len(target))
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val", self.net(self.features(batch["sound"])).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Boxes(L.LightningModule):
+    """Learns the age of each row, where it has one, from its boxes.
+
+    Attributes:
+        seen: The rows of each step, as the dataset and as the loader numbers them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1, 0.2]]))
+            self.net.bias.zero_()
+        self.seen: list[list[int]] = []
+        self.names: list[list[str]] = []
+
+    def features(self, objects: Any) -> Tensor:
+        """The sum of the boxes of each row, of shape (B, 4)."""
+        if isinstance(objects, list):
+            return torch.stack([each["box"].sum(0) for each in objects]).float()
+        # Padding is zeros.
+        found: Tensor = objects["box"].values.sum(1).float()
+        return found
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert torch.equal(batch["row"], batch["row_number"])
+        self.seen.append(batch["row"].tolist())
+        objects = batch["objects"]
+        self.names += (
+            [each["name"] for each in objects] if isinstance(objects, list) else objects["name"]
+        )
+        target = batch["age"].values[:, None] / 100
+        return nn.functional.mse_loss(self.net(self.features(objects)), target)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Nothing is validated, but there are rows to validate on."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Brightness(L.LightningModule):
+    """Learns a number of each row from its image and its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.tensor([[0.3, -0.2, 0.1, 0.2]]))
+            self.net.bias.zero_()
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch["row"].tolist())
+        colors = batch["image"].float().mean((2, 3)) / 255
+        features = torch.cat([colors, batch["mask"].float().mean((2, 3))], 1)
+        target = batch["row"][:, None] % 7 / 7
+        return nn.functional.mse_loss(self.net(features), target)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        assert batch["image"].shape[1] == 3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+LONG, SHORT = Points(48), Points(24, offset=100)
+
+
+class CombinedData(L.LightningDataModule):
+    """The loaders of two data modules, combined."""
+
+    sets: ClassVar[dict[str, Points]] = {"long": LONG, "short": SHORT}
+
+    def __init__(
+        self, path: Path, mode: Any, batch_size: int, shuffle: bool = False, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "num_shards": 4}
+        options["drop_last"] = drop_last
+        self.mode = mode
+        self.parts = {
+            name: MemmapDataModule(rows, store_dir=path / name, **options)
+            for name, rows in self.sets.items()
+        }
+
+    def prepare_data(self) -> None:
+        for part in self.parts.values():
+            part.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        for part in self.parts.values():
+            part.trainer = self.trainer
+            part.setup(stage)
+
+    def val_dataloader(self) -> list[Any]:
+        return []
+
+    def train_dataloader(self) -> CombinedLoader:
+        loaders = {name: part.train_dataloader() for name, part in self.parts.items()}
+        return CombinedLoader(loaders, self.mode)
 
 
 def make_trainer(path: Path, **options: Any) -> L.Trainer:

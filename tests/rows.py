@@ -4,6 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ from lightning_memmap.loading import (
     window_reads,
 )
 from lightning_memmap.loading.row_file import RowFile
+from lightning_memmap.loading.split import largest_window_bytes
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.placement import (
     DataTopology,
     Residency,
@@ -32,14 +35,17 @@ from lightning_memmap.sampling import (
     Pool,
     RowSubset,
     Sampler,
+    SamplerFactory,
     SequentialSampler,
     Shards,
     ShuffledSampler,
     StoreRows,
     default_window,
 )
-from lightning_memmap.schema import read_forms
+from lightning_memmap.sampling.factory import made_sampler
+from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store
+from lightning_memmap.store.series import fields_of, windowed
 
 CPU = torch.device("cpu")
 
@@ -304,3 +310,48 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
     monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")
+
+
+def make_window_loader(
+    store: Store,
+    windows: Windows,
+    num_devices: int = 1,
+    batch_size: int = 12,
+    *,
+    shuffle: bool = True,
+    rank: int = 0,
+    size: int = 1,
+    residency: str = "mmap",
+    subset: RowSubset | None = None,
+    factory: SamplerFactory | None = None,
+    fields: tuple[str, ...] = ("value", "time"),
+    window: int | None = None,
+    memory: int = 2**40,
+    **options: Any,
+) -> SuperBatchLoader:
+    """A loader of one process over windows, on logical data devices."""
+
+    def order(pool: Pool, rows: int) -> Sampler:
+        is_whole = window is None and residency != "stream"
+        if factory is not None:
+            fields = fields_of(store, pool.rows)
+            return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
+        if not shuffle:
+            return SequentialSampler(pool)
+        return ShuffledSampler(pool, 5, None if is_whole else rows)
+
+    forms: Any = dict.fromkeys(fields, windows)
+    topology = DataTopology((CPU,) * num_devices, rank, size)
+    chosen = windowed(store, store.rows(subset), forms)
+    measure = partial(largest_window_bytes, store) if residency == "stream" else None
+    sized = SplitSize.of("train", store.manifest, topology, chosen, window, order, measure)
+    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
+    rows = load_split(store, topology, placement.splits["train"])
+    return SuperBatchLoader(
+        rows,
+        order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window),
+        batch_size,
+        collate=FormedCollate(store.schema, forms),
+        seed=5,
+        **options,
+    )

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
-from tests.images import FORMS, Brightness, EncodedImages
-from tests.models import make_trainer, weights
+from tests.datasets import FORMS, EncodedImages
+from tests.models import Brightness, make_trainer, weights
 
 NUM_ROWS, GLOBAL_BATCH = 100, 24
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from tests.models import make_trainer, weights
-from tests.variable import Ragged, Sounds
+from tests.datasets import Ragged
+from tests.models import Sounds, make_trainer, weights
 
 NUM_ROWS, GLOBAL_BATCH = 150, 24
 

@@ -11,11 +11,11 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Bucketed, Weighted
 from lightning_memmap.store import Store, build_store
-from tests.models import make_trainer, weights
+from tests.datasets import Ragged
+from tests.models import Sounds, make_trainer, weights
 from tests.rows import check_save_and_resume, epoch_rows, joined
 from tests.unit.commands.test_rows import Command
 from tests.unit.test_weighted_data import make_loader
-from tests.variable import Ragged, Sounds
 
 ROWS, GLOBAL_BATCH = 180, 12
 FORMS = {"sound": "pad", "ids": "jagged", "image": "list"}

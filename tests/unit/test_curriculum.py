@@ -26,8 +26,8 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.schema import Windows
+from tests.datasets import Series, windows_in
 from tests.models import Points, Regression, make_trainer, weights
-from tests.series import Series, windows_in
 
 ROWS = 90
 HALF = np.where(np.arange(ROWS) % 9 < 4, 1.0, 0.0)

@@ -14,7 +14,7 @@ from lightning_memmap import TarDataset, build_store, open_store
 from lightning_memmap.cli import main
 from lightning_memmap.compare.loaders import normalized_datamodule, prepare_store
 from lightning_memmap.data.module import MemmapDataModule
-from tests.images import FORMS, HEIGHT, WIDTH, EncodedImages, encoded
+from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, encoded
 from tests.preloaded import python
 from tests.unit.store.test_tar_dataset import FIELDS, image_members, write_tar
 
@@ -98,7 +98,7 @@ def write_config(path: Path, dataset: dict[str, Any], variable: dict[str, Any]) 
         "enable_progress_bar": False,
     }
     config = {
-        "model": {"class_path": "tests.images.Brightness"},
+        "model": {"class_path": "tests.models.Brightness"},
         "data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": options},
         "trainer": trainer,
     }

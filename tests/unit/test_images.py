@@ -22,7 +22,7 @@ from lightning_memmap.images import (
     checked_size,
     decode_image,
 )
-from tests.images import encoded, icons, photographs, plain
+from tests.datasets import encoded, icons, photographs, plain
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:

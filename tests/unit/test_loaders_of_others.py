@@ -10,8 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from tests.combined import LONG, SHORT, CombinedData
-from tests.models import Regression, make_trainer, weights
+from tests.models import LONG, SHORT, CombinedData, Regression, make_trainer, weights
 
 
 class Plain(L.LightningDataModule):

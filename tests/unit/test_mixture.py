@@ -34,7 +34,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
-from tests.mixed import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
+from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.models import make_trainer
 from tests.rows import loader_over, make_split
 

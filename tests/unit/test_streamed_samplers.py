@@ -19,7 +19,7 @@ from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
-from tests.mixed import SAMPLES, SHARES, checked_numbers
+from tests.datasets import SAMPLES, SHARES, checked_numbers
 from tests.rows import NumberedRows, read_in_blocks, rows_of
 from tests.unit.test_mixture import epoch_of, make_data, set_up
 

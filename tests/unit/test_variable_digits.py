@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import SchemaError
-from tests.variable import padded
+from tests.datasets import padded
 
 
 class CutDigits:

@@ -37,8 +37,9 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
+from tests.datasets import Series, all_windows, windows_in
 from tests.models import make_trainer
-from tests.series import Series, all_windows, make_loader, windows_in
+from tests.rows import make_window_loader
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
@@ -138,14 +139,14 @@ def test_windows_are_the_same_on_any_number_of_devices_and_processes(
 ) -> None:
     options: dict[str, Any] = {"residency": residency, "shuffle": shuffle, "subset": subset}
     expected = [(row, step) for row, step in EXPECTED if subset is None or row % 3 != 1]
-    steps = steps_of(make_loader(store, WINDOWS, **options))
+    steps = steps_of(make_window_loader(store, WINDOWS, **options))
     assert sorted(joined(steps)) == expected
     assert (joined(steps) == expected) != shuffle
     for num_devices in (2, 3, 4):
-        loader = make_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
+        loader = make_window_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
         assert steps_of(loader) == steps
     ranks = [
-        steps_of(make_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
+        steps_of(make_window_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
         for rank in range(2)
     ]
     for step, first, second in zip(steps, *ranks, strict=True):
@@ -154,7 +155,7 @@ def test_windows_are_the_same_on_any_number_of_devices_and_processes(
 
 
 def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> None:
-    loader = make_loader(store, WINDOWS)
+    loader = make_window_loader(store, WINDOWS)
     first, second = joined(steps_of(loader, 0)), joined(steps_of(loader, 1))
     assert sorted(first) == sorted(second) == EXPECTED
     assert first != second
@@ -166,7 +167,7 @@ def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> 
 @pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
     with pytest.warns(UserWarning, match="re-striped over 15"):
-        loader = make_loader(store, WINDOWS, 5, 4, residency=residency)
+        loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
     assert sorted(joined(steps_of(loader))) == EXPECTED
 
 
@@ -174,15 +175,17 @@ def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residenc
 def test_windows_too_many_for_a_table_are_the_same(
     store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency))
+    expected = steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency))
     monkeypatch.setattr(window_rows, "TABLE_ROWS", 0)
-    assert steps_of(make_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
+    assert steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
 
 
 def test_memory_holds_each_step_once(store: Store) -> None:
     held = 0
     for rank in range(4):
-        loader = make_loader(store, WINDOWS, rank=rank, size=4, residency="host", batch_size=3)
+        loader = make_window_loader(
+            store, WINDOWS, rank=rank, size=4, residency="host", batch_size=3
+        )
         (source,) = loader._rows.sources
         assert isinstance(source, WindowRows)
         (index,) = (i for i, (shape, _) in enumerate(source.fields) if shape == (LENGTH,))
@@ -196,7 +199,7 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 
 
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
-    loader = make_loader(store, WINDOWS, residency="host", fields=("value",))
+    loader = make_window_loader(store, WINDOWS, residency="host", fields=("value",))
     pool = loader.order.pool
     counts = spans_of(pool, range(12)).counts
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
@@ -207,7 +210,7 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_loader_is_saved_and_resumed(store: Store, num_devices: int) -> None:
     def make(devices: int = num_devices) -> SuperBatchLoader:
-        return make_loader(store, WINDOWS, devices, 12 // devices)
+        return make_window_loader(store, WINDOWS, devices, 12 // devices)
 
     whole = steps_of(make(), 2)
     for count in range(1, len(whole)):
@@ -227,9 +230,9 @@ def test_loader_is_saved_and_resumed(store: Store, num_devices: int) -> None:
     [(Windows(LENGTH, 2), "stride=3"), (Windows(LENGTH - 1, STRIDE), "length=8")],
 )
 def test_checkpoint_of_other_windows_is_refused(store: Store, windows: Windows, words: str) -> None:
-    saved = make_loader(store, WINDOWS)
+    saved = make_window_loader(store, WINDOWS)
     next(iter(saved))
-    loader = make_loader(store, windows)
+    loader = make_window_loader(store, windows)
     loader.load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match="another row order"):
         next(iter(loader))
@@ -241,7 +244,7 @@ def test_checkpoint_of_other_windows_is_refused(store: Store, windows: Windows, 
 def test_windows_are_weighted_by_a_field_of_their_series(store: Store, residency: str) -> None:
     weights = np.array([1.0 if row % 2 else 0.0 for row, _ in EXPECTED])
     loaders = [
-        make_loader(
+        make_window_loader(
             store,
             WINDOWS,
             devices,
@@ -267,7 +270,7 @@ def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
     assert store.schema.fields[0].shape == (20,)
     for stride in (1, 5, 9):
         windows = Windows(LENGTH, stride)
-        loader = make_loader(store, windows, 2, 6, residency=residency)
+        loader = make_window_loader(store, windows, 2, 6, residency=residency)
         assert sorted(joined(steps_of(loader))) == all_windows(lengths, LENGTH, stride)
 
 
@@ -522,7 +525,7 @@ def test_command_shows_series_and_steps(
         main([*arguments, "--json"])
     (found,) = json.loads(capsys.readouterr().out)
     stored = open_store(tmp_path / "stores" / "train")
-    loader = make_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
+    loader = make_window_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
     with pytest.raises(SystemExit):
         main([*arguments, "--show", str(tmp_path / "rows.png")])

@@ -12,13 +12,23 @@ from torch import Tensor, nn
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Bucketed, Mixture
 from lightning_memmap.schema import Windows
-from tests import images, records, variable
-from tests.combined import CombinedData
+from tests.datasets import (
+    FORMS,
+    SAMPLES,
+    SHARES,
+    EncodedImages,
+    Ragged,
+    Scenes,
+    Series,
+    assert_images,
+    assert_ragged,
+    assert_scenes,
+    checked_numbers,
+    mixed_sets,
+    windows_in,
+)
 from tests.distributed.scenarios.training import make_strategy
-from tests.mixed import SAMPLES, SHARES, checked_numbers, mixed_sets
-from tests.models import make_trainer, weights
-from tests.series import Series, windows_in
-from tests.variable import Ragged
+from tests.models import CombinedData, make_trainer, weights
 
 EPOCHS = 2
 #: Rows of a step over all devices. The last step of an epoch can be halved as well, since stock ddp
@@ -27,7 +37,7 @@ GLOBAL_BATCH = 6
 LENGTH, STRIDE = 8, 3
 SERIES = [5 + row * 7 % 30 for row in range(41)]
 SOUNDS = Ragged(180)
-SCENES = records.Scenes(60)
+SCENES = Scenes(60)
 
 
 class Noting(L.LightningModule):
@@ -73,7 +83,7 @@ def read_mixture(batch: Any) -> tuple[list[Any], Tensor]:
 
 def read_bucketed(batch: Any) -> tuple[list[Any], Tensor]:
     rows = batch["row"].tolist()
-    variable.assert_is_batch(batch, [SOUNDS[row] for row in rows])
+    assert_ragged(batch, [SOUNDS[row] for row in rows])
     lengths = batch["sound"].lengths[:, None] / 40
     return rows, lengths ** torch.arange(4)
 
@@ -87,7 +97,7 @@ def read_combined(batch: Any) -> tuple[list[Any], Tensor]:
 def read_records(batch: Any) -> tuple[list[Any], Tensor]:
     rows, objects = batch["row"].tolist(), batch["objects"]
     assert batch["row_number"].tolist() == rows
-    records.assert_is_batch(batch, [SCENES[row] for row in rows])
+    assert_scenes(batch, [SCENES[row] for row in rows])
     if isinstance(objects, list):
         return rows, torch.stack([each["box"].sum(0) for each in objects]).float()
     # Padding is zeros.
@@ -96,7 +106,7 @@ def read_records(batch: Any) -> tuple[list[Any], Tensor]:
 
 def read_images(batch: Any) -> tuple[list[Any], Tensor]:
     rows = batch["row"].tolist()
-    images.assert_is_batch(batch, rows)
+    assert_images(batch, rows)
     means = [batch[name].float().mean((2, 3)) / 255 for name in ("image", "mask")]
     return rows, torch.cat(means, 1)
 
@@ -137,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
     },
     "encoded images": (
         lambda path, size: MemmapDataModule(
-            images.EncodedImages(60), store_dir=path, batch_size=size, variable=images.FORMS
+            EncodedImages(60), store_dir=path, batch_size=size, variable=FORMS
         ),
         read_images,
     ),

@@ -12,8 +12,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
-from tests.combined import CombinedData
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import CombinedData, Points, Regression, make_trainer, weights
 
 #: The last two steps of an epoch have 12 and 11 rows, which 2 processes do not divide.
 ROWS = 151
@@ -53,6 +52,7 @@ def fit_and_test(
     rows: int,
     num_nodes: int = 1,
     strategy_options: dict[str, Any] | None = None,
+    skip_steps: list[int] | None = None,
 ) -> dict[str, Any]:
     """Train for two epochs and test once."""
     data = MemmapDataModule(
@@ -61,6 +61,7 @@ def fit_and_test(
         Points(rows - 3, 5000),
         store_dir=out / "stores",
         batch_size=batch_size,
+        skip_steps=skip_steps,
     )
     trainer = make_trainer(
         out,

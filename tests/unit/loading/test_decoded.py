@@ -32,18 +32,8 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
-from tests.images import (
-    FORMS,
-    HEIGHT,
-    WIDTH,
-    Brightness,
-    EncodedImages,
-    assert_is_batch,
-    encoded,
-    icons,
-    plain,
-)
-from tests.models import make_trainer
+from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded, icons, plain
+from tests.models import Brightness, make_trainer
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 90
@@ -66,7 +56,7 @@ def loader_over(
 def assert_gives_all_rows(loader: SuperBatchLoader) -> None:
     start, order = 0, loader.order.dataset_rows(0, range(loader.order.num_positions)).tolist()
     for step in loader:
-        assert_is_batch(step.to("cpu"), order[start : start + len(step)])
+        assert_images(step.to("cpu"), order[start : start + len(step)])
         start += len(step)
     assert start == len(order)
 
@@ -104,7 +94,7 @@ def test_batches_of_each_device_have_its_rows(store: Store) -> None:
     rows = make_split(store, 3, forms=FORMS)
     for step in loader_over(store, rows, 4):
         for batch in step.batches:
-            assert_is_batch(batch, batch["row"].tolist())
+            assert_images(batch, batch["row"].tolist())
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -120,7 +110,7 @@ def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, num_steps: int) 
         loader.set_epoch(1)
         order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
         for step in loader:
-            assert_is_batch(step.to("cpu"), order[: len(step)])
+            assert_images(step.to("cpu"), order[: len(step)])
             del order[: len(step)]
         assert not order
 
@@ -130,7 +120,7 @@ def test_batches_that_are_kept_stay_as_they_are(store: Store) -> None:
     kept = [step.to("cpu") for step in loader]
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
     for batch in kept:
-        assert_is_batch(batch, order[: len(batch["row"])])
+        assert_images(batch, order[: len(batch["row"])])
         del order[: len(batch["row"])]
 
 
@@ -326,12 +316,12 @@ def test_process_that_was_forked_meanwhile_goes_on(store: Store, residency: str)
     if (child := os.fork()) == 0:
         status = 1
         try:
-            assert_is_batch(next(steps).to("cpu"), order[6:12])
+            assert_images(next(steps).to("cpu"), order[6:12])
             status = 0
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert_is_batch(next(steps).to("cpu"), order[6:12])
+    assert_images(next(steps).to("cpu"), order[6:12])
     steps.close()  # type: ignore[attr-defined]
 
 

@@ -16,9 +16,8 @@ from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store
-from tests import images
+from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.rows import CPU, assembled, loader_over, make_loader, split_with
-from tests.variable import Ragged, assert_is_batch
 
 Stores = Callable[..., Store]
 
@@ -114,7 +113,7 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
         tensors = [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
         assert all(tensor.device == root for tensor in tensors)
         on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
-        assert_is_batch(on_cpu, [dataset[row] for row in rows])
+        assert_ragged(on_cpu, [dataset[row] for row in rows])
     assert not order
 
 
@@ -124,13 +123,11 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
 def test_decoded_images_are_copied_to_the_data_devices(
     tmp_path: Path, residency: str, prefetch: int, transform: Any
 ) -> None:
-    store = build_store(images.EncodedImages(90), tmp_path / "s", num_shards=12, progress=False)
-    root, forms = torch.device("cuda", 0), read_forms(images.FORMS)
+    store = build_store(EncodedImages(90), tmp_path / "s", num_shards=12, progress=False)
+    root, forms = torch.device("cuda", 0), read_forms(FORMS)
     for devices in ((root,), (root, root), (CPU, root)):
         placed = residency if CPU not in devices else "mmap"
-        rows = split_with(
-            store, DataTopology(devices), (Residency(placed),) * 12, forms=images.FORMS
-        )
+        rows = split_with(store, DataTopology(devices), (Residency(placed),) * 12, forms=FORMS)
         sampler = ShuffledSampler(rows.pool, 3)
         loader = SuperBatchLoader(
             rows, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
@@ -140,9 +137,7 @@ def test_decoded_images_are_copied_to_the_data_devices(
         for batch in loader.assembled(root, prefetch):
             assert batch["image"].device == batch["mask"].device == root
             count = len(batch["row"])
-            images.assert_is_batch(
-                {name: leaf.cpu() for name, leaf in batch.items()}, order[:count]
-            )
+            assert_images({name: leaf.cpu() for name, leaf in batch.items()}, order[:count])
             del order[:count]
         assert not order
         for step in loader:

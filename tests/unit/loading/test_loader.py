@@ -24,6 +24,7 @@ from lightning_memmap.loading import SuperBatch, SuperBatchLoader
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import BatchSchedule, Sampler, striping
 from lightning_memmap.store import Store, build_store
+from tests.datasets import assert_same
 from tests.preloaded import preloaded_processes
 from tests.rows import (
     CPU,
@@ -42,7 +43,6 @@ from tests.rows import (
     split_with,
     take_steps,
 )
-from tests.same import assert_same
 from tests.unit.loading.holder import keep_batches
 
 Stores = Callable[..., Store]

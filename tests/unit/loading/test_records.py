@@ -19,7 +19,7 @@ from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
 from lightning_memmap.schema import Form, Masked, Pad, Rows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
-from tests.records import Scenes, assert_is_batch
+from tests.datasets import Scenes, assert_scenes
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 120
@@ -47,7 +47,7 @@ def assert_gives_all_rows(loader: Any) -> None:
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
     for step in loader:
         samples = [dataset[row] for row in order[start : start + len(step)]]
-        assert_is_batch(step.to("cpu"), samples)
+        assert_scenes(step.to("cpu"), samples)
         start += len(step)
     assert start == NUM_ROWS
 
@@ -86,7 +86,7 @@ def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str) -> No
     order = loader.order.dataset_rows(0, range(48, NUM_ROWS)).tolist()
     for step in loader:
         rows, order = order[: len(step)], order[len(step) :]
-        assert_is_batch(step.to("cpu"), [Scenes(NUM_ROWS)[row] for row in rows])
+        assert_scenes(step.to("cpu"), [Scenes(NUM_ROWS)[row] for row in rows])
     assert not order
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.store import Store
+from tests.datasets import texts
 from tests.rows import epoch_rows, make_loader, take_steps
-from tests.texts import texts
 
 Stores = Callable[..., Store]
 

@@ -34,8 +34,8 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
-from tests.rows import read_in_blocks
-from tests.series import Series, all_windows, make_loader, windows_in
+from tests.datasets import Series, all_windows, windows_in
+from tests.rows import make_window_loader, read_in_blocks
 
 LENGTH = 8
 LENGTHS = {
@@ -140,7 +140,7 @@ def test_windows_are_those_of_the_mapping(
     found = []
     for rank in range(size):
         streamed, mapped = (
-            make_loader(stores[name], **setup, rank=rank, size=size, residency=residency)
+            make_window_loader(stores[name], **setup, rank=rank, size=size, residency=residency)
             for residency in ("stream", "mmap")
         )
         for epoch in range(2):
@@ -169,7 +169,7 @@ def test_windows_that_are_drawn_are_those_of_the_mapping(
     steps = []
     for rank in range(size):
         streamed, mapped = (
-            make_loader(
+            make_window_loader(
                 stores["many"],
                 **{**setup, "subset": None, "factory": factory, "residency": residency},
                 rank=rank,
@@ -190,10 +190,13 @@ def test_any_number_of_devices_has_the_same_global_batches(
 ) -> None:
     options: dict[str, Any] = {"residency": "stream", "shuffle": shuffle, "window": 5}
     windows = Windows(LENGTH, 3)
-    alone = steps_of(make_loader(stores["many"], windows, **{**options, "residency": "mmap"}))
+    alone = steps_of(
+        make_window_loader(stores["many"], windows, **{**options, "residency": "mmap"})
+    )
     for count in (1, 2, 3, 4):
         assert (
-            steps_of(make_loader(stores["many"], windows, count, 12 // count, **options)) == alone
+            steps_of(make_window_loader(stores["many"], windows, count, 12 // count, **options))
+            == alone
         )
 
 
@@ -202,7 +205,7 @@ def test_resume_after_any_step_goes_on_with_the_next_window(
     stores: dict[str, Store], transform: Any
 ) -> None:
     def make(residency: str = "stream", devices: int = 2) -> SuperBatchLoader:
-        loader = make_loader(
+        loader = make_window_loader(
             stores["few"],
             Windows(LENGTH, 4),
             devices,
@@ -228,8 +231,10 @@ def test_resume_after_any_step_goes_on_with_the_next_window(
 def test_batches_that_are_kept_are_never_overwritten(stores: dict[str, Store]) -> None:
     for transform in (None, lambda batch: batch):
         options: dict[str, Any] = {"window": 2, "transform": transform}
-        kept = list(make_loader(stores["few"], Windows(LENGTH, 3), residency="stream", **options))
-        expected = make_loader(stores["few"], Windows(LENGTH, 3), **options)
+        kept = list(
+            make_window_loader(stores["few"], Windows(LENGTH, 3), residency="stream", **options)
+        )
+        expected = make_window_loader(stores["few"], Windows(LENGTH, 3), **options)
         assert [windows_in(batch.to("cpu"), LENGTH) for batch in kept] == steps_of(expected)
 
 
@@ -241,7 +246,7 @@ def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
     for window, size in ((20, 1), (3, 1), (1000, 3)):
         options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
         streamed, mapped = (
-            make_loader(stores["few"], Windows(LENGTH, 3), residency=residency, **options)
+            make_window_loader(stores["few"], Windows(LENGTH, 3), residency=residency, **options)
             for residency in ("stream", "mmap")
         )
         assert steps_of(streamed) == steps_of(mapped)
@@ -259,7 +264,7 @@ def test_steps_that_lie_apart_are_read_in_pieces(
     monkeypatch.setattr(stream_layout, "_MAX_FREE_BYTES", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
-            make_loader(
+            make_window_loader(
                 stores["many"],
                 Windows(LENGTH, 3),
                 num_devices,
@@ -315,7 +320,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
         TokenStream(tokens, 64, 1, row_tokens=20_000), tmp_path / "s", num_shards=4, progress=False
     )
     options: dict[str, Any] = {"fields": ("tokens",), "residency": "stream", "window": 10_000}
-    loader = make_loader(store, Windows(64, 1), **options)
+    loader = make_window_loader(store, Windows(64, 1), **options)
     (source,) = loader._rows.sources
     assert isinstance(source, StreamedRows)
     layout = source._layout
@@ -324,10 +329,10 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
         if memory > 2 * 40_000 * 2:
-            make_loader(store, Windows(64, 1), **options, memory=memory)
+            make_window_loader(store, Windows(64, 1), **options, memory=memory)
             continue
         with pytest.raises(PlacementError, match=r"Use shuffle_window=7\d\d\d or less"):
-            make_loader(store, Windows(64, 1), **options, memory=memory)
+            make_window_loader(store, Windows(64, 1), **options, memory=memory)
 
 
 def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: np.ndarray) -> None:
@@ -350,14 +355,14 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 ) -> None:
     options: dict[str, Any] = {"residency": "stream", "shuffle": False, "window": 3, "size": 12}
     with pytest.warns(UserWarning, match=r"4 bytes of the store .* for each one that is used"):
-        make_loader(stores["few"], Windows(3, 1), **options)
+        make_window_loader(stores["few"], Windows(3, 1), **options)
 
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
     series: Any = SimpleNamespace(line=pool.rows, is_cut=[True], num_places=2**40, row_bytes=1)
     windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
-    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(pool, 2**40)
+    fields, offsets = [Field("x", torch.uint8, (None,))], StoreOffsets(pool, 2**40)
     options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
         StreamLayout(fields, [None], {}, offsets, **options)

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_memmap.store import dataset_parts as module
 from lightning_memmap.store.fingerprint import Fingerprint
-from tests.datasets import Numbered, Wrapped
-from tests.texts import texts
+from tests.datasets import Numbered, Wrapped, texts
 
 
 class Holder(Dataset[int]):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_memmap import ImageFolder, MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import DatasetError
-from tests.images import EncodedImages, encoded, icons, photographs, plain
+from tests.datasets import EncodedImages, encoded, icons, photographs, plain
 
 NAMES = ["zero", "one", "two"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule, TarDataset, build_store
 from lightning_memmap.errors import DatasetError
-from tests.images import EncodedImages, encoded, plain
+from tests.datasets import EncodedImages, encoded, plain
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> Path:

@@ -20,8 +20,7 @@ from lightning_memmap.store import Store, build_part, finish_store, range_writer
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.sources.column_dataset import object_array
-from tests.datasets import Wrapped
-from tests.texts import texts
+from tests.datasets import Wrapped, texts
 
 import_module("polars")  # It sets an environment variable, which a test must not do.
 

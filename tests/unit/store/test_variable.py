@@ -20,10 +20,9 @@ from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
-from tests.datasets import Counting, Replaced
+from tests.datasets import Counting, Ragged, Replaced
 from tests.unit.store.layout import files_of, names_in
 from tests.unit.store.signing import sign_manifest
-from tests.variable import Ragged
 
 NUM_ROWS = 300
 
@@ -324,7 +323,7 @@ def test_text_among_bytes_is_refused(tmp_path: Path) -> None:
 def test_build_that_failed_is_resumed(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 100)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 100)
     dataset = Ragged(300)
     broken = Replaced(dataset, {290: ValueError("broken")})
     with pytest.raises(DatasetError, match="row 290"):

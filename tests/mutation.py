@@ -1,0 +1,204 @@
+"""Plants single-line faults in the package, one at a time, and counts those that tests find.
+
+    python -m tests.mutation                 # 60 faults against the tests of their folders
+    python -m tests.mutation --count 4 --rooms '[sampling]' --seed 1
+    python -m tests.mutation --only lightning_memmap/sampling/pool.py:57:order
+
+Each fault is planted in a copy of the repository, so the one that runs this stays as it is. A
+fault that no test finds is one that nobody would notice, or one that changes nothing.
+"""
+
+import ast
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from jsonargparse import auto_cli
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "lightning_memmap"
+#: By folder of the package, the tests that should find a fault in it, and which of them.
+ROOMS: dict[str, tuple[list[str], str]] = {
+    "sampling": (["tests/unit/sampling", "tests/unit/test_*.py"], "not slow"),
+    "store": (["tests/unit/store"], "not slow"),
+    "loading": (["tests/unit/loading", "tests/unit/test_*.py"], "not slow"),
+    "strategies": (["tests/strategies"], ""),
+}
+#: Methods without which something is read or freed too early, or not seen by others.
+WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "join", "flush"}
+WAITS |= {"result", "fsync", "barrier", "notify", "notify_all", "set", "release", "close"}
+COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+}
+ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of a file, changed.
+
+    Attributes:
+        kind: What is wrong with it: comparison, number, arithmetic, logic, check, lock or wait.
+    """
+
+    path: str
+    line: int
+    kind: str
+    before: str
+    after: str
+
+    @property
+    def room(self) -> str:
+        return Path(self.path).parts[1]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}:{self.kind}\n    {self.before}\n    {self.after}"
+
+
+def faults_of(path: str) -> Iterator[Fault]:
+    """The faults that can be planted in a file, in the order of its nodes."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    lines = text.split("\n")
+
+    def fault(kind: str, node: ast.expr | ast.stmt, new: str, begin: int, end: int = 0) -> Fault:
+        line, end = lines[node.lineno - 1], end or node.end_col_offset or 0
+        after = line[:begin] + new + line[end:]
+        return Fault(path, node.lineno, kind, line.strip(), after.strip())
+
+    def between(kind: str, a: ast.expr, b: ast.expr, old: str, new: str) -> Iterator[Fault]:
+        """The operator between two operands on one line."""
+        if a.end_lineno == b.lineno == a.lineno:
+            begin, end = a.end_col_offset or 0, b.col_offset
+            found = re.search(rf"(?<!\w){re.escape(old)}(?!\w)", lines[a.lineno - 1][begin:end])
+            if found:
+                yield fault(kind, a, new, begin + found.start(), begin + found.end())
+
+    for node in _code(ast.parse(text)):
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+            words = COMPARISONS[type(node.ops[0])]
+            yield from between("comparison", node.left, node.comparators[0], *words)
+        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            yield from between("arithmetic", node.left, node.right, *ARITHMETIC[type(node.op)])
+        elif isinstance(node, ast.BoolOp):
+            words = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+            yield from between("logic", node.values[0], node.values[1], *words)
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            yield fault("number", node, str(node.value + 1), node.col_offset)
+        elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+            if node.test.lineno == node.test.end_lineno:
+                yield fault("check", node.test, "False", node.test.col_offset)
+        elif isinstance(node, ast.With) and "lock" in ast.unparse(node.items[0]).lower():
+            line = lines[node.lineno - 1]
+            if len(node.items) == 1 and line.endswith(":"):
+                yield fault("lock", node, "if True:", node.col_offset, len(line))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            is_wait = isinstance(called, ast.Attribute) and called.attr in WAITS
+            if is_wait and node.lineno == node.end_lineno:
+                yield fault("wait", node, "pass", node.col_offset)
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run: no annotations, decorators, messages or default values."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(
+            node, ast.Call
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, (ast.Raise, ast.JoinedStr)):
+                yield child
+                yield from _code(child)
+
+
+def drawn(count: int, seed: int, rooms: list[str]) -> list[Fault]:
+    """Faults in turn from each folder, and there in turn of each kind."""
+    generator, by_room = random.Random(seed), []
+    for room in rooms:
+        by_kind: dict[str, list[Fault]] = {}
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
+            for fault in faults_of(str(path.relative_to(ROOT))):
+                by_kind.setdefault(fault.kind, []).append(fault)
+        for faults in by_kind.values():
+            generator.shuffle(faults)
+        by_room.append([f for turn in zip_longest(*by_kind.values()) for f in turn if f])
+    return [f for turn in zip_longest(*by_room) for f in turn if f][:count]
+
+
+def passes(copy: Path, room: str, module: str = "") -> bool:
+    """Whether the tests of a folder pass in a copy, or those that are named after a module."""
+    patterns, marker = ROOMS[room]
+    paths = [path for pattern in patterns for path in sorted(copy.glob(pattern))]
+    if module:
+        paths = sorted((copy / "tests").rglob(f"test_{module}*.py"))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marker]
+    quiet = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            [*command, *map(str, paths)], cwd=copy, stdout=quiet, stderr=quiet, timeout=1800
+        )
+    except subprocess.TimeoutExpired:
+        return False  # What hangs is found.
+    return done.returncode in (0, 5)  # 5: there are none.
+
+
+def main(
+    count: int = 60, seed: int = 0, rooms: list[str] | None = None, only: str | None = None
+) -> None:
+    """Plant faults, and print what became of them.
+
+    Args:
+        count: Number of faults.
+        seed: Draws them.
+        rooms: Folders of the package that get faults; all by default.
+        only: One fault, as ``path:line:kind``, in place of drawn ones.
+    """
+    faults = drawn(10**9 if only else count, seed, rooms or list(ROOMS))
+    faults = [f for f in faults if only in (None, f"{f.path}:{f.line}:{f.kind}")]
+    found: dict[str, list[bool]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".venv", ".git", "build", "runs", "stores", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for room in dict.fromkeys(f.room for f in faults):
+            if not passes(copy, room):
+                sys.exit(f"the tests of {room} fail without a fault")
+        for fault in faults:
+            path, text = copy / fault.path, (ROOT / fault.path).read_text(encoding="utf-8")
+            lines = text.split("\n")
+            lines[fault.line - 1] = lines[fault.line - 1].replace(fault.before, fault.after)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            module = path.stem.strip("_")
+            is_found = not (passes(copy, fault.room, module) and passes(copy, fault.room))
+            path.write_text(text, encoding="utf-8")
+            found.setdefault(fault.room, []).append(is_found)
+            print(f"{'found' if is_found else 'SURVIVED'} {fault}", flush=True)
+    print("\n| folder | faults | found | share |\n|---|---|---|---|")
+    found["all"] = [each for results in found.values() for each in results]
+    for room, results in found.items():
+        share = sum(results) / len(results)
+        print(f"| {room} | {len(results)} | {sum(results)} | {share:.0%} |")
+
+
+if __name__ == "__main__":
+    auto_cli(main)
