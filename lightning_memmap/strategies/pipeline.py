@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import RowWeighted
@@ -98,6 +97,10 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
+    unsupported_callbacks = {  # noqa: RUF012
+        **SplitModuleChecks.unsupported_callbacks,
+        BaseFinetuning: "it finds parameters by their values",
+    }
 
     def __init__(
         self,
@@ -235,7 +238,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         module, layout = self.module, self.layout
         if trainer.state.fn == TrainerFn.FITTING:
             self.check_fit(trainer, averages=layout.data_parallel_size > 1)
-            _check_finetuning(trainer)
         self._refuse(module)
         self._restores_late = self.restore_checkpoint_after_setup
         self._stages = Stages(module, layout.pipeline_size, self._schedule == "interleaved")
@@ -269,7 +271,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 "precision='16-mixed': memmap_pipeline runs the backward pass before the loss is"
                 " scaled; use 'bf16-mixed', 'bf16-true', '16-true', or full precision"
             )
-        if is_compiled(module):
+        # Set by torch.compile of a LightningModule.
+        if module._compiler_ctx is not None:
             raise ValueError(
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
@@ -467,18 +470,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
-
-
-def _check_finetuning(trainer: L.Trainer) -> None:
-    """Refuse callbacks that compare the values of parameters, which other processes hold."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):
-            raise ValueError(
-                f"{type(callback).__name__}: it finds parameters by their values, and under"
-                " memmap_pipeline a process has those of its own stages alone; give all parameters"
-                " to the optimizer, and freeze and unfreeze them in hooks of the module, such as"
-                " on_train_epoch_start, with requires_grad_"
-            )
 
 
 @cache
