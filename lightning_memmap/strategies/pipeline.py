@@ -46,6 +46,9 @@ from lightning_memmap.strategies._pipeline_state import (
 )
 from lightning_memmap.strategies._unsupported import SplitModuleChecks
 
+#: The methods of a module in which it may be called.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
 
 class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
@@ -140,7 +143,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._restores_late = False
         self._metrics: list[Metric] = []
         self._own_loss: Any = None
-        self._is_in_step = False
         self._averages = True
         # The parameters of this process that losses were computed with since the last average.
         self._trained: dict[nn.Parameter, None] = {}
@@ -315,35 +317,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     # Steps
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """A step of the module. Outside of one, it refuses to be called."""
-        self._is_in_step = True
-        try:
-            yield
-        finally:
-            self._is_in_step = False
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().predict_step(*args, **kwargs)
-
     @override
     def on_validation_start(self) -> None:
         # Each pipeline has the running statistics of its own rows: all evaluate with the first's.
@@ -353,7 +326,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     def _forward(self, *args: Any) -> Any:
         """What ``self(inputs)`` of the module calls."""
-        if not self._is_in_step:
+        # Lightning notes here which method of the module it calls.
+        if self.module._current_fx_name not in _STEPS:
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
                 " processes of its pipeline that may not call it: call it in training_step,"

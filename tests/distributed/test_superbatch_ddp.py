@@ -54,6 +54,9 @@ def test_groups_of_devices_are_processes_and_train_as_one(
         "rows": ROWS,
     }
     assert_as_one_process(launch(FIT, tmp_path, processes=processes, **options), one_process)
+    # Once for the fit and once for the test, not by every process.
+    line = f"memmap_superbatch_ddp: {processes} processes train, each from the rows of {group} data"
+    assert (tmp_path / "program0.log").read_text().count(line) == 2
 
 
 def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[str, Any]) -> None:
