@@ -111,6 +111,7 @@ NAMES = {
         "RowList",
         "Rows",
         "Schema",
+        "Values",
         "Windows",
         "read_forms",
         "read_schema",

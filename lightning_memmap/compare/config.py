@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_memmap.compare.variants import parse_variants
+from lightning_memmap.errors import check_integer
 
 RunKind = Literal["prepare", "check", "timed"]
 
@@ -22,8 +23,8 @@ TRAINER_OPTIONS = (
     "sync_batchnorm",
 )
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
-#: Most of the first steps of a check run look at one thing more.
-_LEAST_CHECK_STEPS = 4
+#: A rate needs two steps. Most of the first steps of a check run look at one thing more.
+_LEAST = {"devices": 1, "repeats": 1, "warmup_steps": 1, "steps": 2, "check_steps": 4}
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,11 @@ class ComparisonOptions:
     def __post_init__(self) -> None:
         if not self.config:
             raise ValueError("--config: name the config to run, as for lightning-memmap fit")
-        for name in ("devices", "repeats", "warmup_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
-        if self.steps < 2:
-            raise ValueError(f"steps={self.steps}: at least 2 are needed for a rate")
-        if self.check_steps < _LEAST_CHECK_STEPS:
-            raise ValueError(
-                f"check_steps={self.check_steps}: at least {_LEAST_CHECK_STEPS} are needed"
-            )
+        for name, least in _LEAST.items():
+            check_integer(name, getattr(self, name), least)
         if self.accelerator not in ("auto", "cpu", "cuda"):
             raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
-        # Written so that NaN is refused, too.
+        # Written so that NaN raises, too.
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")
         if not self.timeout_s > 0:
@@ -137,18 +131,7 @@ class RunSpec:
 
 
 def shared_config(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """The parts of a config for ``lightning-memmap fit`` that a comparison uses.
-
-    Args:
-        config: What the yaml file holds.
-
-    Returns:
-        The sections for all variants, the options of the Trainer for all variants, and the names
-        of what is left out.
-
-    Raises:
-        ValueError: It has no model or no data.
-    """
+    """Of a config of a fit: sections and Trainer options for all variants, and what is left out."""
     if isinstance(config, dict) and "model" not in config and isinstance(config.get("fit"), dict):
         config = config["fit"]
     for name in ("model", "data"):

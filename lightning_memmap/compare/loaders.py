@@ -1,6 +1,7 @@
 """The data of a run: the store, the rows of each step, and what supplies them to a variant."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -13,38 +14,29 @@ from typing_extensions import override
 from lightning_memmap.compare.rows import (
     PlainCollate,
     PlainRows,
+    expected_hashes,
     hash_batch,
-    hash_rows,
-    stored_leaves,
+    plain_samples,
 )
 from lightning_memmap.compare.variants import Variant
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.data.splits import named_datasets
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading import has_streams
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.placement import DataTopology, data_parallel_rank, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store
-from lightning_memmap.store.directory import is_store
-from lightning_memmap.store.places import StoreUrl
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
 
 
 class MappedLoader:
-    """A loader whose batches pass through a function.
-
-    Args:
-        loader: What gives the batches.
-        function: Given a batch, returns the batch to yield.
-    """
+    """A loader whose batches pass through a function."""
 
     def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
-        self._loader = loader
-        self._function = function
+        self._loader, self._function = loader, function
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -58,30 +50,16 @@ class MappedLoader:
 
 
 class RowBatches(TorchSampler[list[int]]):
-    """The dataset rows of each step of one process, in the order of a sampler.
-
-    Args:
-        order: The order of rows.
-        schedule: How it is divided into steps.
-        rank: Data-parallel rank of this process.
-        size: Data-parallel processes.
-    """
+    """The dataset rows of each step of one of ``size`` processes, in the order of a sampler."""
 
     def __init__(self, order: Sampler, schedule: BatchSchedule, rank: int, size: int) -> None:
-        self._order = order
-        self._schedule = schedule
-        self._rank = rank
-        self._size = size
+        self._order, self._schedule, self._rank, self._size = order, schedule, rank, size
         # Lightning looks for `batch_sampler.sampler.set_epoch`.
         self.sampler = self
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has.
-
-        Args:
-            epoch: The epoch, counted from 0.
-        """
+        """Choose the epoch whose order the next iteration has."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -113,10 +91,8 @@ class PlainData(L.LightningDataModule):
         self, data: MemmapDataModule, global_batch: int, num_workers: int, transform_here: bool
     ) -> None:
         super().__init__()
-        self._data = data
-        self._global_batch = global_batch
-        self._num_workers = num_workers
-        self._transform_here = transform_here
+        self._data, self._global_batch = data, global_batch
+        self._num_workers, self._transform_here = num_workers, transform_here
 
     @override
     def train_dataloader(self) -> Any:
@@ -127,24 +103,20 @@ class PlainData(L.LightningDataModule):
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
-        transform = self._data.transform
-        rows: Any = PlainRows(self._data, store, order.pool.rows)
+        transform, here = self._data.transform, self._transform_here
+        rows: Any = PlainRows(plain_samples(self._data, store), store, order.pool.rows)
+        forms = read_forms(self._data.variable)
         loader: DataLoader[Any] = DataLoader(
             rows,
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
-            collate_fn=PlainCollate(
-                store,
-                order.pool.rows,
-                read_forms(self._data.variable),
-                None if self._transform_here else transform,
-            ),
+            collate_fn=PlainCollate(store, order.pool.rows, forms, None if here else transform),
             persistent_workers=self._num_workers > 0,
             pin_memory=has_streams(self.trainer.strategy.root_device),
         )
-        if self._transform_here and transform is not None:
-            here = DeviceTransform(transform, _CPU)
-            return MappedLoader(loader, lambda batch: here(batch, 0))
+        if here and transform is not None:
+            on_cpu = DeviceTransform(transform, _CPU)
+            return MappedLoader(loader, lambda batch: on_cpu(batch, 0))
         return loader
 
 
@@ -152,9 +124,7 @@ class _Replay:
     """Fetches the first batch of a loader, and yields it in every step."""
 
     def __init__(self, loader: Any, num_steps: int) -> None:
-        self._loader = loader
-        self._num_steps = num_steps
-        self._batch: Any = None
+        self._loader, self._num_steps, self._batch = loader, num_steps, None
 
     def __len__(self) -> int:
         return self._num_steps
@@ -162,8 +132,7 @@ class _Replay:
     def __iter__(self) -> Iterator[Any]:
         if self._batch is None:
             self._batch = next(iter(self._loader))
-        for _ in range(self._num_steps):
-            yield self._batch
+        return repeat(self._batch, self._num_steps)
 
 
 class IdealData(L.LightningDataModule):
@@ -200,17 +169,7 @@ class IdealData(L.LightningDataModule):
 def loaded_data(
     data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
 ) -> L.LightningDataModule:
-    """Make the data module that the Trainer of a variant is given.
-
-    Args:
-        data: The data module of the config, with the options of the run.
-        variant: The variant.
-        global_batch: Rows of a step over all processes.
-        transform_here: Whether a ``DataLoader`` leaves the transform to the training process.
-
-    Returns:
-        `PlainData`, `IdealData`, or ``data`` itself, as the variant's loader says.
-    """
+    """The data module that the Trainer of a variant is given, as the variant's loader says."""
     if variant.loader == "dataloader":
         return PlainData(data, global_batch, variant.num_workers, transform_here)
     return IdealData(data) if variant.loader == "ideal" else data
@@ -220,15 +179,6 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
     """Copy the data module of a config in a form that all variants can use.
 
     The copy drops incomplete steps, replaces no store, and has no test and prediction datasets.
-
-    Args:
-        data: The object that the config describes.
-
-    Returns:
-        The copy; the original stays as it is.
-
-    Raises:
-        ValueError: It is not a `MemmapDataModule`.
     """
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
@@ -242,19 +192,7 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
 
 
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
-    """Return the rows of a step for each data device, before the Trainer has started any process.
-
-    Args:
-        trainer: The Trainer of a variant.
-        global_batch: Rows of a step over all processes.
-        devices: Devices of the comparison.
-
-    Returns:
-        Rows of a step for each data device, of which the comparison's global batch is made.
-
-    Raises:
-        ValueError: The number of data devices does not divide the global batch.
-    """
+    """Rows of a step for each data device, before the Trainer has started any process."""
     try:
         count = topology_of(trainer.strategy).num_data_devices
     except RuntimeError:
@@ -271,28 +209,14 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
 def prepare_store(
     data: MemmapDataModule, devices: int, num_steps: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Build the training store, and look at what is in it.
-
-    Args:
-        data: The data module.
-        devices: Devices of the comparison.
-        num_steps: Steps of a check run.
+    """Build the training store.
 
     Returns:
         The description of the data, and the hash of each global batch of a check run.
-
-    Raises:
-        ValueError: There are fewer rows than a step takes.
     """
-    path = data.store_directory / "train"
-    was_built = all(
-        isinstance(data.store_directory, StoreUrl) or is_store(data.store_directory / split)
-        for split, dataset in named_datasets("train", data.datasets["train"]).items()
-        if dataset is not None
-    )
     started_s = perf_counter()
     data.prepare_data()
-    built_s = perf_counter() - started_s
+    store_s = perf_counter() - started_s
     store = data.open_train_store()
     global_batch = data.batch_size * devices
     order = data.train_sampler(store)
@@ -304,17 +228,15 @@ def prepare_store(
         )
     return {
         "data_class": f"{type(data).__module__}.{type(data).__qualname__}",
-        "store_path": str(path),
+        "store_path": str(data.store_directory / "train"),
         "num_rows": store.num_rows,
         "num_shards": store.num_shards,
         "row_bytes": store.manifest.row_bytes,
         "num_bytes": store.manifest.num_bytes,
         "fields": {field.name: str(field) for field in store.schema.fields},
-        "store_s": None if was_built else built_s,
-        "check_store_s": built_s if was_built else None,
+        "store_s": store_s,
         "steps_per_epoch": len(schedule),
         "batch_size": data.batch_size,
-        "has_transform": data.transform is not None,
         "transform_is_random": _is_random(data, store, order),
         "has_eval_transform": data.eval_transform is not None,
     }, expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
@@ -324,7 +246,7 @@ def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    rows = PlainRows(data, store, order.pool.rows)
+    rows = PlainRows(plain_samples(data, store), store, order.pool.rows)
     probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
     collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), None)
     results = []
@@ -332,34 +254,3 @@ def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
         transform = DeviceTransform(data.transform, _CPU)
         results.append(hash_batch(transform(collate([rows[row] for row in probes]), seed)))
     return results[0] != results[1]
-
-
-def expected_hashes(
-    store: Store,
-    sampler: Sampler,
-    schedule: BatchSchedule,
-    num_steps: int,
-    forms: Mapping[str, Form],
-) -> list[int]:
-    """Compute the hash of each global batch from the first epoch on.
-
-    The rows are read from the store in the order of the sampler, without a loader: this is what
-    every variant must match.
-
-    Args:
-        store: The training store.
-        sampler: Its order.
-        schedule: How an epoch is divided into steps.
-        num_steps: Steps of a check run. If an epoch has fewer, further epochs follow.
-        forms: How batches give fields, by name: encoded images are decoded.
-
-    Returns:
-        `hash_rows` of each step.
-    """
-    read = stored_leaves(store, sampler.pool.rows, forms)
-
-    def expected(index: int) -> int:
-        epoch, step = divmod(index, len(schedule))
-        return hash_rows(read(sampler.dataset_rows(epoch, range(*schedule.bounds(step)))))
-
-    return [expected(index) for index in range(num_steps)]

@@ -42,18 +42,19 @@ class RunCallback(L.Callback, ABC):
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
         super().__init__()
-        self.spec = spec
-        self.data = data
+        self.spec, self.data = spec, data
         self._losses: list[Tensor | None] = []
-        self._started_s = perf_counter()
-        self._first_batch_s = nan
-        self._shown_s = 0.0
+        self._started_s, self._first_batch_s, self._shown_s = perf_counter(), nan, 0.0
+
+    @property
+    def topology(self) -> DataTopology | None:
+        """The data devices of the data module; None where another loader is used."""
+        return None if self.data.placement is None else self.data.placement.topology
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # After the data module's own setup: by now its data devices are known.
-        topology = self.topology
-        if topology is not None:
+        if (topology := self.topology) is not None:
             rows = self.data.batch_size * topology.num_data_devices
             if rows != self.spec.global_batch:
                 raise ValueError(
@@ -69,7 +70,6 @@ class RunCallback(L.Callback, ABC):
             if (device := trainer.strategy.root_device).type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
             self._first_batch_s = perf_counter() - self._started_s
-        self.begin_step(batch)
 
     @override
     def on_train_batch_end(
@@ -87,41 +87,30 @@ class RunCallback(L.Callback, ABC):
             self._shown_s = monotonic()
             progress = Path(self.spec.out) / "progress"
             progress.write_text(str(len(self._losses)), encoding="utf-8")
-        self.end_step()
-
-    def begin_step(self, batch: Any) -> None:
-        """Handle the start of a step, whose batch is on its device. By default nothing is done."""
 
     @abstractmethod
-    def end_step(self) -> None:
-        """Handle the end of a step, whose loss has been added."""
+    def observe(self, trainer: L.Trainer) -> Observed:
+        """After the last step, on every rank: what metrics collect from."""
 
-    @abstractmethod
-    def observe(
-        self, trainer: L.Trainer, model: L.LightningModule
-    ) -> tuple[Observed, dict[str, Any]]:
-        """After the last step, on every rank: what metrics collect from, and other values."""
+    def checked(self, trainer: L.Trainer) -> dict[str, Any]:
+        """After the last step, on every rank: what the parity check needs beside losses."""
+        return {}
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seen, values = self.observe(trainer, pl_module)
+        seen = self.observe(trainer)
         seen.first_batch_s = self._first_batch_s
         rank = Rank(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             data_rank=data_parallel_rank(trainer.strategy)[0],
             losses=[nan if loss is None else float(loss) for loss in self._losses],
-            values={**collected(seen, self.spec.kind), **values},
+            values={**collected(seen, self.spec.kind), **self.checked(trainer)},
         )
         path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(rank)), encoding="utf-8")
         partial.replace(path)
-
-    @property
-    def topology(self) -> DataTopology | None:
-        """The data devices of the data module; None where another loader is used."""
-        return None if self.data.placement is None else self.data.placement.topology
 
 
 class TimedCallback(RunCallback):
@@ -132,7 +121,8 @@ class TimedCallback(RunCallback):
         self._clock = clock
 
     @override
-    def end_step(self) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
         measured = len(self._losses) - self.spec.warmup_steps
         if measured == 0:
             reset_device_peaks()
@@ -140,10 +130,8 @@ class TimedCallback(RunCallback):
             self._clock.end_step()
 
     @override
-    def observe(
-        self, trainer: L.Trainer, model: L.LightningModule
-    ) -> tuple[Observed, dict[str, Any]]:
-        return Observed(trainer, steps=self._clock.steps()), {}
+    def observe(self, trainer: L.Trainer) -> Observed:
+        return Observed(trainer, steps=self._clock.steps())
 
 
 class CheckCallback(RunCallback):
@@ -158,12 +146,9 @@ class CheckCallback(RunCallback):
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
         super().__init__(spec, data)
-        self._loader_hashes = hashes
-        self._model_hashes: list[int] = []
-        self._movement = MovementRecorder()
-        self._open = ExitStack()
-        self._is_assembled = True
-        self._batch_bytes = 0
+        self._loader_hashes, self._model_hashes = hashes, list[int]()
+        self._movement, self._open = MovementRecorder(), ExitStack()
+        self._is_assembled, self._batch_bytes = True, 0
         self._state_bytes: dict[str, dict[str, int]] = {}
 
     @override
@@ -171,7 +156,10 @@ class CheckCallback(RunCallback):
         self._save_weights(trainer, "initial.pt")
 
     @override
-    def begin_step(self, batch: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         step = len(self._losses)
         self._model_hashes.append(hash_batch(batch))
         if step == _BYTES_STEP:
@@ -184,39 +172,33 @@ class CheckCallback(RunCallback):
 
     @override
     def on_before_optimizer_step(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        optimizer: torch.optim.Optimizer,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if len(self._losses) == _BYTES_STEP:
             self._state_bytes = model_bytes(trainer.optimizers)
 
     @override
-    def end_step(self) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
         self._open.close()
 
     @override
-    def observe(
-        self, trainer: L.Trainer, model: L.LightningModule
-    ) -> tuple[Observed, dict[str, Any]]:
-        topology = self.topology
-        devices = 0 if topology is None else len(topology.data_devices)
+    def observe(self, trainer: L.Trainer) -> Observed:
+        moved = self._movement.num_bytes + self._moved_row_bytes(trainer)
+        return Observed(trainer, state_bytes=self._state_bytes, moved_bytes=moved)
+
+    @override
+    def checked(self, trainer: L.Trainer) -> dict[str, Any]:
+        self._save_weights(trainer, "final.pt")
+        devices = 0 if self.topology is None else len(self.topology.data_devices)
         per_step = 1 if self.data.transform is None else max(1, devices)
         # A loader may be ahead of the steps: only those that were trained count.
         hashes = self._loader_hashes
         starts = range(0, per_step * len(self._losses), per_step)
-        self._save_weights(trainer, "final.pt")
-        seen = Observed(
-            trainer,
-            state_bytes=self._state_bytes,
-            moved_bytes=self._movement.num_bytes + self._moved_row_bytes(trainer),
-        )
-        return seen, {
+        return {
             "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
             "model_hashes": self._model_hashes,
-            "batch_bytes": self._batch_bytes,
-            "parameters": [name for name, _ in model.named_parameters()],
+            "parameters": [name for name, _ in trainer.lightning_module.named_parameters()],
         }
 
     def _moved_row_bytes(self, trainer: L.Trainer) -> int:
@@ -242,7 +224,5 @@ class CheckCallback(RunCallback):
             if isinstance(value, Tensor)
         }
         if trainer.is_global_zero:
-            torch.save(
-                {key: value.detach().cpu().clone() for key, value in whole.items()},
-                Path(self.spec.out) / name,
-            )
+            copies = {key: value.detach().cpu().clone() for key, value in whole.items()}
+            torch.save(copies, Path(self.spec.out) / name)

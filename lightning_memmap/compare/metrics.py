@@ -5,6 +5,7 @@ all processes collected. Tables, the page, the check against a baseline and the 
 docs/compare.md follow from it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,8 @@ from lightning_memmap.sizes import format_bytes
 
 #: Parts of a step, in the order in which they happen.
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "other")
+#: Kinds of model state, in the order in which a picture stacks them.
+STATE = ("parameters", "gradients", "optimizer")
 #: The figure whose regression has its own exit code.
 SPEED = "samples_per_s"
 
@@ -82,8 +85,10 @@ class Run:
 
 def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
     """The processes by their share of the global batch, in the order of data-parallel ranks."""
-    numbers = sorted({rank.data_rank for rank in ranks})
-    return [[rank for rank in ranks if rank.data_rank == number] for number in numbers]
+    shares: dict[int, list[Rank]] = defaultdict(list)
+    for rank in sorted(ranks, key=lambda rank: rank.data_rank):
+        shares[rank.data_rank].append(rank)
+    return [*shares.values()]
 
 
 @dataclass(frozen=True)
@@ -206,9 +211,11 @@ def _peak_bytes(run: Run, index: int) -> float | None:
     return max(sums.values(), default=None)
 
 
-def _state_bytes(run: Run) -> float:
-    sizes = [sum(found.values()) for own in run.values(state) for found in own.values()]
-    return float(max(sizes, default=0))
+def _state_bytes(run: Run, *kinds: str) -> float:
+    """Bytes of some kinds, on the device that has most of all kinds."""
+    devices: list[dict[str, int]] = [sizes for own in run.values(state) for sizes in own.values()]
+    fullest = max(devices, key=lambda sizes: sum(sizes.values()), default={})
+    return sum(fullest.get(kind, 0) for kind in kinds)
 
 
 _PART_MEANINGS = {
@@ -280,7 +287,15 @@ METRICS = {
             "state_bytes", "model state per device", BYTES,
             "parameters, gradients and optimizer state of one process on one device, where they"
             " are largest; the buckets of DDP, a second copy of the gradients, are not seen",
-            state, _state_bytes, run="check", table="memory",
+            state, lambda run: _state_bytes(run, *STATE), run="check", table="memory",
+        ),
+        *(
+            Metric(
+                f"{kind}_bytes", kind, BYTES, f"the part of the model state that is {kind}",
+                state, lambda run, kind=kind: _state_bytes(run, kind),  # type: ignore[misc]
+                run="check",
+            )
+            for kind in STATE
         ),
         Metric(
             "communication_bytes", "communication volume per step", BYTES,
@@ -312,9 +327,12 @@ def figures_of(timed: Sequence[Run], check: Run | None) -> dict[str, list[float]
 
     Without timed runs there are none.
     """
-    found: dict[str, list[float | None]] = {}
-    for key, metric in METRICS.items():
-        runs = timed if metric.run == "timed" else [check] if check else []
-        found[key] = [metric.reduce(run) for run in runs]
-    known = {key: [v for v in values if v is not None] for key, values in found.items()}
-    return {k: v for k, v in known.items() if v and len(v) == len(found[k])} if timed else {}
+    runs = {"timed": timed, "check": [check] if check and timed else []}
+    found = {
+        key: [metric.reduce(run) for run in runs[metric.run]] for key, metric in METRICS.items()
+    }
+    return {
+        key: [value for value in values if value is not None]
+        for key, values in found.items()
+        if values and None not in values
+    }

@@ -14,13 +14,13 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_memmap.compare.metrics import METRICS, PARTS, SPEED
+from lightning_memmap.compare.metrics import METRICS, PARTS, SPEED, STATE
 from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.compare.tables import all_tables, parity_table
 from lightning_memmap.pages import templates
 from lightning_memmap.tables import Cell, Column, Table
 
-_BAR_IN, _BAR_HEIGHT, _MIB = 0.42, 0.66, 2**20
+_BAR_IN, _BAR_HEIGHT = 0.42, 0.66
 #: Okabe and Ito's colours, which people with any colour vision can tell apart.
 _COLORS = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F6A00", "#555555",
@@ -62,14 +62,13 @@ def render_html(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Cell:
-    compared = [each for each in report.variants if each.parity is not None]
-    if not report.parity_holds:
-        wrong = [each.variant for each in compared if each.parity and each.parity.holds is False]
+    checked = {each.variant: each.parity.holds for each in report.variants if each.parity}
+    if wrong := [name for name, holds in checked.items() if holds is False]:
         return Cell(f"Parity does not hold: {', '.join(wrong)} differ from the reference.", "bad")
     if report.exit_code not in (0, 4):
         return Cell("No difference was found, but not every variant could be compared.", "unsure")
-    if len(compared) > 1:
-        return Cell(f"Parity holds: {len(compared)} variants train the same.", "good")
+    if len(checked) > 1:
+        return Cell(f"Parity holds: {len(checked)} variants train the same.", "good")
     return Cell("Only one variant could be checked.", "unsure")
 
 
@@ -130,39 +129,30 @@ def _throughput(report: Report) -> Figure | None:
 
 def _parts(report: Report) -> Figure | None:
     keys = [f"{part}_s" for part in PARTS]
-    variants = [each for each in report.measured if all(key in each.figures for key in keys)]
-    rows = [[median(each.figures[key]) * 1e3 for key in keys] for each in variants]
-    labels = [METRICS[key].label for key in keys]
-    return _stacked("Where a step goes, ms", variants, rows, labels, _PART_COLORS)
+    return _stacked("Where a step goes, ms", report, keys, 1e-3, _PART_COLORS)
 
 
 def _state(report: Report) -> Figure | None:
-    variants = [each for each in report.variants if each.model_bytes]
-    kinds = ("parameters", "gradients", "optimizer")
-    fullest = [max(each.model_bytes.values(), key=lambda v: sum(v.values())) for each in variants]
-    rows = [[sizes[kind] / _MIB for kind in kinds] for sizes in fullest]
-    return _stacked("Model state per device, MiB", variants, rows, kinds, _COLORS)
+    keys = [f"{kind}_bytes" for kind in STATE]
+    return _stacked("Model state per device, MiB", report, keys, 2**20, _COLORS)
 
 
 def _stacked(
-    title: str,
-    variants: Sequence[VariantResult],
-    rows: Sequence[Sequence[float]],
-    labels: Sequence[str],
-    colors: Sequence[str],
+    title: str, report: Report, keys: Sequence[str], unit: float, colors: Sequence[str]
 ) -> Figure | None:
-    """A bar of several parts for each variant; None without variants."""
+    """A bar for each variant that has these figures, one after the other; None without any."""
+    variants = [each for each in report.measured if all(key in each.figures for key in keys)]
     if not variants:
         return None
     figure, axes = _bars(title, variants, 1.3)
-    for at, row in enumerate(rows):
-        left = 0.0
-        for value, label, color in zip(row, labels, colors[: len(labels)], strict=True):
-            name = label if at == 0 else None
-            axes.barh(at, value, left=left, color=color, height=_BAR_HEIGHT, label=name)
-            left += value
+    left = [0.0] * len(variants)
+    for key, color in zip(keys, colors, strict=False):
+        sizes = [median(each.figures[key]) / unit for each in variants]
+        label = METRICS[key].label
+        axes.barh(range(len(variants)), sizes, _BAR_HEIGHT, left, color=color, label=label)
+        left = [sum(pair) for pair in zip(left, sizes, strict=True)]
     # matplotlib takes a thin last part for an edge, and would leave no margin there.
-    axes.set_xlim(0, max(map(sum, rows)) * 1.05 or 1.0)
+    axes.set_xlim(0, max(left) * 1.05 or 1.0)
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     return figure

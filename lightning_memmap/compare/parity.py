@@ -17,14 +17,7 @@ _TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
 
 
 def default_tolerance(precision: str) -> float:
-    """Return how far losses and weights may differ, relatively, under a precision of the Trainer.
-
-    Args:
-        precision: The Trainer's option, such as ``32-true`` or ``bf16-mixed``.
-
-    Returns:
-        The largest relative difference that counts as equal.
-    """
+    """The largest relative difference that counts as equal under a precision of the Trainer."""
     return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
 
 
@@ -37,30 +30,24 @@ class Parity:
             weights could not be compared.
         rows: Steps whose rows are those of the global batch, and all steps.
         tolerance: How large the two relative differences may be.
-        first_wrong_step: The first step with other rows.
         same_content: Whether the model was given the same bytes in all steps, which also depends
             on the transform. For information.
-        same_initial: Whether the weights before the first step equal the reference's bit for bit.
         loss_difference: The largest difference of losses of a step, relative to the largest loss
             of the reference. None where losses were not compared.
         weight_difference: Distance of the final weights from those of the reference, relative to
             how far training moved those (Euclidean norms). None where weights were not compared.
-        max_weight_difference: The largest difference of one weight, absolute. For information.
         problems: What differs beyond the tolerance, in words.
         notes: What a reader must know.
     """
 
     holds: bool | None
-    rows: Sequence[int]
+    rows: list[int]
     tolerance: float
-    first_wrong_step: int | None = None
     same_content: bool | None = None
-    same_initial: bool | None = None
     loss_difference: float | None = None
     weight_difference: float | None = None
-    max_weight_difference: float | None = None
-    problems: Sequence[str] = field(default_factory=list)
-    notes: Sequence[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,16 +72,7 @@ class CheckedRun:
 
     @classmethod
     def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
-        """Put together what the processes of a check run wrote.
-
-        Args:
-            ranks: The records of all processes.
-            folder: Folder of the run, with its weights.
-
-        Returns:
-            The run: the hashes and losses of its global batches, and the weights, on the CPU,
-            before and after.
-        """
+        """Put together what the processes of a check run wrote into their folder."""
         shares = [processes[0].values for processes in shares_of(ranks)]
         return cls(
             loader_hashes=_add(share["loader_hashes"] for share in shares),
@@ -120,16 +98,10 @@ def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
 
 
 def global_losses(ranks: Sequence[Rank]) -> list[float]:
-    """Compute the loss of each global batch: the mean over its equal shares.
+    """The loss of each global batch, the mean over its equal shares; NaN where a share has none.
 
     Of processes that have one share, those without a loss, such as the first stages of a pipeline,
     do not count.
-
-    Args:
-        ranks: The records of all processes of a run.
-
-    Returns:
-        A loss for each step; NaN where a share has none.
     """
     columns = []
     for share in shares_of(ranks):
@@ -152,36 +124,30 @@ def check_parity(
     is_random: bool,
     notes: Sequence[str] = (),
 ) -> Parity:
-    """Compare a variant with the reference.
+    """Compare a variant's check run with that of the reference, which may be the same run.
 
     Args:
-        run: The variant's check run.
-        reference: That of the reference, which may be the same run.
+        run: The variant's.
+        reference: The reference's.
         expected: The hash of each global batch, from the store.
         tolerance: How large the two relative differences may be; see `Parity`.
-        is_random: Whether the variants' batches differ by nature, so that losses and weights cannot
-            be compared.
+        is_random: Whether batches differ by nature, so that losses and weights cannot be compared.
         notes: Notes to begin with.
-
-    Returns:
-        What agrees, what does not, and by how much.
     """
-    problems: list[str] = []
-    notes = list(notes)
-    steps = len(expected)
+    problems, notes = list[str](), list(notes)
     found = run.loader_hashes
-    wrong = [step for step in range(steps) if found[step : step + 1] != [expected[step]]]
+    wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]
     if wrong:
         problems.append(f"other rows than the global batch's from step {wrong[0]} on")
-    same_initial = all(
+    if not all(
         name in run.initial
         and name in reference.initial
         and torch.equal(run.initial[name], reference.initial[name])
         for name in run.parameters
-    )
-    if not same_initial:
+    ):
         problems.append("the weights differ before the first step")
-    loss = weight = largest = None
+    loss = weight = None
+    same_content = run.model_hashes == reference.model_hashes
     if is_random:
         notes.append(
             "the training transform is random and no eval_transform can stand in for it: losses"
@@ -194,23 +160,20 @@ def check_parity(
         else:
             problems += _loss_problems(loss, tolerance)
         if set(run.final) == set(reference.final):
-            weight, largest = _weight_difference(run, reference)
+            weight = _weight_difference(run, reference)
         problems += _weight_problems(run, reference, weight, tolerance)
-        if run.model_hashes != reference.model_hashes:
+        if not same_content:
             notes.append(
                 "from the same rows the model was given other bytes than in the reference:"
                 " something in between, such as a transform or a cast, gave a different result"
             )
     return Parity(
         holds=False if problems else None if is_random else True,
-        rows=[steps - len(wrong), steps],
-        first_wrong_step=wrong[0] if wrong else None,
-        same_content=run.model_hashes == reference.model_hashes,
-        same_initial=same_initial,
+        rows=[len(expected) - len(wrong), len(expected)],
+        tolerance=tolerance,
+        same_content=same_content,
         loss_difference=loss,
         weight_difference=weight,
-        max_weight_difference=largest,
-        tolerance=tolerance,
         problems=problems,
         notes=notes,
     )
@@ -243,16 +206,13 @@ def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> flo
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
 
 
-def _weight_difference(run: CheckedRun, reference: CheckedRun) -> tuple[float, float]:
-    distance = moved = largest = 0.0
+def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float:
+    distance = moved = 0.0
     for name in reference.parameters:
-        if name not in reference.final:
-            continue
-        after = reference.final[name].double()
-        difference = (run.final[name].double() - after).abs()
-        distance += float(difference.square().sum())
-        moved += float((after - reference.initial[name].double()).square().sum())
-        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+        if name in reference.final:
+            after = reference.final[name].double()
+            distance += float((run.final[name].double() - after).square().sum())
+            moved += float((after - reference.initial[name].double()).square().sum())
     if distance == 0:
-        return 0.0, 0.0
-    return (distance / moved) ** 0.5 if moved else float("inf"), largest
+        return 0.0
+    return (distance / moved) ** 0.5 if moved else float("inf")

@@ -1,18 +1,19 @@
 """The report of a comparison: what ``report.json`` holds, and what changed since an earlier one."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from lightning_memmap.compare.metrics import METRICS, SPEED
 from lightning_memmap.compare.parity import Parity
 
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _SCHEMA = "lightning_memmap.compare"
 #: A change of less than this share counts as none, however narrow the ranges are: two starts of
 #: one program differ by as much, depending on where its memory happens to lie.
@@ -37,31 +38,23 @@ class VariantResult:
     """All that is known of a variant.
 
     Args:
-        variant: Its name.
-        strategy: Its strategy.
-        loader: What supplied its rows: ``memmap``, ``workersN`` or ``ideal``.
+        variant: Its name: its strategy, and after a ``+`` what supplied its rows.
         description: What it is, in one line.
         status: ``ok``; ``unavailable``: it cannot run on this machine; ``refused``: the strategy
             or the data said that it cannot do this; ``failed``; ``pending``: not finished.
         reason: Why it is not ``ok``.
         parity: None for a variant that is not compared, or did not get so far.
         figures: Its known figures by key, with a value for each run or one in all; see `METRICS`.
-        model_bytes: By process and device, the bytes of parameters, gradients and optimizer state.
         check_losses: The loss of each global batch of the check run; None is not finite.
-        logs: The logs of its runs, relative to the report.
     """
 
     variant: str
-    strategy: str
-    loader: str
     description: str
     status: Status
     reason: str = ""
     parity: Parity | None = None
-    figures: dict[str, list[float]] = field(default_factory=dict)
-    model_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    check_losses: Sequence[float | None] = field(default_factory=list)
-    logs: Sequence[str] = field(default_factory=list)
+    figures: dict[str, Annotated[list[float], Meta(min_length=1)]] = field(default_factory=dict)
+    check_losses: list[float | None] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -93,10 +86,10 @@ class Regression:
     """
 
     baseline: str
-    changes: Sequence[Change]
-    only_baseline: Sequence[str]
-    only_new: Sequence[str]
-    warnings: Sequence[str]
+    changes: list[Change]
+    only_baseline: list[str]
+    only_new: list[str]
+    warnings: list[str]
 
     @property
     def is_slower(self) -> bool:
@@ -129,8 +122,8 @@ class Report:
     data: dict[str, Any]
     model: dict[str, Any]
     reference: str
-    variants: Sequence[VariantResult]
-    left_out: Sequence[str] = field(default_factory=list)
+    variants: list[VariantResult]
+    left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
     regression: Regression | None = None
 
@@ -165,26 +158,18 @@ class Report:
         return 4 if self.regression is not None and self.regression.is_slower else 0
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON. The file is replaced as a whole."""
+        """Write the report as JSON, in which NaN is null. The file is replaced as a whole."""
         values = {
             "schema": _SCHEMA,
             "schema_version": SCHEMA_VERSION,
             "parity_holds": self.parity_holds,
             "exit_code": self.exit_code,
+            "metrics": {key: f"{each.label}: {each.meaning}" for key, each in METRICS.items()},
             **asdict(self),
         }
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(_without_nan(values), indent=1), encoding="utf-8")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(values), indent=1))
         partial.replace(path)
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def read_report(path: str | Path) -> Report:
@@ -199,50 +184,30 @@ def read_report(path: str | Path) -> Report:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: name the report.json of a comparison")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = msgspec.json.decode(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
         raise ValueError(f"{path} is not the report of a comparison")
-    if values.get("schema_version") != SCHEMA_VERSION:
+    if (version := values.get("schema_version")) != SCHEMA_VERSION:
         raise ValueError(
-            f"{path} has schema version {values.get('schema_version')!r:.50}, and this version of"
-            f" the package reads {SCHEMA_VERSION}: run the comparison again"
+            f"{path} has schema version {version!r:.50}, and this version of the package reads"
+            f" {SCHEMA_VERSION}: run the comparison again"
         )
-    for name in ("schema", "schema_version", "parity_holds", "exit_code"):
-        values.pop(name, None)
     try:
-        variants = [_variant(**each) for each in values.pop("variants")]
-        if (regression := values.pop("regression")) is not None:
-            changes = [Change(**each) for each in regression.pop("changes")]
-            regression = Regression(changes=changes, **regression)
-        return Report(variants=variants, regression=regression, **values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return msgspec.convert(values, Report)
+    except msgspec.ValidationError as error:
         raise ValueError(
-            f"{path} is not a whole report, run the comparison again: {error!r:.300}"
-        ) from None
-
-
-def _variant(parity: Any, figures: Any, **values: Any) -> VariantResult:
-    numbers = {key: [float(value) for value in found] for key, found in figures.items()}
-    if not all(numbers.values()):
-        raise ValueError("a figure has no value")
-    checked = None if parity is None else Parity(**parity)
-    return VariantResult(parity=checked, figures=numbers, **values)
+            f"{path} is not a whole report, run the comparison again: {error}"
+        ) from error
 
 
 def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool) -> Verdict:
     """Whether runs are better or worse than others, or the same within their noise.
 
-    Args:
-        old: The figure in each run before, at least one.
-        new: The figure in each run now, at least one.
-        more_is_better: Whether a larger figure is the better one.
-
-    Returns:
-        ``better`` or ``worse`` where each run now lies on that side of each run before, and the
-        medians are further apart than the runs of either report, and than 2 %; else ``same``.
-        ``unclear`` where a report has fewer than three runs, too few to know the noise.
+    ``better`` or ``worse`` where each run now lies on that side of each run before, and the medians
+    are further apart than the runs of either report, and than 2 %; else ``same``. ``unclear`` where
+    a report has fewer than three runs, too few to know the noise.
     """
     before, now = median(old), median(new)
     if abs(now - before) <= _LEAST_CHANGE * abs(before):
@@ -257,16 +222,7 @@ def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool)
 
 
 def check_regression(old: Report, new: Report, baseline: str) -> Regression:
-    """Compare a report with a baseline, in all figures for which more or less is better.
-
-    Args:
-        old: The baseline.
-        new: The new report.
-        baseline: Path of the baseline, as shown to the user.
-
-    Returns:
-        The changes of variants and figures that both reports have, and what else differs.
-    """
+    """Compare a report with the one at ``baseline``, in all figures that can be better or worse."""
     before, now = ({v.variant: v.figures for v in report.measured} for report in (old, new))
     changes = [
         Change(

@@ -19,11 +19,10 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate, Padded, RowList
 from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform, takes_generator
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.sampling import Integers, Rows, WindowedRows
+from lightning_memmap.sampling import BatchSchedule, Rows, Sampler, WindowedRows
 from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
@@ -35,14 +34,8 @@ def hash_rows(leaves: Sequence[Tensor | list[Tensor]]) -> int:
     """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves.
 
     The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
-    that of the batch. A row that is repeated or missing changes it.
-
-    Args:
-        leaves: Tensors of shape (B, ...), on any device, or where rows differ in length, lists of
-            ``B`` tensors.
-
-    Returns:
-        The sum; 0 where there are no bytes.
+    that of the batch. A row that is repeated or missing changes it. Leaves are tensors of shape
+    (B, ...), on any device, or where rows differ in length, lists of ``B`` tensors.
     """
     columns: list[Any] = [
         [_bytes(row[None])[0] for row in leaf] if isinstance(leaf, list) else _bytes(leaf)
@@ -66,15 +59,7 @@ def _bytes(leaf: Tensor) -> np.ndarray:
 
 
 def leaves_of(batch: Any) -> list[Tensor | list[Tensor]]:
-    """List the leaves of a batch that have rows, in the order of its containers.
-
-    Args:
-        batch: Any nesting of tensors; those without dimensions are left out.
-
-    Returns:
-        The tensors, each of shape (B, ...), on the device that they were on; for rows that differ
-        in length, a list of them, without their padding.
-    """
+    """The leaves of a batch that have rows, as `hash_rows` takes them, without padding."""
     found = list[Tensor | list[Tensor]]()
     for _, leaf in named_leaves(batch, whole=(Padded,)):
         if isinstance(leaf, Padded):
@@ -94,24 +79,12 @@ def _tensor(row: Tensor | str | bytes) -> Tensor:
 
 
 def hash_batch(batch: Any) -> int:
-    """Hash the rows of a batch, or of all batches of a super-batch together, by `hash_rows`.
-
-    Args:
-        batch: What a loader yields or a model is given.
-
-    Returns:
-        The sum of the hashes of all rows, modulo `MODULUS`.
-    """
+    """Hash the rows of a batch, or of all batches of a super-batch together, by `hash_rows`."""
     return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
 
 
 class HashedTransform(nn.Module):
-    """A batch transform that records the hash of its rows before it changes them.
-
-    Args:
-        transform: The transform to apply.
-        hashes: The hash of each call is appended to this list.
-    """
+    """A batch transform that appends the hash of its rows to a list before it changes them."""
 
     def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
         super().__init__()
@@ -121,13 +94,7 @@ class HashedTransform(nn.Module):
         self._takes_generator = takes_generator(transform)
 
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
-        """Record the hash of the rows, and transform them.
-
-        Args:
-            batch: A batch of one data device.
-            generator: Random generator on the batch's device; passed on to a transform that takes
-                it.
-        """
+        """Record the hash of the rows, and transform them."""
         self._note(hash_batch(batch))
         if self._takes_generator:
             return self.transform(batch, generator=generator)
@@ -140,43 +107,52 @@ class HashedTransform(nn.Module):
         return other
 
 
-class _Window(NamedTuple):
-    """A window over a series."""
+class _Row(NamedTuple):
+    """A row in the tensors and arrays of its fields, and its sample, whose classes a batch has."""
 
-    series: Any
-    """The sample that it is cut from."""
-    begin: int
-    """The step of the series at which it begins."""
+    leaves: Sequence[Tensor | np.ndarray]
+    sample: Any
+
+
+def plain_samples(data: MemmapDataModule, store: Store) -> Any:
+    """The training samples of a data module; the store, where they cannot be looked up."""
+    given = data.datasets["train"]
+    several = [*given.values()] if has_several(given) else [given]
+    if any(dataset is None or is_stream(dataset) for dataset in several):
+        return store
+    return ConcatDataset(several) if has_several(given) else given
 
 
 class PlainRows:
-    """The training rows of a data module one by one: item ``i`` is row ``i`` of its order.
+    """The rows of an order one by one: samples, or where they are stored or windows, a `_Row`.
 
-    That is a sample of the dataset, of one of several datasets that are mixed, or a window that
-    `PlainCollate` cuts. Where a dataset is not given, or can only be iterated over, the rows are
-    read from the store. The class is none of torch's ``Dataset``, which help texts list to choose
-    from.
-
-    Args:
-        data: The data module.
-        store: Its training store.
-        rows: The rows of its order.
+    The class is none of torch's ``Dataset``, which help texts list to choose from.
     """
 
-    def __init__(self, data: MemmapDataModule, store: Store, rows: Rows) -> None:
-        given = data.datasets["train"]
-        several = [*given.values()] if has_several(given) else [given]
-        if any(dataset is None or is_stream(dataset) for dataset in several):
-            self._samples: Any = store
-        else:
-            self._samples = ConcatDataset(several) if has_several(given) else given
+    def __init__(self, samples: Any, store: Store, rows: Rows) -> None:
+        self._samples, self._store = samples, store
         self._windows = rows if isinstance(rows, WindowedRows) else None
 
     def __getitem__(self, row: int) -> Any:
-        if self._windows is None:
-            return self._samples[row]
-        series, windows = self._windows.numbered(np.array([row]))
-        return _Window(self._samples[int(series[0])], int(windows[0]) * self._windows.stride)
+        store, windows = self._store, self._windows
+        if windows is None:
+            return (
+                _Row(store_leaves(store, row), None)
+                if self._samples is store
+                else self._samples[row]
+            )
+        series, numbers = (int(each[0]) for each in windows.numbered(np.array([row])))
+        sample = None if self._samples is store else self._samples[series]
+        leaves = store_leaves(store, series) if sample is None else store.schema.flatten(sample)
+        steps = slice(numbers * windows.stride, numbers * windows.stride + windows.length)
+        fields = zip(store.schema.fields, leaves, strict=True)
+        cut = [leaf[steps] if field.name in windows.fields else leaf for field, leaf in fields]
+        return _Row(cut, sample)
+
+
+def store_leaves(store: Store, row: int) -> list[Tensor]:
+    """The fields of a row of a store."""
+    return [column.row(row) for column in store.columns]
 
 
 class PlainCollate:
@@ -184,13 +160,7 @@ class PlainCollate:
 
     Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
     tensors that the store has of them. Fields whose rows differ in length have the form that they
-    have in batches of the store, and windows are cut out of their series.
-
-    Args:
-        store: The training store.
-        rows: The rows of the order.
-        forms: How batches give fields, by name.
-        transform: The batch transform; None for none.
+    have in batches of the store.
     """
 
     def __init__(
@@ -201,96 +171,58 @@ class PlainCollate:
         transform: Callable[..., Any] | None,
     ) -> None:
         self._schema, self._forms = store.schema, dict(forms)
-        self._windows = rows if isinstance(rows, WindowedRows) else None
-        self._fields = [_batched(field, rows) for field in store.schema.fields]
-        self._is_plain = self._windows is None and not any(f.num_variable for f in self._fields)
+        windows = rows if isinstance(rows, WindowedRows) else None
+        self._fields = [
+            field.windowed(windows.length) if windows and field.name in windows.fields else field
+            for field in store.schema.fields
+        ]
+        self._is_plain = not any(field.num_variable for field in self._fields)
         self._build: Collate | None = None
         cpu = torch.device("cpu")
         self._transform = None if transform is None else DeviceTransform(transform, cpu)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Make a batch.
-
-        Args:
-            samples: Items of `PlainRows`.
-
-        Returns:
-            The batch, on the CPU.
-        """
+        """Make a batch, on the CPU, of items of `PlainRows`."""
         batch = self._collate(samples)
         if self._transform is None:
             return batch
         return self._transform(batch, int(torch.randint(2**62, ())))
 
     def _collate(self, samples: list[Any]) -> Any:
-        if self._build is None:
-            if self._is_plain:
+        rows: list[_Row] = samples
+        if not isinstance(samples[0], _Row):
+            if self._build is None and self._is_plain:
                 with suppress(TypeError):
                     return default_collate(samples)
+            rows = [_Row(self._schema.flatten(sample), sample) for sample in samples]
+        if self._build is None:
             # Not before a worker has a sample at hand: reading one before the workers are forked
             # would make them share the files that it opens.
-            first = samples[0].series if isinstance(samples[0], _Window) else samples[0]
-            self._build = FormedCollate(self._schema, self._forms, first)
-        columns = zip(*map(self._leaves, samples), strict=True)
-        pairs = zip(self._fields, columns, strict=True)
-        return self._build([_stack(field, column) for field, column in pairs])
-
-    def _leaves(self, sample: Any) -> list[Tensor | np.ndarray]:
-        if self._windows is None:
-            return self._schema.flatten(sample)
-        steps = slice(sample.begin, sample.begin + self._windows.length)
-        return [
-            leaf[steps] if field.name in self._windows.fields else leaf
-            for field, leaf in zip(
-                self._schema.fields, self._schema.flatten(sample.series), strict=True
-            )
-        ]
+            self._build = FormedCollate(self._schema, self._forms, rows[0].sample)
+        columns = zip(self._fields, zip(*(row.leaves for row in rows), strict=True), strict=True)
+        return self._build([_stack(field, column) for field, column in columns])
 
 
-def stored_leaves(
-    store: Store, rows: Rows, forms: Mapping[str, Form]
-) -> Callable[[Integers], list[Tensor | list[Tensor]]]:
-    """What reads rows of an order from the store, without a loader.
+def expected_hashes(
+    store: Store,
+    sampler: Sampler,
+    schedule: BatchSchedule,
+    num_steps: int,
+    forms: Mapping[str, Form],
+) -> list[int]:
+    """The hash of each global batch from the first epoch on, which every variant must match.
 
-    Args:
-        store: The store.
-        rows: The rows of the order.
-        forms: How batches give fields, by name: encoded images are decoded.
-
-    Returns:
-        A function of rows, int64 of shape (B,), that returns the leaves of each field: a tensor of
-        shape (B, *field shape), or where rows differ in length a list of ``B`` tensors.
+    The rows are read from the store one by one in the order of the sampler, without a loader.
     """
-    decoders = image_decoders(store.manifest.columns, store.columns, forms)
-    line = rows if isinstance(rows, WindowedRows) else None
-    cut = [_batched(field, rows) is not field for field in store.schema.fields]
+    rows = PlainRows(store, store, sampler.pool.rows)
+    collate = PlainCollate(store, sampler.pool.rows, forms, None)
 
-    def read(numbers: Integers) -> list[Tensor | list[Tensor]]:
-        rows, windows = (numbers, numbers) if line is None else line.numbered(numbers)
-        leaves = list[Any]()
-        for place, column in enumerate(store.columns):
-            if line is not None and cut[place]:
-                # One by one: a series may be long.
-                pairs = zip(rows.tolist(), (windows * line.stride).tolist(), strict=True)
-                leaves.append(
-                    torch.stack([column.row(row)[at : at + line.length] for row, at in pairs])
-                )
-            else:
-                leaves.append(column.fetch(rows))
-        for place, decoder in decoders.items():
-            leaves[place], places = decoder.decoded([row.numpy() for row in leaves[place]])
-            if decoder.form.with_scale:
-                leaves.append(places)
-        return leaves
+    def expected(index: int) -> int:
+        epoch, step = divmod(index, len(schedule))
+        numbers = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
+        return hash_batch(collate([rows[row] for row in numbers.tolist()]))
 
-    return read
-
-
-def _batched(field: Field, rows: Rows) -> Field:
-    """A field as batches have it."""
-    if isinstance(rows, WindowedRows) and field.name in rows.fields:
-        return field.windowed(rows.length)
-    return field
+    return [expected(index) for index in range(num_steps)]
 
 
 def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:

@@ -21,14 +21,9 @@ from rich.markup import escape
 from lightning_memmap.arguments import read_config
 from lightning_memmap.compare.config import ComparisonOptions, RunKind, RunSpec, shared_config
 from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
-from lightning_memmap.compare.parity import (
-    CheckedRun,
-    Parity,
-    check_parity,
-    default_tolerance,
-)
+from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity, default_tolerance
 from lightning_memmap.compare.report import Report, Status, VariantResult
-from lightning_memmap.compare.variants import Machine, Variant, parse_variants
+from lightning_memmap.compare.variants import Variant, parse_variants
 from lightning_memmap.compare.worker import ConfigCheck
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import Launched
@@ -75,14 +70,14 @@ def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list
         RunError: It gave no result.
         KeyboardInterrupt: The user interrupted; the run has been ended.
     """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _LAUNCHER and not key.startswith("PL_")
+    }
     try:
         path = spec.write()
         out = path.parent
-        kept = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _LAUNCHER and not key.startswith("PL_")
-        }
         command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(path)]
         launched = Launched(command, out / "log.txt", env=kept)
         try:
@@ -159,15 +154,21 @@ class Comparison:
         self._options, self._console, self._command = options, console, command
         shared = shared_config(read_config(options.config))
         self._config, self._trainer, self._left_out = shared
-        accelerator = options.accelerator
-        if accelerator == "auto":
+        self._accelerator = options.accelerator
+        if self._accelerator == "auto":
             asked = str(self._trainer.get("accelerator", "auto"))
             has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
-            accelerator = "cuda" if has_cuda else "cpu"
-        self._trainer["accelerator"] = accelerator
-        # Counting makes no context on a device: the variants need all of its memory.
-        count = torch.cuda.device_count() if accelerator == "cuda" else options.devices
-        self._machine = Machine(accelerator, count)
+            self._accelerator = "cuda" if has_cuda else "cpu"
+        precision = str(self._trainer.get("precision", "32-true"))
+        given = options.tolerance
+        self._settings = {
+            **asdict(options),
+            "accelerator": self._accelerator,
+            "tolerance": default_tolerance(precision) if given is None else given,
+            "precision": precision,
+            "seed": self._config["seed_everything"],
+            "global_batch": 0,  # Known once the data is.
+        }
         self._out = Path(options.out)
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._variants = [_Variant(variant) for variant in parse_variants(options.variants)]
@@ -196,19 +197,24 @@ class Comparison:
         except RunError as error:
             raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
         self._facts = json.loads((Path(spec.out) / "facts.json").read_text(encoding="utf-8"))
+        devices = self._options.devices
+        self._settings["global_batch"] = self._facts["data"]["batch_size"] * devices
         is_interrupted = False
         try:
+            # Counting makes no context on a device: the variants need all of its memory.
+            count = torch.cuda.device_count() if self._accelerator == "cuda" else devices
             for each in self._variants:
-                configures_itself = self._facts["model"]["configures_itself"]
-                each.reason = each.variant.obstacle(
-                    self._machine, self._options.devices, configures_itself
+                each.reason = each.variant.unsupported_reason(
+                    self._accelerator, count, devices, self._facts["model"]["configures_itself"]
                 )
                 if each.reason:
                     each.status = "unavailable"
                     self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
             # The single device with the store is the reference; without it, the first that runs.
             for each in sorted(self._pending(), key=lambda each: each.variant != Variant("auto")):
-                self._try(each, "check")
+                # An ideal loader gives one batch again and again: there is nothing to check.
+                if each.variant.loader != "ideal":
+                    self._try(each, "check")
             # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
                 for each in self._pending():
@@ -216,7 +222,18 @@ class Comparison:
         except KeyboardInterrupt:
             is_interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
-        return self._report(is_interrupted)
+        return Report(
+            created=self._created,
+            command=self._command,
+            environment=self._facts["environment"],
+            settings=self._settings,
+            data=self._facts["data"],
+            model=self._facts["model"],
+            reference="" if self._reference is None else self._reference[0].variant.name,
+            variants=[self._result(each) for each in self._variants],
+            left_out=self._left_out,
+            interrupted=is_interrupted,
+        )
 
     def _clear(self) -> None:
         out, runs = self._out, self._out / RUNS
@@ -232,18 +249,17 @@ class Comparison:
         out.mkdir(parents=True, exist_ok=True)
 
     def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
-        options, devices = self._options, self._options.devices
+        options, devices, is_timed = self._options, self._options.devices, kind == "timed"
         mine = {"devices": 1} if variant is None else variant.trainer_options(devices)
-        timed = kind == "timed"
         return RunSpec(
             kind=kind,
             config=self._config,
-            trainer={**self._trainer, **mine},
+            trainer={**self._trainer, "accelerator": self._accelerator, **mine},
             variant="" if variant is None else variant.name,
             devices=devices,
-            global_batch=self._global_batch,
-            warmup_steps=options.warmup_steps if timed else 0,
-            steps=options.steps if timed else options.check_steps,
+            global_batch=self._settings["global_batch"],
+            warmup_steps=options.warmup_steps if is_timed else 0,
+            steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._facts.get("data", {}).get("transform_is_random", False),
             out=str((self._out / RUNS / folder).resolve()),
         )
@@ -253,17 +269,15 @@ class Comparison:
         started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
             with self._console.status(escape(title)) as status:
-                ranks = run(
-                    spec,
-                    self._options.timeout_s,
-                    lambda done: status.update(
-                        f"{escape(title)}, step {done} of {spec.total_steps}"
-                    ),
-                )
+
+                def show(done: int) -> None:
+                    status.update(f"{escape(title)}, step {done} of {spec.total_steps}")
+
+                ranks = run(spec, self._options.timeout_s, show)
             rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
             outcome = f"{rate:,.0f} samples/s" if rate else "done"
         except RunError as error:
-            word = "cannot do this" if error.refused else "failed"
+            word = "not supported" if error.refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
             raise
         finally:
@@ -274,12 +288,13 @@ class Comparison:
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
+    def _pending(self) -> list[_Variant]:
+        """The variants that nothing has stopped."""
+        return [each for each in self._variants if each.status == "pending"]
+
     def _try(self, each: _Variant, kind: RunKind, repeat: int = 0) -> None:
         """Do a run of a variant, or stop the variant: its failure costs no other anything."""
         name, repeats = each.variant.name, self._options.repeats
-        if kind == "check" and each.variant.loader == "ideal":
-            # It trains on one batch again and again: there is nothing to check.
-            return
         title = f"{name}: timed run {repeat} of {repeats}" if repeat else f"{name}: check"
         spec = self._spec(kind, f"{name}/{kind}{repeat or ''}", each.variant)
         try:
@@ -298,90 +313,20 @@ class Comparison:
     def _compare(self, each: _Variant, ranks: list[Rank], folder: Path) -> None:
         """Compare a check run with that of the reference, whose weights alone are kept."""
         if each.variant.is_compared:
-            checked, data = CheckedRun.of(ranks, folder), self._facts["data"]
+            checked = CheckedRun.of(ranks, folder)
             _, reference = self._reference or (each, checked)
+            data = self._facts["data"]
             each.parity = check_parity(
                 checked,
                 reference,
                 self._facts["expected"],
-                self._tolerance,
+                self._settings["tolerance"],
                 is_random=data["transform_is_random"] and not data["has_eval_transform"],
                 notes=self._notes(len(shares_of(ranks))),
             )
             each.losses = checked.losses
             self._reference = self._reference or (each, checked)
         each.check = ranks
-
-    def _pending(self) -> list[_Variant]:
-        """The variants that nothing has stopped."""
-        return [each for each in self._variants if each.status == "pending"]
-
-    @property
-    def _precision(self) -> str:
-        return str(self._trainer.get("precision", "32-true"))
-
-    @property
-    def _tolerance(self) -> float:
-        given = self._options.tolerance
-        return default_tolerance(self._precision) if given is None else given
-
-    def _report(self, is_interrupted: bool) -> Report:
-        options = self._options
-        return Report(
-            created=self._created,
-            command=self._command,
-            environment=self._facts["environment"],
-            settings={
-                **asdict(options),
-                "accelerator": self._machine.accelerator,
-                "tolerance": self._tolerance,
-                "global_batch": self._global_batch,
-                "precision": self._precision,
-                "seed": self._config["seed_everything"],
-            },
-            data=self._facts["data"],
-            model=self._facts["model"],
-            reference="" if self._reference is None else self._reference[0].variant.name,
-            variants=[self._result(each) for each in self._variants],
-            left_out=self._left_out,
-            interrupted=is_interrupted,
-        )
-
-    @property
-    def _global_batch(self) -> int:
-        """Rows of a step; 0 until the data is known."""
-        batch_size: int = self._facts.get("data", {}).get("batch_size", 0)
-        return batch_size * self._options.devices
-
-    def _result(self, each: _Variant) -> VariantResult:
-        variant, status, reason, batch = each.variant, each.status, each.reason, self._global_batch
-        if status == "pending":
-            done, repeats = len(each.timed), self._options.repeats
-            status = "ok" if done == repeats else status
-            reason = "" if status == "ok" else f"interrupted after {done} of {repeats} runs"
-        ideal = Variant(variant.strategy, "ideal")
-        ideals = [rate_of(Run(ranks, batch)) for other in self._variants for ranks in other.timed
-                  if other.variant == ideal]  # fmt: skip
-        ideal_rate = median(ideals) if ideals else None
-        timed = [Run(ranks, batch, ideal_rate) for ranks in each.timed]
-        logs = sorted((self._out / RUNS / variant.name).glob("*/log.txt"))
-        return VariantResult(
-            variant=variant.name,
-            strategy=variant.strategy,
-            loader=variant.loader_name,
-            description=variant.description,
-            status=status,
-            reason=reason,
-            parity=each.parity,
-            figures=figures_of(timed, Run(each.check, batch) if each.check else None),
-            model_bytes={
-                f"rank {rank.rank}, {device}": sizes
-                for rank in each.check
-                for device, sizes in rank.values["state"].items()
-            },
-            check_losses=[loss if isfinite(loss) else None for loss in each.losses],
-            logs=[str(path.relative_to(self._out)) for path in logs],
-        )
 
     def _notes(self, num_shares: int) -> Sequence[str]:
         batch_norms = self._facts["model"]["batch_norms"]
@@ -392,3 +337,25 @@ class Comparison:
             " by its own rows, which is a different training. GroupNorm, or sync_batchnorm on"
             " GPUs, would make it the same"
         ]
+
+    def _result(self, each: _Variant) -> VariantResult:
+        status, reason, batch = each.status, each.reason, self._settings["global_batch"]
+        if status == "pending":
+            done, repeats = len(each.timed), self._options.repeats
+            status = "ok" if done == repeats else status
+            reason = "" if status == "ok" else f"interrupted after {done} of {repeats} runs"
+        ideal = Variant(each.variant.strategy, "ideal")
+        replays = [
+            ranks for other in self._variants if other.variant == ideal for ranks in other.timed
+        ]
+        ideal_rate = median(rate_of(Run(ranks, batch)) for ranks in replays) if replays else None
+        timed = [Run(ranks, batch, ideal_rate) for ranks in each.timed]
+        return VariantResult(
+            variant=each.variant.name,
+            description=each.variant.description,
+            status=status,
+            reason=reason,
+            parity=each.parity,
+            figures=figures_of(timed, Run(each.check, batch) if each.check else None),
+            check_losses=[loss if isfinite(loss) else None for loss in each.losses],
+        )

@@ -11,6 +11,8 @@ from lightning_memmap.tables import Cell, Column, Mood, Table
 _VARIANT = Column("variant")
 _UNKNOWN = Cell("-")
 _BOUND = "no_load_share"
+#: Beyond its upper bound a figure is noise, and from here on it is said.
+_NOISY_SHARE = 1.05
 
 
 def all_tables(report: Report) -> Iterator[Table]:
@@ -32,7 +34,11 @@ def all_tables(report: Report) -> Iterator[Table]:
 
 def parity_table(report: Report) -> Table:
     """Whether variants train the same; as notes, what differs and what to know."""
-    verdicts = {True: Cell("equal", "good"), False: Cell("DIFFERS", "bad")}
+    verdicts = {
+        True: Cell("equal", "good"),
+        False: Cell("DIFFERS", "bad"),
+        None: Cell("open", "unsure"),
+    }
     compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
     rows = [
         [
@@ -42,7 +48,7 @@ def parity_table(report: Report) -> Table:
             _difference(parity.loss_difference, parity.tolerance),
             _difference(parity.weight_difference, parity.tolerance),
             Cell(f"{parity.tolerance:.0e}"),
-            Cell("open", "unsure") if parity.holds is None else verdicts[parity.holds],
+            verdicts[parity.holds],
         ]
         for name, parity in compared
     ]
@@ -83,11 +89,11 @@ def figure_table(report: Report, key: str) -> Table:
     ]
     shares = {each.variant: median(each.figures.get(_BOUND, [0.0])) for each in report.measured}
     notes = [
-        f"{name}: {share:.0%} of its upper bound. No loader is faster than none: the two runs were"
-        " not alike, and figures this far apart are noise. Repeat on an idle machine, with more"
-        " --steps and --repeats"
+        f"{name}: {share:.0%} of its upper bound. No loader is faster than none: the machine was"
+        f" slower in some runs than in others, and differences of {share - 1:.0%} are noise here."
+        " Repeat on an idle machine, with more --steps and --repeats"
         for name, share in shares.items()
-        if share > 1.02 and any(metric.key == _BOUND for metric in metrics)
+        if key == METRICS[_BOUND].table and share > _NOISY_SHARE
     ]
     return Table(title, columns, rows if metrics else [], [Cell(note, "unsure") for note in notes])
 
@@ -108,14 +114,18 @@ def _cells(metric: Metric, variant: VariantResult) -> Iterator[Cell]:
 
 def missing_table(report: Report) -> Table:
     """The variants without a result, and why they have none."""
-    words = {
-        "unavailable": Cell("cannot run here", "unsure"),
-        "refused": Cell("not supported", "unsure"),
-        "failed": Cell("FAILED", "bad"),
-        "pending": Cell("not finished", "unsure"),
+    words: dict[str, tuple[str, Mood]] = {
+        "unavailable": ("cannot run here", "unsure"),
+        "refused": ("not supported", "unsure"),
+        "failed": ("FAILED", "bad"),
+        "pending": ("not finished", "unsure"),
     }
     rows = [
-        [Cell(each.variant), words[each.status], Cell(shorten(each.reason, 500, placeholder="…"))]
+        [
+            Cell(each.variant),
+            Cell(*words[each.status]),
+            Cell(shorten(each.reason, 500, placeholder="…")),
+        ]
         for each in report.variants
         if each.status != "ok"
     ]
@@ -127,24 +137,22 @@ def regression_table(regression: Regression) -> Table:
     """What changed since a baseline; as notes, what else differs between the two reports."""
     moods: dict[str, Mood] = {"better": "good", "worse": "bad", "same": "soft", "unclear": "unsure"}
     rows = []
-    for change in regression.changes:
-        metric = METRICS[change.figure]
-        rows.append(
-            [
-                Cell(change.variant),
-                Cell(f"{metric.label} {metric.unit.name}".strip()),
-                Cell(metric.unit.write(change.old)),
-                Cell(metric.unit.write(change.new)),
-                Cell(f"{change.new / change.old - 1:+.1%}" if change.old else "new"),
-                Cell(change.verdict, moods[change.verdict]),
-            ]
+    for each in regression.changes:
+        metric = METRICS[each.figure]
+        texts = (
+            each.variant,
+            f"{metric.label} {metric.unit.name}".strip(),
+            metric.unit.write(each.old),
+            metric.unit.write(each.new),
+            f"{each.new / each.old - 1:+.1%}" if each.old else "new",
         )
+        rows.append([*map(Cell, texts), Cell(each.verdict, moods[each.verdict])])
     columns = [_VARIANT, Column("figure", is_text=True)]
     columns += [Column(label) for label in ("old", "new", "change", "")]
     notes = [f"not the same: {warning}" for warning in regression.warnings]
-    for names, words in (
-        (regression.only_baseline, "only in the baseline"),
-        (regression.only_new, "only in the new report"),
+    for words, names in (
+        ("only in the baseline", regression.only_baseline),
+        ("only in the new report", regression.only_new),
     ):
         notes += [f"{words}: {', '.join(names)}"] if names else []
     title = f"Compared with {regression.baseline}"

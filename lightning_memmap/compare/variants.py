@@ -27,19 +27,6 @@ _LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What this machine has that decides which variants can run.
-
-    Args:
-        accelerator: ``cpu`` or ``cuda``.
-        num_devices: Devices of that kind; on a CPU any number of logical ones.
-    """
-
-    accelerator: str
-    num_devices: int
-
-
-@dataclass(frozen=True)
 class Variant:
     """One set-up to measure: a strategy and what supplies its rows.
 
@@ -54,14 +41,10 @@ class Variant:
     num_workers: int = 0
 
     @property
-    def loader_name(self) -> str:
-        """The loader as it stands after the ``+``."""
-        return f"workers{self.num_workers}" if self.loader == "dataloader" else self.loader
-
-    @property
     def name(self) -> str:
         """The variant as ``--variants`` takes it."""
-        return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader_name}"
+        loaders = {"memmap": "", "dataloader": f"+workers{self.num_workers}", "ideal": "+ideal"}
+        return self.strategy + loaders[self.loader]
 
     @property
     def description(self) -> str:
@@ -78,25 +61,11 @@ class Variant:
         """Whether the variant must give the rows, losses and weights of the others."""
         return self.loader != "ideal" and self.strategy not in _SEPARATE_MODELS
 
-    def num_devices(self, devices: int) -> int:
-        """Return how many of the devices of a comparison this variant uses.
-
-        Args:
-            devices: Devices of the comparison.
-
-        Returns:
-            1 for the single device, and all of them for any other strategy.
-        """
-        return 1 if self.strategy == "auto" else devices
-
     def trainer_options(self, devices: int) -> dict[str, Any]:
-        """Return the options of the Trainer that make this variant.
+        """The options ``strategy``, ``devices`` and ``num_nodes`` of the Trainer, as in a config.
 
         Args:
-            devices: Devices of the comparison.
-
-        Returns:
-            ``strategy``, ``devices`` and ``num_nodes``, as in a config.
+            devices: Devices of the comparison, of which ``auto`` uses one.
         """
         strategy: Any = self.strategy
         if strategy == "model_parallel":
@@ -104,23 +73,24 @@ class Variant:
                 "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
                 "init_args": {"data_parallel_size": devices, "tensor_parallel_size": 1},
             }
-        return {"strategy": strategy, "devices": self.num_devices(devices), "num_nodes": 1}
+        used = 1 if self.strategy == "auto" else devices
+        return {"strategy": strategy, "devices": used, "num_nodes": 1}
 
-    def obstacle(self, machine: Machine, devices: int, configures_itself: bool) -> str:
-        """Say why this variant cannot run here, as far as that is known beforehand.
+    def unsupported_reason(
+        self, accelerator: str, num_available: int, devices: int, configures_itself: bool
+    ) -> str:
+        """Why this variant cannot run here, as far as that is known beforehand; else empty.
 
         Args:
-            machine: This machine.
+            accelerator: ``cpu`` or ``cuda``.
+            num_available: Devices of that kind. On a CPU there are as many as one likes.
             devices: Devices of the comparison.
             configures_itself: Whether the model overrides ``configure_model``.
-
-        Returns:
-            The reason; empty where none is known.
         """
-        needed = self.num_devices(devices)
-        if machine.accelerator != "cpu" and machine.num_devices < needed:
-            return f"needs {needed} {machine.accelerator} devices; there are {machine.num_devices}"
-        if self.strategy == "fsdp" and machine.accelerator == "cpu":
+        needed = self.trainer_options(devices)["devices"]
+        if accelerator != "cpu" and num_available < needed:
+            return f"needs {needed} {accelerator} devices; there are {num_available}"
+        if self.strategy == "fsdp" and accelerator == "cpu":
             return "Lightning's fsdp runs only on GPUs, and there is none"
         if self.strategy == "model_parallel" and not configures_itself:
             return "the model has no configure_model(), in which it would shard itself"
@@ -128,13 +98,7 @@ class Variant:
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
-    """Parse a list of variants such as ``memmap_superbatch,ddp,auto+workers2,auto+ideal``.
-
-    Args:
-        text: Names, separated by commas; ``all`` stands for `all_variants`.
-
-    Returns:
-        The variants in their order, each once.
+    """Parse a list of variants such as ``ddp,auto+workers2``; ``all`` stands for `all_variants`.
 
     Raises:
         ValueError: A name is unknown, or there is none.
@@ -148,19 +112,12 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def all_variants(num_workers: int = 2) -> tuple[Variant, ...]:
-    """List the single device with each loader, and every other strategy with the mapped store.
-
-    Args:
-        num_workers: Workers of the ``DataLoader`` that has some. Another one has none.
-
-    Returns:
-        The variants, the single device with the mapped store first.
-    """
+def all_variants() -> tuple[Variant, ...]:
+    """The single device with each loader, and every other strategy with the store."""
     return (
         Variant("auto"),
         Variant("auto", "dataloader", 0),
-        Variant("auto", "dataloader", num_workers),
+        Variant("auto", "dataloader", 2),
         Variant("auto", "ideal"),
         *(Variant(name) for name, *_ in STRATEGIES),
         *(Variant(name) for name in LIGHTNING_STRATEGIES if name != "auto"),

@@ -1,4 +1,4 @@
-"""One run in a fresh process: ``python -m lightning_memmap.compare.run.worker SPEC``.
+"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC``.
 
 Under a strategy with several processes, each of them runs this file again.
 """
@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,7 @@ _PACKAGES = (
 
 
 class RunCLI(LightningCLI):
-    """A LightningCLI that is given its config as a dict and runs nothing itself.
-
-    Args:
-        config: Sections of the config, with all options of the Trainer.
-
-    Raises:
-        ValueError: The config has a name or a value that the classes do not accept.
-    """
+    """A LightningCLI that is given its config as a dict and runs nothing itself."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(
@@ -83,14 +75,7 @@ class RunCLI(LightningCLI):
 
 
 class ConfigCheck(RunCLI):
-    """Parses the config of a run as the run will, without making anything.
-
-    Args:
-        spec: The run.
-
-    Raises:
-        ValueError: The config has a name or a value that the classes do not accept.
-    """
+    """Parses the config of a run as the run will, without making anything."""
 
     def __init__(self, spec: RunSpec) -> None:
         # A seed would be set here, in a process that trains nothing.
@@ -128,11 +113,7 @@ def write_error(out: Path, error: BaseException) -> None:
 
 
 def trainer_options(spec: RunSpec) -> dict[str, Any]:
-    """Return all options of the Trainer of a run.
-
-    Args:
-        spec: The run.
-    """
+    """All options of the Trainer of a run."""
     return {
         "logger": False,
         "enable_checkpointing": False,
@@ -149,14 +130,7 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
 
 
 def train(spec: RunSpec) -> None:
-    """Train a variant and write what each process measured. Every rank runs it.
-
-    Args:
-        spec: The run, of the kind ``check`` or ``timed``.
-
-    Raises:
-        ValueError: The config has no `MemmapDataModule`, or the variant cannot divide the batch.
-    """
+    """Train a variant and write what each process measured. Every rank runs it."""
     cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
     train_variant(spec, cli.trainer, cli.model, normalized_datamodule(cli.datamodule))
 
@@ -164,17 +138,7 @@ def train(spec: RunSpec) -> None:
 def train_variant(
     spec: RunSpec, trainer: Any, model: L.LightningModule, data: MemmapDataModule
 ) -> None:
-    """Train and measure with the objects of the config; see `train`.
-
-    Args:
-        spec: The run.
-        trainer: The Trainer. Callbacks are added to it, and for a timed run a profiler.
-        model: The model. For a check run its dropout is turned off.
-        data: The data module, as `normalized_datamodule` makes it.
-
-    Raises:
-        ValueError: The variant cannot divide the batch.
-    """
+    """Train and measure with the objects of the config, which are changed for this run."""
     (variant,) = parse_variants(spec.variant)
     batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
     data = data.with_options(batch_size=batch_size)
@@ -229,37 +193,25 @@ def _hash_batches(strategy: Any, hashes: list[int]) -> None:
 
 
 def prepare(spec: RunSpec) -> None:
-    """Build the store, and write the facts about model and data that all variants need.
-
-    Args:
-        spec: The run, of the kind ``prepare``.
-
-    Raises:
-        ValueError: The config has no `MemmapDataModule`, or there are fewer rows than a step takes.
-    """
+    """Build the store, and write the facts about model and data that all variants need."""
     cli = RunCLI({**spec.config, "trainer": trainer_options(spec)})
     data, expected = prepare_store(normalized_datamodule(cli.datamodule), spec.devices, spec.steps)
-    model, modules = cli.model, list(cli.model.modules())
-    parameters = list(model.parameters())
+    model, parameters = cli.model, list(cli.model.parameters())
     facts = {
         "environment": describe_environment(),
         "data": data,
         "model": {
             "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
             "configures_itself": is_overridden("configure_model", model, L.LightningModule),
-            "automatic_optimization": model.automatic_optimization,
             "num_parameters": sum(parameter.numel() for parameter in parameters),
             "parameter_bytes": sum(parameter.nbytes for parameter in parameters),
-            "dropouts": _class_names(each for each in modules if isinstance(each, _DROPOUTS)),
-            "batch_norms": _class_names(each for each in modules if isinstance(each, _BATCH_NORMS)),
+            "batch_norms": sorted(
+                {type(each).__name__ for each in model.modules() if isinstance(each, _BATCH_NORMS)}
+            ),
         },
         "expected": expected,
     }
     (Path(spec.out) / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _class_names(modules: Iterable[nn.Module]) -> list[str]:
-    return sorted({type(module).__name__ for module in modules})
 
 
 def describe_environment() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_memmap.images import ImageError, decode_image
 from lightning_memmap.loading.decoding import default_threads
+from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.store import Store
 
 #: Images that are decoded, and seconds after which no further one is.
@@ -44,7 +45,7 @@ def image_samples(store: Store) -> Iterator[ImageSample]:
     columns = zip(store.manifest.columns, store.columns, strict=True)
     for column, rows in columns:
         given = np.flatnonzero(store.given(column.field.name))
-        is_image = column.field.kind == "bytes" and len(given) > 0
+        is_image = column.field.kind == Bytes() and len(given) > 0
         if not is_image or _shape(rows.row(int(given[0])).numpy()) is None:
             continue
         count = min(_MAX_IMAGES, len(given))

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows, pack_rows
+from lightning_memmap.schema import Field, Values
+from lightning_memmap.store.columns import ItemRows
 from lightning_memmap.store.segments import Bytes, pack_segments
 
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
@@ -238,7 +238,7 @@ def largest(sizes: Integers) -> tuple[int, ...]:
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """Rows of a field that were not read from a store."""
-    items, sizes = pack_rows(field, rows)
+    items, sizes, _ = Values.of_rows(field, rows)
     assert sizes is not None
     lengths = sizes.prod(axis=1)
     return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, largest(sizes))

@@ -31,8 +31,7 @@ import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Schema
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
@@ -66,7 +65,7 @@ _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
 #: The disk begins with so many bytes while others are being read, so that few are left at the end.
-_SYNC_BYTES = 8 * 2**20
+_SYNC_BYTES = 64 * 2**20
 _MAX_KEY_BYTES, _MAX_JOURNAL_BYTES = 64 * 2**20, 256 * 2**20
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0

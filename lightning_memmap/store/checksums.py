@@ -16,6 +16,8 @@ from lightning_memmap.store.files import open_plain, unreadable
 
 #: Read at once, into memory that is used again: new memory costs more than the read.
 _READ_BYTES = 2**18
+#: The progress bar moves on after so many, since that takes longer than to read a small shard.
+_SHOWN_BYTES = 2**23
 
 
 def compute_checksums(
@@ -45,7 +47,7 @@ def compute_checksums(
             path = directory
             ranges = column.shard_ranges()
             # Several shards at once: there may be many that are small, or empty.
-            step = -(-len(ranges) // (4 * num_threads))
+            step = -(-len(ranges) // (2 * num_threads))
             groups = [ranges[first : first + step] for first in range(0, len(ranges), step)]
             # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
             try:
@@ -78,7 +80,7 @@ def _hash_shards(
     shards: Iterable[Sequence[tuple[str, int, int]]],
 ) -> list[str]:
     """The hashes of shards, each given as pieces of files."""
-    hashes = []
+    hashes, num_read = [], 0
     memory = memoryview(bytearray(_READ_BYTES))
     for pieces in shards:
         digest = xxhash.xxh3_64()
@@ -88,6 +90,10 @@ def _hash_shards(
                     raise OSError(errno.EIO, f"it ends at byte {start}, and should have {end}")
                 digest.update(memory[:count])
                 start += count
-                advance(count)
+                num_read += count
+                if num_read >= _SHOWN_BYTES:
+                    advance(num_read)
+                    num_read = 0
         hashes.append(digest.hexdigest())
+    advance(num_read)
     return hashes

@@ -25,7 +25,8 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn, take_rows
+from lightning_memmap.schema.values import take_rows
+from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store

@@ -27,6 +27,9 @@ def show_progress(
     Yields:
         A function that advances the bar by a number of items.
     """
+    if hidden:
+        yield lambda count: None
+        return
     unit = "rows" if item_bytes != 1 else "B"
     columns = (
         TextColumn("{task.description}"),
@@ -38,8 +41,7 @@ def show_progress(
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True, quiet=hidden)
-    with Progress(*columns, console=console, disable=hidden) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total, completed=done, speed="", gigabytes="")
 
         def advance(count: int) -> None:

@@ -54,7 +54,7 @@ def figures(report: Report) -> Iterator[str]:
             f" {machine['cores']} cores: run the command again when it is idle"
         )
     rates = {each.variant: each.rate for each in report.measured}
-    plain = {each.variant: each.rate for each in report.measured if "workers" in each.loader}
+    plain = {each.variant: each.rate for each in report.measured if "+workers" in each.variant}
     ideal = rates.get(f"{FLAGSHIP}+ideal")
     if FLAGSHIP not in rates or not plain or ideal is None:
         raise ValueError(f"the report has {', '.join(rates)}: run the command of the README")

@@ -41,7 +41,6 @@ def check_rank(rank: int = 0, size: int = 1, **values: Any) -> Rank:
     found = {
         "loader_hashes": [1] * STEPS,
         "model_hashes": [1] * STEPS,
-        "batch_bytes": GLOBAL_BATCH * 64 // size,
         "state": {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}},
         "moved": 0,
         "parameters": [],
@@ -60,7 +59,6 @@ def make_parity(**values: Any) -> Parity:
             "holds": True,
             "rows": [10, 10],
             "same_content": True,
-            "same_initial": True,
             "loss_difference": 1e-7,
             "weight_difference": 2e-7,
             "tolerance": 1e-3,
@@ -85,16 +83,9 @@ def make_variant(
         "status": "ok",
         "parity": make_parity() if variant.is_compared else None,
         "figures": figures_of(timed, Run(checks, GLOBAL_BATCH)),
-        "model_bytes": {f"rank {each.rank}, cpu": each.values["state"]["cpu"] for each in checks},
         "check_losses": list(LOSSES) if variant.is_compared else [],
     }
-    return VariantResult(
-        name,
-        variant.strategy,
-        variant.loader_name,
-        variant.description,
-        **{**defaults, **values},
-    )
+    return VariantResult(name, variant.description, **{**defaults, **values})
 
 
 ENVIRONMENT: dict[str, Any] = {
@@ -134,20 +125,16 @@ DATA: dict[str, Any] = {
     "num_bytes": 90_000,
     "fields": {"image": "image: uint8 (8, 8)"},
     "store_s": 0.2,
-    "check_store_s": None,
     "steps_per_epoch": 39,
     "batch_size": 16,
-    "has_transform": False,
     "transform_is_random": False,
     "has_eval_transform": False,
 }
 MODEL: dict[str, Any] = {
     "model_class": "examples.Net",
     "configures_itself": False,
-    "automatic_optimization": True,
     "num_parameters": 1000,
     "parameter_bytes": 4000,
-    "dropouts": [],
     "batch_norms": [],
 }
 

@@ -14,9 +14,6 @@ from torch.utils.data import Dataset
 from lightning_memmap import MemmapDataModule
 from tests.models import Regression, Sgd
 from tests.unit.compare.runs import (
-    BATCH_SIZE,
-    DEVICES,
-    ROW_BYTES,
     ROWS,
     STEPS,
     Double,
@@ -49,8 +46,6 @@ def test_strategy_that_does_the_same_is_found_to_agree(
         assert parity.holds is True
         assert parity.rows == [STEPS, STEPS]
         assert parity.same_content
-    for check in checks.values():
-        assert check.ranks[0].values["batch_bytes"] == DEVICES * BATCH_SIZE * ROW_BYTES
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
@@ -190,11 +185,9 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
     assert [name for name, parity in found.items() if parity.holds] == ["right"]
     if transform is None:
         # The first wrong step, whatever came of it.
-        steps = {name: parity.first_wrong_step for name, parity in found.items()}
-        assert steps == {
-            "right": None, "repeated": 2, "swapped": 2, "dropped": STEPS - 1, "mislabelled": 0,
-            "seed": 0,
-        }  # fmt: skip
+        first = {"repeated": 2, "swapped": 2, "dropped": STEPS - 1, "mislabelled": 0, "seed": 0}
+        for name, step in first.items():
+            assert found[name].problems[0].endswith(f"from step {step} on"), name
 
 
 class Scaled(Regression):

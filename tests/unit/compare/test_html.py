@@ -25,9 +25,7 @@ REPORT = make_report(
     make_variant("auto+workers2", (500.0, 700.0)),
     make_variant("auto+ideal", (1200.0, 1210.0)),
     make_variant("ddp"),
-    make_variant(
-        "fsdp", (), status="unavailable", reason="needs GPUs", parity=None, model_bytes={}
-    ),
+    make_variant("fsdp", (), status="unavailable", reason="needs GPUs", parity=None),
 )
 #: Widths in CSS pixels: a small phone, a usual one, a desktop.
 WIDTHS = (320, 390, 1280)
@@ -73,9 +71,7 @@ def test_names_are_no_markup() -> None:
     assert page.count(str(escape(hostile))) == 3
 
 
-@pytest.mark.parametrize(
-    "variants", [(), (make_variant("auto", (), status="pending", model_bytes={}),)]
-)
+@pytest.mark.parametrize("variants", [(), (make_variant("auto", (), status="pending"),)])
 def test_page_of_an_interrupted_report_is_a_page(variants: Any) -> None:
     report = make_report(*variants, interrupted=True)
     assert "Interrupted" in render_html(report)

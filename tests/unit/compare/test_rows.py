@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memmap.compare.loaders import expected_hashes
-from lightning_memmap.compare.rows import HashedTransform, hash_batch, hash_rows
+from lightning_memmap.compare.rows import (
+    HashedTransform,
+    expected_hashes,
+    hash_batch,
+    hash_rows,
+)
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.microbatch import MicroBatches

@@ -56,17 +56,8 @@ def test_arms_train_the_same_rows_to_the_same_weights(tmp_path: Path) -> None:
     assert facts["data"]["row_bytes"] == ROW_BYTES
     assert facts["data"]["batch_size"] == 8
     assert facts["model"]["num_parameters"] == PARAMETERS
-    assert facts["data"]["store_s"] is not None
-    assert facts["data"]["check_store_s"] is None
-    assert not facts["data"]["has_transform"]
-
-
-def test_transform_is_part_of_the_check(tmp_path: Path) -> None:
-    transform = {"transform": {"class_path": f"{runs.__name__}.Double"}}
-    parities, facts = compare(tmp_path, VARIANTS, config(tmp_path, **transform))
-    assert facts["data"]["has_transform"]
+    assert facts["data"]["store_s"] > 0
     assert not facts["data"]["transform_is_random"]
-    assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
 def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
@@ -77,7 +68,6 @@ def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -
     sections = config(tmp_path, f"{runs.__name__}.WithDropout", **transforms)
     parities, facts = compare(tmp_path, VARIANTS, sections)
     assert facts["data"]["transform_is_random"]
-    assert facts["model"]["dropouts"] == ["Dropout"]
     assert all(parity.holds and parity.same_content for parity in parities.values())
 
 
@@ -87,17 +77,6 @@ def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -
     assert parities["memmap_superbatch"].holds is None
     assert parities["memmap_superbatch"].rows == [6, 6]
     assert not parities["memmap_superbatch"].same_content
-
-
-def test_other_seed_of_one_variant_is_found(tmp_path: Path) -> None:
-    sections = config(tmp_path)
-    facts = facts_of(tmp_path, sections)
-    reference = run(make_spec(tmp_path, "check", "auto", sections))
-    other = config(tmp_path, seed=1)
-    check = run(make_spec(tmp_path, "check", "memmap_superbatch", other))
-    parity = check_all_parity({"auto": reference, "other": check}, facts["expected"])["other"]
-    assert parity.holds is False
-    assert parity.first_wrong_step == 0
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "auto+ideal", "memmap_superbatch+ideal"])
@@ -124,11 +103,10 @@ def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
     assert len(set(rank.values["model_hashes"])) == 1
 
 
-def test_check_tells_bytes_of_model_rows_and_batch(tmp_path: Path) -> None:
+def test_check_tells_bytes_of_the_model(tmp_path: Path) -> None:
     sections = config(tmp_path)
     facts_of(tmp_path, sections)
     (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
-    assert rank.values["batch_bytes"] == 16 * ROW_BYTES
     # Other parameters of this process may still be alive; those of a fresh one are the model's.
     assert rank.values["state"]["cpu"]["gradients"] >= 4 * PARAMETERS
     assert rank.values["state"]["cpu"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
@@ -157,14 +135,6 @@ def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
         ValueError, match="steps of 200 rows, and an epoch of the training split has 100"
     ):
         prepare(make_spec(tmp_path, "prepare", "", sections))
-
-
-def test_store_without_its_dataset_supplies_a_dataloader(tmp_path: Path) -> None:
-    facts_of(tmp_path, config(tmp_path))
-    (tmp_path / "again").mkdir()
-    without = config(tmp_path, train_dataset=None)
-    parities, _ = compare(tmp_path / "again", ("auto", "auto+workers0"), without)
-    assert all(parity.holds for parity in parities.values())
 
 
 @pytest.mark.parametrize(

@@ -362,7 +362,7 @@ def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
     series: Any = SimpleNamespace(line=pool.rows, is_cut=[True], num_places=2**40, row_bytes=1)
     windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
-    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(pool, 2**40)
+    fields, offsets = [Field("x", torch.uint8, (None,))], StoreOffsets(pool, 2**40)
     options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
         StreamLayout(fields, [None], {}, offsets, **options)

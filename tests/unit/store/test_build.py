@@ -320,7 +320,7 @@ def test_build_starts_its_workers_once(
     loader = partial(DataLoader, multiprocessing_context=method)
     monkeypatch.setattr(workers, "DataLoader", loader)
     # One process for all probe rows of quick rows, and a range for each.
-    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 20)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
     store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
     assert holds(store, Numbered(400))
     readers = set((tmp_path / "log").read_text().splitlines())

@@ -31,7 +31,7 @@ class Announced(Wrapped):
 def test_items_are_read_while_others_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 20)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
     is_read, was_read, write = Event(), list[bool](), FixedColumn.write
 
     def wait(self: FixedColumn, *arguments: Any) -> None:
@@ -49,7 +49,7 @@ def test_items_are_read_while_others_are_written(
 def test_rows_that_could_not_be_written_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 20)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
     firsts, write = list[int](), FixedColumn.write
 
     def fail_once(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:

@@ -116,7 +116,7 @@ def test_build_notes_its_rows_every_few_seconds(
             sizes.extend(len(journal.read_text().splitlines()) for journal in journals)
             return row
 
-    monkeypatch.setattr(range_writer, "_MAX_RANGE_ROWS", 300)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 300)
     build(Watching({}), tmp_path)
     # Ten ranges: the third is the first one to end after more than five seconds.
     assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]

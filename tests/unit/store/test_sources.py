@@ -260,7 +260,7 @@ def test_store_by_slices_has_the_bytes_of_one_written_item_by_item(
     assert source_of(dataset, Schema.infer([dataset[0]])) is not None
     by_items = build_store(Wrapped(dataset), tmp_path / "items", num_shards=7, progress=False)
     # In many ranges, of which the last one is not whole.
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 37 * by_items.manifest.row_bytes)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 37 * by_items.manifest.row_bytes)
     monkeypatch.setattr(range_writer, "read_samples", not_called)
     by_slices = build_store(dataset, tmp_path / "slices", num_shards=7, progress=False)
     assert column_files(by_slices) == column_files(by_items)
@@ -305,7 +305,7 @@ def test_any_rows_of_joined_arrays_are_stored_in_their_order(
     rows = np.random.default_rng(seed).integers(-starts[-1], starts[-1], num_picked)
     path = tmp_path_factory.mktemp("store") / "store"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_writer, "_RANGE_BYTES", 8 * range_rows)
+        patch.setattr(range_writer, "_SLICE_BYTES", 8 * range_rows)
         patch.setattr(range_writer, "read_samples", not_called)
         dataset = Subset(ConcatDataset(parts), rows.tolist())
         store = build_store(dataset, path, num_shards=num_shards, progress=False)
@@ -451,7 +451,7 @@ def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = TensorDataset(torch.arange(1000))
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 8 * 100)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 8 * 100)
     written: list[int] = []
     write = FixedColumn.write
 

@@ -81,7 +81,7 @@ def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_ar
 def test_stream_of_rows_that_differ_in_length_is_written_in_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 1000)
     rows = ragged(60)
     store = build_store(iter(rows), tmp_path / "s", num_shards=7, progress=False)
     expected = build_store(rows, tmp_path / "e", num_shards=7, progress=False)

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import SchemaError
+from lightning_memmap.schema.kinds import Mask
 from lightning_memmap.store import Store, build_part, finish_store, range_writer
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import parquet
@@ -78,7 +79,9 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
 ) -> None:
     table = frame(missing)
     store = build(tmp_path / "s", ColumnDataset(table))
-    dtypes = {field.name: field.dtype for field in store.schema.fields if field.kind != "mask"}
+    dtypes = {
+        field.name: field.dtype for field in store.schema.fields if not isinstance(field.kind, Mask)
+    }
     assert dtypes == {
         **{"point.id": torch.int64, "point.x": torch.float32, "box": torch.int16},
         **{"bytes": torch.uint8, "objects.a": torch.int8, "objects.b": torch.uint8},
@@ -282,7 +285,7 @@ def test_shuffled_rows_of_parquet_files_are_read_group_by_group(
     tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 7)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 7)
     store = build(tmp_path / "s", dataset, fingerprint="one")
     assert_is_shuffled(store, dataset)
     # Beside the probe rows, of which each is read twice, each group is read once.
@@ -296,7 +299,7 @@ def test_shuffled_rows_of_parquet_files_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_files: bool
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_RANGE_BYTES", 16 * 20)
+    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 20)
     written, write = list[int](), FixedColumn.write
 
     def interrupt(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
