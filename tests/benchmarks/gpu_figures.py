@@ -240,53 +240,6 @@ class Bench:
             rate: float = json.loads(answer.read_text())
             return rate
 
-    # The showcase
-
-    def showcase(
-        self, folder: str | None, target: float, max_epochs: int, width: int
-    ) -> Iterator[Row]:
-        """A row with the time in which `examples.cifar` reaches an accuracy."""
-        sys.path.append(str(ROOT))
-        from examples.cifar import CropAndFlip, SmallImages, SmallResNet
-
-        data: Any = "digits" if folder is None else "cifar10"
-        with tempfile.TemporaryDirectory() as stores:
-            datamodule = MemmapDataModule(
-                *(SmallImages(split, data, folder) for split in ("train", "val", "test")),
-                store_dir=stores,
-                batch_size=512 if folder else 64,
-                transform=CropAndFlip(flip=folder is not None),
-            )
-            L.seed_everything(0)
-            reached = Reached(target, self.wait)
-            trainer = L.Trainer(
-                accelerator="cpu" if self.device.type == "cpu" else "gpu",
-                devices=1,
-                strategy="memmap_superbatch",
-                max_epochs=max_epochs,
-                precision="32-true" if self.device.type == "cpu" else "bf16-mixed",
-                callbacks=[reached],
-                **_QUIET,
-            )
-            trainer.fit(SmallResNet(0.4, width), datamodule)
-        yield Row(
-            f"{data}, validation accuracy {target:.0%}"
-            + ("" if reached.seconds else " not reached"),
-            {
-                "s": [reached.seconds or reached.total_s],
-                "epochs": [float(trainer.current_epoch)],
-                "accuracy": [reached.accuracy],
-            },
-        )
-
-
-_QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
 
 def scale_worker(
     kind: str,
@@ -314,43 +267,16 @@ def scale_worker(
         strategy=strategy,
         max_epochs=3,
         limit_val_batches=0,
-        **_QUIET,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
-    module = Small(wait, width)
+    module = Timed(wait, convolutions(width))
     trainer.fit(module, data)
     if trainer.is_global_zero:
         used = num_rows // (batch * count) * batch * count
         answer.write_text(json.dumps(used / min(module.epochs_s[1:])))
-
-
-class Reached(L.Callback):
-    """Stops a fit once a validation accuracy is reached.
-
-    Args:
-        target: The accuracy.
-        wait: Waits for the device.
-    """
-
-    def __init__(self, target: float, wait: Callable[[], None]) -> None:
-        self._target = target
-        self._wait = wait
-        self.seconds = 0.0
-        self.total_s = 0.0
-        self.accuracy = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._wait()
-        self._start = perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        self.accuracy = float(trainer.callback_metrics["val_accuracy"])
-        self._wait()
-        self.total_s = perf_counter() - self._start
-        if self.accuracy >= self._target:
-            self.seconds = self.total_s
-            trainer.should_stop = True
 
 
 class Timed(L.LightningModule):
@@ -381,13 +307,6 @@ class Timed(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Small(Timed):
-    """The convolutions of `convolutions`."""
-
-    def __init__(self, wait: Callable[[], None], width: int) -> None:
-        super().__init__(wait, convolutions(width))
 
 
 def convolutions(width: int) -> nn.Module:

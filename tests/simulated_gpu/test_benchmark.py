@@ -38,7 +38,7 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     assert report["tests"].pop("passed")
     assert not any(report["tests"].values())
     figures = report["figures"]
-    assert list(figures) == ["fetch", "load", "wait", "scale", "show"]
+    assert list(figures) == ["fetch", "load", "wait", "scale"]
     assert list(figures["scale"]) == ["ddp, 1 devices", "ddp, 2 devices"]
     for rows in figures.values():
         for values in rows.values():
