@@ -139,6 +139,11 @@ class _Inference:
                         f"{field_name(path)!r} is a list of parts that differ in more than their"
                         " values: give all of them the same fields"
                     ) from error
+                if not fields:
+                    raise SchemaError(
+                        f"field {field_name(path)!r}: the parts of a list have no values: give"
+                        " their number, or leave it out"
+                    )
                 return Node("records", (), (record,)), [field.in_list for field in fields]
         return self._container(containers, (), path, in_record)
 

@@ -145,8 +145,12 @@ def array_dtype(name: str, array: Array) -> torch.dtype:
 def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
     """The dtype that numbers share, of Python, numpy or tensors; None if a value is no number, if
     dtypes differ, or if a store has no such dtype."""
+    return _shared_dtype(values, set(map(type, values)))
+
+
+def _shared_dtype(values: Sequence[Any], kinds: set[type]) -> torch.dtype | None:
     dtypes: set[torch.dtype | None] = set()
-    for kind in set(map(type, values)):
+    for kind in kinds:
         if kind is Tensor:
             tensors = [value for value in values if isinstance(value, Tensor)]
             is_number = all(each.layout is torch.strided and not each.ndim for each in tensors)
@@ -165,11 +169,12 @@ def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
         SchemaError: They are not all numbers of one dtype. The message names the field.
     """
     values = list(chain.from_iterable(lists))
-    dtype = numbers_dtype(values)
+    kinds = set(map(type, values))
+    dtype = _shared_dtype(values, kinds)
     if dtype is None:
-        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-        raise SchemaError(f"field {name!r}: found a list of {kinds}, expected numbers of one dtype")
-    if not any(isinstance(value, Tensor) for value in values):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise SchemaError(f"field {name!r}: found a list of {found}, expected numbers of one dtype")
+    if Tensor not in kinds:
         return number_array(name, values, TO_NUMPY[dtype])
     try:
         return torch.stack([torch.as_tensor(value, dtype=dtype) for value in values])

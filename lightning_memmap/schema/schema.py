@@ -214,6 +214,12 @@ class Schema:
     @classmethod
     def _checked(cls, structure: Node, fields: list[Field]) -> "Schema":
         check_names(field.name for field in fields)
+        for field in fields:
+            if field.num_variable and not field.item_bytes:
+                raise SchemaError(
+                    f"field {field.name!r}: its rows are {field}, which have a length and no"
+                    " values: give the length as a number, or leave the field out"
+                )
         return cls(tuple(fields), structure)
 
     def stored_as(self, dtypes: Mapping[str, torch.dtype]) -> "Schema":

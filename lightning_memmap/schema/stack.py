@@ -183,7 +183,7 @@ def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Va
     if issubclass(kind, np.generic):
         return fit_rows(field, np.array(leaves, dtype))
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
-        raise ValueError("the leaves are to be converted one by one")
+        raise TypeError("the leaves are to be converted one by one")
     data, sizes = _joined(field, leaves, room)
     return _fitting(field, data, sizes)
 
@@ -196,12 +196,13 @@ def _joined(
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
         leaves = [leaf.reshape(-1, *field.item_shape) for leaf in leaves]
-    are_arrays = not any(issubclass(kind, Tensor) for kind in set(map(type, leaves)))
+    kinds = set(map(type, leaves))
+    are_arrays = not any(issubclass(kind, Tensor) for kind in kinds)
     dtype = FROM_NUMPY.get(leaves[0].dtype) if are_arrays else leaves[0].dtype
     if count or room is None or room.dtype != dtype:
         room = None
     if not are_arrays:
-        tensors = list(map(as_tensor, leaves))
+        tensors = tuple(leaves if kinds == {Tensor} else map(as_tensor, leaves))
         with torch.no_grad():
             data = torch.cat(tensors) if count else torch.stack(tensors, out=room)
             return data.resolve_conj().resolve_neg(), sizes

@@ -356,6 +356,20 @@ def test_manifest_that_lies_is_refused(scenes: Path, edit: Any) -> None:
         open_store(scenes)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda row: np.zeros((row % 3 + 1, 0)),
+        lambda row: [{}] * (row % 3),
+        lambda row: [np.zeros(0)] * (row % 3),
+    ],
+    ids=["arrays", "records without a field", "records without a number"],
+)
+def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any) -> None:
+    with pytest.raises(SchemaError, match=r"field 'x': .*no values: give .* number, or leave"):
+        build(tmp_path / "s", [{"x": make(row), "y": row} for row in range(30)])
+
+
 def test_texts_that_are_none_are_refused(scenes: Path) -> None:
     store = open_store(scenes)
     values = store.files / "captions.values"
