@@ -158,11 +158,7 @@ def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
 
 
 def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None) -> Values:
-    """Stack the leaves of one field, at least one, where there is room for them if possible.
-
-    Raises:
-        SchemaError: A leaf does not fit. The message names the field.
-    """
+    """Stack the leaves of one field, at least one, where there is room for them if possible."""
     if isinstance(field.kind, Text):
         return _stack_texts(field, field.kind, leaves)
     if not isinstance(field.kind, Image):
@@ -231,11 +227,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 
 def fit_rows(field: Field, rows: Any) -> Values:
     """The rows of a field that lie in one array, along its first dimension, in the memory in which
-    they lie where that is possible.
-
-    Raises:
-        SchemaError: They do not fit.
-    """
+    they lie where that is possible."""
     if not (count := field.num_variable):
         return _fitting(field, rows, None)
     shape = tuple(rows.shape[1:])
