@@ -690,9 +690,9 @@ def test_list_and_its_items_that_are_both_none_are_refused(
 
 def test_list_of_several_dtypes_in_a_record_is_refused_and_a_tuple_is_not(tmp_path: Path) -> None:
     rows: Any = [{"o": [{"box": [row, 1, 2.0]}] * (row % 3)} for row in range(12)]
-    for given in (rows, (row for row in rows)):
+    for source in (rows, (row for row in rows)):
         with pytest.raises(SchemaError, match=r"'o.box' are lists of float64 and int64: .*a tuple"):
-            build(tmp_path / "s", given)
+            build(tmp_path / "s", source)
     for name, box in (("t", (1, 2.0)), ("u", [1.0, 2.0]), ("v", [])):
         build(tmp_path / name, [{"o": [{"box": box, "l": 1}] * (row % 3)} for row in range(12)])
 
