@@ -82,9 +82,7 @@ def figures(report: Report) -> Iterator[str]:
 
 def _reached(of_ideal: float) -> str:
     # Nothing is faster than a loader that takes no time: above 1, it is the noise of the runs.
-    return (
-        f"at {of_ideal:.0%} of the no-load upper bound" if of_ideal < 1 else "at its upper bound"
-    )
+    return f"at {of_ideal:.0%} of the no-load upper bound" if of_ideal < 1 else "at its upper bound"
 
 
 def _equal(report: Report) -> str:
