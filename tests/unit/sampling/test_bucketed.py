@@ -15,7 +15,6 @@ from lightning_memmap.sampling import (
     PickedRows,
     Pool,
     Sampler,
-    ShuffledSampler,
     StridedRows,
 )
 from tests.rows import pool_of
