@@ -193,7 +193,7 @@ DATA_PARALLEL = {
     if name not in ("root_holds_data", "prefetch")
 }
 
-MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
+MODEL_PARALLEL = {"layers": None, **STRATEGY}
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": 1,
@@ -208,10 +208,7 @@ FSDP2 = {
     "replicate_size": 1,
     "reshard_after_forward": None,
     "cpu_offload": False,
-    "param_dtype": None,
     "reduce_dtype": None,
-    "output_dtype": None,
-    "cast_batch": True,
     "activation_checkpointing": False,
     "meta_init": False,
     "accumulate_unsharded": False,

@@ -10,6 +10,7 @@ import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import lightning as L
@@ -23,8 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memmap.arguments import TrainingParser, shortened
-from lightning_memmap.compare.clock import StepClock
-from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
     batch_size_of,
@@ -32,9 +32,8 @@ from lightning_memmap.compare.loaders import (
     normalized_datamodule,
     prepare_store,
 )
-from lightning_memmap.compare.measure import CheckCallback, RunCallback, TimedCallback
+from lightning_memmap.compare.measure import CheckCallback, RunCallback, StepClock, TimedCallback
 from lightning_memmap.compare.rows import HashedTransform, hash_batch
-from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
@@ -89,7 +88,12 @@ class ConfigCheck(RunCLI):
 
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
-    spec = RunSpec.read(sys.argv[1])
+    path, parent = Path(sys.argv[1]), os.getppid()
+    while not path.exists():  # It was started ahead.
+        if os.getppid() != parent:
+            return
+        sleep(0.01)
+    spec = RunSpec.read(path)
     try:
         prepare(spec) if spec.kind == "prepare" else train(spec)
     except BaseException as error:

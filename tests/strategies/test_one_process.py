@@ -82,6 +82,12 @@ def test_what_an_ended_launcher_leaves_is_no_second_process(
     make_trainer(tmp_path, strategy=strategy)
 
 
+@pytest.mark.parametrize("strategy", contracts_in("one"), indirect=True)
+def test_two_nodes_are_refused(tmp_path: Path, strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_nodes=2: memmap_\w+ is one process .*; use.*ddp"):
+        make_trainer(tmp_path, strategy=strategy, num_nodes=2)
+
+
 class Normed(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -94,9 +100,8 @@ class Normed(Regression):
         (SuperBatchStrategy, True),
         (LocalModelParallelStrategy, True),
         (DataParallelStrategy, False),
-        (lambda: LocalModelParallelStrategy(num_microbatches=2), False),
     ],
-    ids=["super-batch", "stages", "replicas", "micro-batches"],
+    ids=["super-batch", "stages", "replicas"],
 )
 def test_sync_batchnorm_is_refused_where_a_step_is_computed_in_parts(
     tmp_path: Path, make: Any, is_whole: bool
@@ -105,8 +110,6 @@ def test_sync_batchnorm_is_refused_where_a_step_is_computed_in_parts(
     data = MemmapDataModule(
         Points(48), Points(16, 100), store_dir=tmp_path / "stores", batch_size=8
     )
-    refused = pytest.raises(
-        ValueError, match=r"sync_batchnorm=True with 2 (replicas|micro-batches)"
-    )
+    refused = pytest.raises(ValueError, match=r"sync_batchnorm=True with 2 replicas")
     with nullcontext() if is_whole else refused:
         trainer.fit(Normed(), data)
