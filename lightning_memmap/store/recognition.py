@@ -14,10 +14,10 @@ import numpy as np
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.fingerprint import Fingerprint
 from lightning_memmap.store.hashing import hash_row, leaf_bytes
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.probes import NUM_PROBES
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
@@ -222,7 +222,7 @@ def _stacked(store: StoredRows, rows: Integers, samples: Sequence[Any]) -> list[
 
 def _other_dataset(store: StoredRows, found: str) -> DatasetError:
     return DatasetError(
-        f"{found}: the store at {store.path} was built from another dataset. Build it anew"
+        f"{found}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
         " `store_dir`, or give no dataset to use the store as it is"
     )
