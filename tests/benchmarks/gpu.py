@@ -1,4 +1,4 @@
-"""What the pack is worth on a GPU: fetches, loading, waiting, scaling.
+"""What the pack is worth on a GPU: fetches, loading, waiting.
 
     python tests/benchmarks/gpu.py --all                       # everything, and the tests for GPUs
     python tests/benchmarks/gpu.py --data-devices cuda:0,cuda:1 --only wait
@@ -6,12 +6,13 @@
 
 - fetch: the bandwidth at which random rows are fetched on the device, against a copy of as many
   bytes that lie together; both read and write each byte once.
-- load: a store brought to the device, against copies from page-locked memory, and against reading
+- load: a store brought to the device, against copies from pinned memory, and against reading
   the files and nothing else, from the disk and from the page cache.
 - wait: the share of a training step that is spent waiting for data, which is what the step takes
   longer than one that is given the same batch again and again; with and without steps made ready
   ahead, for rows on the device and for rows on the host.
-- scale: rows per second on 1, 2, 4 and 8 devices of this machine, with as many rows a step.
+
+How strategies scale over devices is what ``lightning-memmap compare`` measures.
 
 ``--all`` also runs the tests that are marked ``gpu``, writes everything to one JSON file, and the
 tables to docs/gpu.md. It is meant to take less than a
@@ -35,17 +36,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
-from gpu_figures import ROOT, Bench, Images, Row, scale_worker
+from gpu_figures import ROOT, Bench, Images, Row
 from timing import machine, spread
 
 from lightning_memmap.store import build_store
 
-FIGURES = ("fetch", "load", "wait", "scale")
+FIGURES = ("fetch", "load", "wait")
 TITLES = {
     "fetch": "Fetches of random rows",
     "load": "Loading a store",
     "wait": "Training steps",
-    "scale": "One machine, as many rows a step",
 }
 
 
@@ -57,9 +57,6 @@ def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterato
         "fetch": bench.fetches,
         "load": lambda: bench.loads(store),
         "wait": lambda: bench.waits(store, args.batch, args.width),
-        "scale": lambda: bench.scales(
-            args.strategies.split(","), directory, num_rows, args.batch, args.width
-        ),
     }
     for name in FIGURES:
         if name in args.only:
@@ -154,10 +151,6 @@ def _name(device: torch.device) -> str:
 
 def main() -> None:
     """Print the report, and write it where that is asked for."""
-    if sys.argv[1:2] == ["--scale-worker"]:
-        kind, strategy, *numbers, directory, answer = sys.argv[2:]
-        scale_worker(kind, strategy, *map(int, numbers), Path(directory), Path(answer))
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true", help="all figures, the tests, both files")
     parser.add_argument("--device", default="cuda:0", help="the root device")
@@ -167,8 +160,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")
     parser.add_argument("--rounds", type=int, default=5)
-    strategies = "memmap_superbatch,memmap_dp,memmap_superbatch_ddp,ddp"
-    parser.add_argument("--strategies", default=strategies, help="that are scaled")
     parser.add_argument("--tests", nargs="*", default=[], help="by default all marked gpu")
     parser.add_argument("--json", type=Path, help="with --all by default gpu.json")
     parser.add_argument("--write", type=Path, help="with --all by default docs/gpu.md")

@@ -3,23 +3,16 @@
 A row has a label and, by column, a value for each round.
 """
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from loaders import make_loader
 from timing import in_turn, pairwise_ratios
 from torch import Tensor, nn
 
-from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, has_streams
 from lightning_memmap.store import Store
 
@@ -27,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW_BYTES = (256, 1024, 4096, 16384, 65536, 150528)
 IMAGE = (3, 32, 32)
 MIB = 2**20
-#: Rounds of runs that are programs of their own.
-_SCALE_ROUNDS = 3
 #: What files are read into: its pages are there.
 _BUFFER = bytearray(32 * MIB)
 
@@ -145,7 +136,7 @@ class Bench:
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         files = sorted(store.files.glob("*.memmap"))
         runs: dict[str, Callable[[], object]] = {
-            "page-locked memory to the device": lambda: target.copy_(source, non_blocking=True),
+            "pinned memory to the device": lambda: target.copy_(source, non_blocking=True),
             "reading the files, page cache": lambda: _read(files, cold=False),
             "reading the files, disk": lambda: _read(files, cold=True),
             "store to the device, page cache": lambda: self.loader(store, "device"),
@@ -159,7 +150,7 @@ class Bench:
                 slower = [
                     max(one, other)
                     for one, other in zip(
-                        seconds["page-locked memory to the device"],
+                        seconds["pinned memory to the device"],
                         seconds[f"reading the files, {cache}"],
                         strict=True,
                     )
@@ -204,109 +195,6 @@ class Bench:
             shares = [1 - ratio for ratio in pairwise_ratios(seconds["ideal"], times)]
             step_us = [1e6 * value / steps for value in times]
             yield Row(name, {"us a step": step_us, "share of waiting": shares})
-
-    # Scaling
-
-    def scales(
-        self, strategies: list[str], directory: Path, num_rows: int, batch: int, width: int
-    ) -> Iterator[Row]:
-        """A row for each strategy and number of devices of this machine, with as many rows a step.
-
-        Each run is a program of its own: `scale_worker`.
-        """
-        most = torch.accelerator.device_count() if self.device.type != "cpu" else 2
-        counts = [count for count in (1, 2, 4, 8) if count <= most]
-        alone: list[float] = []
-        for strategy in strategies:
-            for count in counts:
-                rates = []
-                for _ in range(min(self.rounds, _SCALE_ROUNDS)):
-                    given = [strategy, count, num_rows, batch // count, width]
-                    rates.append(self._scale(directory, given))
-                alone = alone or rates
-                ratios = [rate / other for rate, other in zip(rates, alone, strict=True)]
-                yield Row(
-                    f"{strategy}, {count} devices", {"rows/s": rates, "against one device": ratios}
-                )
-
-    def _scale(self, directory: Path, given: list[Any]) -> float:
-        with tempfile.TemporaryDirectory(dir=directory) as out:
-            answer = Path(out) / "rate.json"
-            arguments = [self.device.type, *given, directory, answer]
-            program = Path(__file__).with_name("gpu.py")
-            subprocess.run(
-                [sys.executable, str(program), "--scale-worker", *map(str, arguments)], check=True
-            )
-            rate: float = json.loads(answer.read_text())
-            return rate
-
-
-def scale_worker(
-    kind: str,
-    strategy: str,
-    count: int,
-    num_rows: int,
-    batch: int,
-    width: int,
-    directory: Path,
-    answer: Path,
-) -> None:
-    """Train for three epochs, and write the rows per second of the faster of the last two."""
-    data = MemmapDataModule(
-        Images(num_rows), store_dir=directory / "scale", batch_size=batch, drop_last=True
-    )
-    device = torch.device(kind)
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    trainer = L.Trainer(
-        accelerator="cpu" if kind == "cpu" else "gpu",
-        devices=count,
-        strategy=strategy,
-        max_epochs=3,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Timed(wait, convolutions(width))
-    trainer.fit(module, data)
-    if trainer.is_global_zero:
-        used = num_rows // (batch * count) * batch * count
-        answer.write_text(json.dumps(used / min(module.epochs_s[1:])))
-
-
-class Timed(L.LightningModule):
-    """Times its epochs.
-
-    Args:
-        wait: Waits for the device.
-        net: The layers.
-    """
-
-    def __init__(self, wait: Callable[[], None], net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.wait = wait
-        self.epochs_s: list[float] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(self.net(images.float() / 255), labels)
-
-    def on_train_epoch_start(self) -> None:
-        self.wait()
-        self.start = perf_counter()
-
-    def on_train_epoch_end(self) -> None:
-        self.wait()
-        self.epochs_s.append(perf_counter() - self.start)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def convolutions(width: int) -> nn.Module:

@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
+from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import (
     IndependentStrategy,
     MemberResult,
@@ -19,12 +21,26 @@ from lightning_memmap.strategies import (
     read_results,
 )
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.models import Regression, make_trainer, weights
+from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
-from tests.strategies.members import make_data
 
 FOLDS = 2
 MEMBER = 1
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    """A data module of two folds, or one with a validation set where ``subset`` is None."""
+    defaults: dict[str, Any] = {
+        "train_dataset": Points(63),
+        "test_dataset": Points(20, 100),
+        "predict_dataset": Points(25, 200),
+        "store_dir": path / "stores",
+        "batch_size": 5,
+        "subset": KFold(2, shuffle=False),
+    }
+    if options.get("subset", 2) is None:
+        defaults["val_dataset"] = Points(10, 300)
+    return MemmapDataModule(**{**defaults, **options})
 
 
 @pytest.fixture
@@ -98,7 +114,6 @@ def test_member_writes_below_its_own_folder(tmp_path: Path, member: int) -> None
     assert "mine/member_1/own.ckpt" in written
     for version in range(2):
         assert f"logs/member_1/lightning_logs/version_{version}/metrics.csv" in written
-    assert trainer.strategy.member_dir == tmp_path / "member_1"
 
 
 def test_checkpoint_of_another_fold_is_refused(tmp_path: Path, member: int) -> None:
