@@ -35,8 +35,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
     Returns:
         The names, without dashes, those of nested values with dots.
     """
-    names = (name for action in arguments_of(parser) for name in action.option_strings)
-    return [name.lstrip("-") for name in names]
+    return [name.lstrip("-") for each in arguments_of(parser) for name in each.option_strings]
 
 
 def known_classes(parser: argparse.ArgumentParser) -> list[str]:

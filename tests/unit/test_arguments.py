@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_memmap._compat.parsers import arguments_of, commands_of
 from lightning_memmap.cli import main
-from lightning_memmap.commands.doctor import doctor_parser
-from lightning_memmap.commands.rows import rows_parser
-from lightning_memmap.commands.store import store_parser
-from lightning_memmap.compare.command import compare_parser
 from tests.command_line import CommandLine
 
 pytestmark = [
@@ -28,7 +22,6 @@ pytestmark = [
 ]
 DATA = ("data", "init_args")
 POINTS = {"class_path": "tests.models.Points", "init_args": {"num_rows": 40}}
-STORE_COMMANDS = ("build", "append", "info", "verify", "plan", "show", "push", "pull")
 CONFIG: dict[str, Any] = {
     "seed_everything": False,
     "model": {"class_path": "tests.models.Regression", "init_args": {"lr": 0.1}},
@@ -92,7 +85,7 @@ def command(
         ((*DATA, "train_dataset", "init_args"), {"numrows": 2}, "'num_rows'"),
         ((*DATA, "train_dataset"), {"class_path": "tests.models.Point"}, "'Points'"),
         (("data",), {"class_path": "lightning_memmap.MemmapDatamodule"}, "'MemmapDataModule'"),
-        (("data",), {"class_path": "lightning_memmapp.MemmapDataModule"}, "'lightning_memmap'"),
+        (("data",), {"class_path": "lightning_memmapp.MemmapDataModule"}, "'MemmapDataModule'"),
         (
             ("trainer",),
             {"callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelChekpoint"}]},
@@ -100,12 +93,9 @@ def command(
         ),
         (("trainer",), {"callbacks": "ModelChekpoint"}, "'ModelCheckpoint'"),
         (("trainer",), {"logger": "CSVLoger"}, "'CSVLogger'"),
+        (DATA, {"sampler": "sampling.Weigted"}, "'Weighted'"),
+        (DATA, {"sampler": "lightning_memmap.sampling.Weigted"}, "'Weighted'"),
         (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
-        (
-            ("trainer",),
-            {"strategy": "SuperBatchStrategy"},
-            "'lightning_memmap.strategies.SuperBatchStrategy'",
-        ),
         (DATA, {"train_dataset": "Pionts"}, "'Points'"),
         (
             DATA,
@@ -403,21 +393,6 @@ def test_help_prints_the_usage(command: Command, arguments: list[str]) -> None:
     assert command(*arguments, "--help") == 0
     assert "usage: " in command.out
     assert command.err == ""
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(lambda name: commands_of(store_parser())[name], name) for name in STORE_COMMANDS),
-        compare_parser, rows_parser, doctor_parser,
-    ],
-)  # fmt: skip
-def test_help_is_in_sentences_without_marks_of_code(make: Callable[[], Any]) -> None:
-    parser = make()
-    assert not re.search(r"`|<class|default: \)|torch\.dtype", parser.format_help())
-    for action in arguments_of(parser):
-        if not action.dest.endswith("help"):
-            assert re.fullmatch(r"(`*auto`*, |[A-Z]).*\.", action.help or "", re.DOTALL)
 
 
 def raising(error: BaseException) -> Callable[..., int]:
