@@ -448,16 +448,16 @@ class SuperBatchLoader:
             # keeps the error, and so this frame and the rows, until garbage is collected.
             sources = stack.enter_context(self._fetcher.epoch(start.epoch, start.position))
             fetched: Iterator[Fetched] = chain.from_iterable(
-                self._fetcher.fetch(sources, start.epoch, steps) for steps in self._blocks(start)
+                self._fetcher.fetch(sources, steps) for steps in self._blocks(start)
             )
             if self._rows.images is not None:
-                decoded = self._rows.images.decoded(fetched, self.order, start.epoch)
+                decoded = self._rows.images.decoded(fetched, self.order)
                 fetched = stack.enter_context(closing(decoded))
             for found in fetched:
-                yield from self._super_batches(found, start.epoch)
+                yield from self._super_batches(found)
                 del found
 
-    def _super_batches(self, fetched: Fetched, epoch: int) -> Iterator[SuperBatch]:
+    def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, devices, steps = self._collator, self.data_devices, fetched.steps
         first, number, rank = fetched.first, steps.first_step, self._rows.topology.rank
@@ -466,7 +466,7 @@ class SuperBatchLoader:
             parts = [*zip(*split, strict=True)]
             del split
         else:
-            parts = [tuple(self._batches(fetched, epoch))]
+            parts = [tuple(self._batches(fetched))]
         # The last reference to a step's rows goes with its super-batch.
         parts.reverse()
         for length, step_rows in zip(steps.lengths, steps.step_rows, strict=True):
@@ -474,20 +474,21 @@ class SuperBatchLoader:
                 devices, length, step_rows, first, parts.pop(), collator, fetched.is_whole
             )
             if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(self.seed, epoch, number, rank)
+                super_batch.seed = derive_seed(self.seed, steps.epoch, number, rank)
                 number += 1
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch
 
-    def _batches(self, fetched: Fetched, epoch: int) -> Iterator[Any]:
+    def _batches(self, fetched: Fetched) -> Iterator[Any]:
         """The batch of each data device in a step, transformed there if it is to be."""
         collator, topology = self._collator, self._rows.topology
         for index, device in enumerate(self.data_devices):
             batch = collator.collate(fetched.leaves.pop(0))
             if collator.is_apart:
-                words = fetched.steps.first_step, topology.rank + topology.size * index
-                seed = derive_seed(self.seed, epoch, *words)
+                steps = fetched.steps
+                words = steps.first_step, topology.rank + topology.size * index
+                seed = derive_seed(self.seed, steps.epoch, *words)
                 batch = collator.transformed(batch, device, seed, index)
             yield batch
             del batch
@@ -504,7 +505,7 @@ class SuperBatchLoader:
                     sizes += piece.tail
                 first = piece.bounds(step)[0]
                 positions = self.positions(first, first + sum(sizes))
-                yield Steps(number, positions, self._lengths(first, sizes), sizes)
+                yield Steps(start.epoch, number, positions, self._lengths(first, sizes), sizes)
                 number += len(sizes)
 
     def _lengths(self, first: int, step_rows: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import buffers
-from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.store import Store
 from lightning_memmap.strategies import LocalModelParallelStrategy
 from tests.models import make_trainer

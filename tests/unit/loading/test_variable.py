@@ -17,7 +17,7 @@ from lightning_memmap.loading import (
     RowList,
     SplitRows,
     SuperBatchLoader,
-    variable_steps,
+    variable_rows,
 )
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_padding import padded as padded_rows
@@ -299,7 +299,7 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
 def test_steps_packed_together_have_their_own_rows(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, inference: bool
 ) -> None:
-    monkeypatch.setattr(variable_steps, "_TOGETHER_BYTES", most_bytes)
+    monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
     tensors = [torch.full((size,), float(row)) for row, size in enumerate([3, 0, 2, 5, 1, 0, 4, 2])]
     rows = rows_in_memory(Field("x", torch.float32, (None,)), tensors)
     asked: list[int] = []
@@ -327,7 +327,7 @@ def test_steps_packed_together_have_their_own_rows(
 def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     monkeypatch: pytest.MonkeyPatch, longest: int, num_variable: int, value: int, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(variable_steps, "_TOGETHER_BYTES", most_bytes)
+    monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
     random = np.random.default_rng(longest)
     shapes = random.integers(0, longest, (60, num_variable))
     tensors = [torch.from_numpy(random.integers(1, 2**40, (*shape, 2))) for shape in shapes]
