@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap.errors import nearest
 from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name.
@@ -30,6 +30,7 @@ _WRONG_CLASS = re.compile(
     r"class_path '([^']+)':\s+(?:No module named|module '\S+' has no attribute) '[^']+'"
     r"|Expected a dot import path string: (\S+)"
 )
+_NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
 #: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
 _NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path but|.*NoneType'>")
 
@@ -167,21 +168,6 @@ def nearest_file(path: str | Path) -> str:
     return nearest(str(Path(path)), names)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A suggestion for a misspelt name.
-
-    Args:
-        name: The name.
-        names: The names that there are.
-
-    Returns:
-        ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
-    """
-    folded = {other.casefold(): other for other in names}
-    found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
-    return f"; did you mean {folded[found[0]]!r}?" if found else ""
-
-
 def with_suggestion(message: str, parser: ArgumentParser) -> str:
     """Add the name that may have been meant to a message of a parser, behind the wrong one."""
     if "did you mean" in message:
@@ -203,7 +189,9 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         members = vars(sys.modules.get(module, object)).items()
         names += [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
         near = nearest(name, names)
-    if not near or match is None:
+    elif match := _NO_DATASET.search(message):
+        near = ": let its class inherit from torch.utils.data.Dataset"
+    if not near or match is None or near in message:
         return message
     end = (message + "\n").index("\n", match.end())
     return message[:end].removesuffix(".") + near + message[end:]

@@ -14,6 +14,7 @@ from lightning_memmap.images import ImageError, decode_image
 from lightning_memmap.pages import templates
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.store import Store
 
 _NUM_SAMPLES = 24
@@ -78,7 +79,7 @@ def samples(store: Store) -> list[tuple[int, list[Value]]]:
 
 def show(field: Field, row: Tensor) -> Value:
     """Show one field of one row."""
-    if field.kind == "bytes" and (pixels := _decoded(row)) is not None:
+    if field.kind == Bytes() and (pixels := _decoded(row)) is not None:
         shape = " x ".join(map(str, pixels.shape))
         return Value(field.name, _picture(pixels), f"{shape}, encoded in {len(row)} bytes")
     if field.is_text:

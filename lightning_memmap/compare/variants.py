@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_memmap.arguments import nearest
+from lightning_memmap.errors import nearest
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through

@@ -37,6 +37,16 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+class NoDataset:
+    """Rows that torch does not know as a dataset."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
 def of_store(kind: str, **arguments: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """A change of the config: another dataset, of this package."""
     dataset = {"class_path": f"lightning_memmap.store.{kind}", "init_args": arguments}
@@ -278,7 +288,7 @@ def test_config_of_an_earlier_run_is_not_overwritten(
     # Without a logger, the config would be saved in this folder, over the very file it came from.
     config = command.config("trainer", default_root_dir=None)
     before = config.read_bytes()
-    assert command("fit", "--config", config) == 1
+    assert command("fit", "--config", config) == 2
     *_, first, second = command.err.splitlines()
     assert first == (
         f"error: the config of this run would be saved as {config}, which exists already:"
@@ -294,12 +304,12 @@ def test_config_that_an_earlier_run_saved_is_replaced(command: Command, tmp_path
     config = command.config(*DATA, train_dataset=None)
     saved = tmp_path / "run" / "config.yaml"
     for epochs in (2, 3):
-        assert command("fit", "--config", config, "--trainer.max_epochs", epochs) == 1
+        assert command("fit", "--config", config, "--trainer.max_epochs", epochs) == 2
         assert "exists already" not in command.err
         assert f"max_epochs: {epochs}\n" in saved.read_text()
     # A run does not replace the config that it was given, which holds less than the run.
     before = saved.read_bytes()
-    assert command("fit", "--config", saved, "--trainer.max_epochs", 4) == 1
+    assert command("fit", "--config", saved, "--trainer.max_epochs", 4) == 2
     assert "exists already" in command.err
     assert saved.read_bytes() == before
 
@@ -324,9 +334,9 @@ def last_line(command: Command) -> str:
 def test_mistake_that_training_finds_is_reported_without_a_traceback(
     command: Command, tmp_path: Path
 ) -> None:
-    assert command("fit", "--config", command.config(*DATA, batch_size=0)) == 1
+    assert command("fit", "--config", command.config(*DATA, batch_size=0)) == 2
     assert last_line(command).startswith("error: batch_size=0")
-    assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1
+    assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 2
     assert last_line(command).startswith("error: ")
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "stores" / "train").mkdir(parents=True)
@@ -345,6 +355,31 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
         (DATA, {"batch_size": None}, "batch_size=None: give an integer"),
         (DATA, {"sampler": "Sampler"}, "sampler.Sampler'>: give Weighted(...)"),
         (DATA, {"sampler": {}}, "sampler.Sampler'>: give Weighted(...)"),
+        (
+            (),
+            {"model": {"class_path": "tests.models.Regression", "dict_kwargs": {"number": 3}}},
+            "unexpected keyword argument 'number'",
+        ),
+        (
+            DATA,
+            {"variable": {"roww": "pad"}},
+            "no field 'roww', among ['row', 'x', 'y']; did you mean 'row'?",
+        ),
+        (
+            DATA,
+            {
+                "transform": {
+                    "class_path": "lightning_memmap.transforms.PerSample",
+                    "init_args": {"function": "math.sqrt"},
+                }
+            },
+            "PerSample(function=<built-in function sqrt>): it cannot be called with a sample",
+        ),
+        (
+            DATA,
+            {"transform": {"class_path": "torch.nn.ReLU"}},
+            "transform=ReLU(): it cannot be called with a batch",
+        ),
         (DATA, {"transform": "math.sqrt"}, "it cannot be called with a batch (must be real number"),
         (DATA, {"variable": {"x": {"class_path": "lightning_memmap.schema.Form"}}}, "is no form"),
         (DATA, {"variable": {"x": {"length": 32}}}, "its name with all of its arguments"),
@@ -352,7 +387,7 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
         (*of_store("TokenStream", tokens="confg.yaml", length=4), "did you mean 'config.yaml'?"),
         (*of_store("TokenStream", tokens="/", length=4), "Is a directory: '/'"),
         (*of_store("ColumnDataset", columns="confg.yaml"), "did you mean 'config.yaml'?"),
-        (*of_store("ColumnDataset", columns="config.yaml"), "cannot be read as a Parquet file"),
+        (*of_store("ColumnDataset", columns="config.yaml"), "pandas.read_csv, and give the table"),
         (*of_store("TarDataset", tars="confg.yaml"), "did you mean 'config.yaml'?"),
         (*of_store("TarDataset", tars="config.yaml"), "config.yaml, at 'its first member'"),
         (*of_store("ImageFolder", root="nowhere"), "there is no such folder"),
@@ -361,7 +396,9 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
 def test_value_that_its_type_allows_is_refused_without_a_traceback(
     command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
 ) -> None:
-    assert command("fit", "--config", command.config(*path, **values)) == 1
+    assert command("fit", "--config", command.config(*path, **values)) == (
+        1 if "first member" in words or "read_csv" in words else 2
+    )
     assert words in last_line(command)
 
 
@@ -372,6 +409,11 @@ def test_value_that_its_type_allows_is_refused_without_a_traceback(
         ((*DATA, "train_dataset"), {"num_rows": 2}, "Dataset"),
         ((), {"model": "math.sqrt"}, "LightningModule"),
         (DATA, {"train_dataset": "math.sqrt"}, "Dataset"),
+        (
+            DATA,
+            {"train_dataset": "tests.unit.test_arguments.NoDataset"},
+            "a subclass of Dataset: let its class inherit from torch.utils.data.Dataset",
+        ),
         (DATA, {"sampler": "math.sqrt"}, "SamplerFactory"),
         (DATA, {"transform": "math.pi"}, "3.14159"),
         (DATA, {"subset": "Selection"}, "is abstract"),
