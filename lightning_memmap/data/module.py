@@ -134,7 +134,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             without gradients. With a parameter named ``generator`` it is given a seeded one.
             In `lightning_memmap.transforms.OnSuperBatch` it runs on the assembled rows instead.
         eval_transform: The same for validation, test and prediction.
-        shuffle: Permute the training rows anew each epoch.
+        shuffle: Permute the training rows again in each epoch.
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides
@@ -783,7 +783,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
 def _ordering(options: DataOptions) -> tuple[Any, ...]:
     """The options that the order depends on."""
-    return options.sampler, options.shuffle, options.seed, options.shuffle_window
+    sampler = options.sampler
+    is_by_batch = isinstance(sampler, SamplerFactory) and sampler.by_batch
+    batch_size = options.batch_size if is_by_batch else None
+    return sampler, options.shuffle, options.seed, options.shuffle_window, batch_size
 
 
 @rank_zero_only

@@ -1,4 +1,4 @@
-"""Read a schema that nobody has checked: its JSON values may come from a stranger.
+"""Read a schema that nobody has checked: its JSON values may be untrusted.
 
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """
@@ -36,17 +36,7 @@ class _Schema:
 
 
 def read_schema(value: Any) -> Schema:
-    """Read a schema from JSON values that have not been checked, as `Schema.to_json` makes them.
-
-    Args:
-        value: A dict with the keys ``fields`` and ``structure``. Other keys are ignored.
-
-    Returns:
-        The schema.
-
-    Raises:
-        SchemaError: The values describe no schema that `Schema.infer` could have made.
-    """
+    """Read a schema from JSON values that have not been checked, as `Schema.to_json` makes them."""
     try:
         found = msgspec.convert(value, _Schema, dec_hook=_dtype)
     except (msgspec.ValidationError, RecursionError) as error:
