@@ -42,7 +42,12 @@ class Source(Protocol):
     """The rows of a dataset."""
 
     def read(self, rows: Rows) -> list[Values]:
-        """Read rows, in a range of step 1 or in any order, int64 of shape (n,)."""
+        """The rows of each field, in the dtypes in which they are kept.
+
+        Raises:
+            SchemaError: These rows must be read one by one, as some may not fit.
+            DatasetError: They cannot be read.
+        """
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
