@@ -114,7 +114,8 @@ def read_schema(value: Any) -> Schema:
     """Read a schema from JSON values that have not been checked, as `Schema.to_json` makes them.
 
     Args:
-        value: A dict with the keys ``fields`` and ``structure``. Other keys are ignored.
+        value: A dict with the keys ``fields`` and ``structure``, or its JSON. Other keys are
+            ignored.
 
     Returns:
         The schema.
@@ -123,8 +124,9 @@ def read_schema(value: Any) -> Schema:
         SchemaError: The values describe no schema that `Schema.infer` could have made.
     """
     try:
-        found = msgspec.convert(value, _Schema)
-    except (msgspec.ValidationError, RecursionError) as error:
+        read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
+        found = read(value, type=_Schema)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{type(error).__name__}: {error}") from None
     structure = found.structure.node()
     classes = {(node.kind, node.name, node.keys) for _, node in structure.walk() if node.name}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store.columns import OpenColumn
-from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.hashing import hash_row, leaf_bytes
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import NUM_PROBES
+from lightning_memmap.store.probes import NUM_PROBES, hash_row
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.samples import flatten_row, read_sample

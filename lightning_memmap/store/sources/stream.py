@@ -24,8 +24,14 @@ from lightning_memmap.schema import Field
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
 from lightning_memmap.schema.values import Values
-from lightning_memmap.store.hashing import hash_row, leaf_bytes
-from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, warn_of_mixed_numbers
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.probes import (
+    MAX_PROBES,
+    NUM_PROBES,
+    check_known,
+    hash_row,
+    warn_of_mixed_numbers,
+)
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import flatten_row, infer_schema
 
