@@ -2,7 +2,6 @@
 
     python examples/digits.py
     lightning-memmap fit --config examples/configs/digits.yaml
-    lightning-memmap fit --config examples/configs/fashion_mnist.yaml
 
 The images are stored once as uint8 and stay resident on the data devices. Random shifts and the
 conversion to normalised floats happen later, to each batch, on the data device that fetched it.

@@ -29,44 +29,6 @@ def convolution(
     )
 
 
-class ResNet9(nn.Sequential):
-    """Eight convolutions and a linear layer, after David Page's "How to train your ResNet" of 2018.
-
-    Gives logits of shape (B, num_classes) for float32 images of shape (B, 3, H, W).
-
-    Args:
-        num_classes: Number of classes.
-        width: Channels of the first layer; 64 is the full size.
-    """
-
-    def __init__(self, num_classes: int = 10, width: int = 64) -> None:
-        super().__init__(
-            _normed(3, width),
-            _normed(width, 2 * width, pool=True),
-            _Residual(2 * width),
-            _normed(2 * width, 4 * width, pool=True),
-            _normed(4 * width, 8 * width, pool=True),
-            _Residual(8 * width),
-            nn.AdaptiveMaxPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8 * width, num_classes),
-        )
-        # The layout that is fast for convolutions on tensor cores.
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-class _Residual(nn.Module):
-    """Two convolutions, added to their input."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(_normed(channels, channels), _normed(channels, channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.layers(x)
-        return added
-
-
 class UNet(nn.Module):
     """A small U-Net.
 
@@ -103,10 +65,9 @@ def _block(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(_normed(channels_in, channels_out), _normed(channels_out, channels_out))
 
 
-def _normed(channels_in: int, channels_out: int, pool: bool = False) -> nn.Module:
+def _normed(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels_out),
         nn.ReLU(),
-        *([nn.MaxPool2d(2)] if pool else []),
     )

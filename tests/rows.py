@@ -18,8 +18,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
-    stream_layout,
-    window_reads,
+    runs,
 )
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.loading.split import largest_window_bytes
@@ -304,9 +303,9 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
     def not_called(*args: Any) -> None:
         raise AssertionError("rows are read elsewhere first")
 
-    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(window_reads, "_read_pieces", not_called)
-    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
+    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(runs, "_read_pieces", not_called)
+    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
     monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")

@@ -30,17 +30,6 @@ def test_scenes_have_a_box_around_the_ink_of_each_digit(split: str) -> None:
     assert {0, 1, 2, 3} <= counts
 
 
-def test_scenes_of_one_split_are_not_those_of_another() -> None:
-    first, second = Scenes("val"), Scenes("test")
-    images = [
-        {split[row]["image"].numpy().tobytes() for row in range(60)} for split in (first, second)
-    ]
-    # The canvas without a digit.
-    assert len(images[0] & images[1]) == 1
-    with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
-        Scenes("dev")
-
-
 def test_iou_of_boxes_is_the_share_of_common_pixels() -> None:
     generator = torch.Generator().manual_seed(0)
     corners = torch.randint(0, 8, (2, 20, 4), generator=generator)

@@ -111,6 +111,7 @@ NAMES = {
         "RowList",
         "Rows",
         "Schema",
+        "Values",
         "Windows",
         "read_forms",
         "read_schema",
@@ -174,6 +175,7 @@ DATA_MODULE = {
     "sampler": None,
     "variable": None,
     "with_row_numbers": False,
+    "skip_steps": None,
 }
 
 STRATEGY = {
@@ -191,7 +193,7 @@ DATA_PARALLEL = {
     if name not in ("root_holds_data", "prefetch")
 }
 
-MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, **STRATEGY}
+MODEL_PARALLEL = {"layers": None, **STRATEGY}
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": 1,
@@ -206,10 +208,7 @@ FSDP2 = {
     "replicate_size": 1,
     "reshard_after_forward": None,
     "cpu_offload": False,
-    "param_dtype": None,
     "reduce_dtype": None,
-    "output_dtype": None,
-    "cast_batch": True,
     "activation_checkpointing": False,
     "meta_init": False,
     "accumulate_unsharded": False,

@@ -11,7 +11,7 @@ import torch
 
 from examples.data.prompts import FOLDER, LANGUAGES, Prompts
 from examples.speech import LanguageClassifier, Spectrogram
-from examples.table import COLUMNS, LateFlights, flights
+from examples.table import COLUMNS, flights
 from lightning_memmap.loading import Padded
 from tests.test_examples import ROOT, metric, run, run_cli
 
@@ -119,15 +119,6 @@ def test_flights_are_divided_and_coded(tmp_path: Path) -> None:
     assert 0.03 < labels.mean() < 0.07
     with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
         flights("dev", str(tmp_path / "flights.csv"))
-
-
-def test_columns_of_a_flight_have_embeddings_of_their_own() -> None:
-    model = LateFlights()
-    largest = torch.tensor([[count - 1 for count in COLUMNS.values()]])
-    codes = torch.cat([torch.zeros_like(largest), largest]) + model.first
-    assert codes.unique().numel() == 2 * len(COLUMNS)
-    assert codes.max() == model.embedding.num_embeddings - 1
-    assert model(largest.short()).shape == (1, 2)
 
 
 needs_flights = pytest.mark.skipif(

@@ -29,7 +29,7 @@ class _RenewTrainLoader(L.Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        if trainer.current_epoch != self._epoch:
+        if trainer.current_epoch > self._epoch:
             # The checkpoint was saved at the last step of its epoch. The Trainer counts the next
             # epoch from zero only if the completed steps reach the steps of an epoch.
             trainer.fit_loop.epoch_loop.batch_progress.current.completed = self._num_steps
@@ -37,7 +37,8 @@ class _RenewTrainLoader(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        self._renew(trainer)
+        if trainer.current_epoch >= self._epoch:
+            self._renew(trainer)
 
     def _renew(self, trainer: Any) -> None:
         trainer.fit_loop._combined_loader = None
@@ -52,13 +53,14 @@ def _remove(callback: L.Callback, trainer: Any) -> None:
 def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
     """Make the Trainer request the training loader, and its length, again after an epoch.
 
-    It does so once per fit. That is not enough if the first epoch is resumed from a checkpoint of
-    another number of data devices: it then has another number of steps than the next ones.
+    It does so once per fit. That is not enough if an epoch has another number of steps than the
+    next one: it is resumed from a checkpoint of another number of data devices, or one of them
+    leaves steps out.
 
     Args:
         trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
-        epoch: The epoch that is resumed, from 0.
-        num_steps: The steps of each later epoch.
+        epoch: The epoch after which it does, from 0.
+        num_steps: The steps of the next epoch.
     """
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
 

@@ -1,14 +1,11 @@
-"""Private names of torch: the memory of tensors, process groups, fake tensors."""
+"""Private names of torch: the memory of tensors, process groups."""
 
 import sys
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 
@@ -74,21 +71,6 @@ def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
     """
     made: Tensor = NestedTensor(values, offsets)
     return made
-
-
-def without_computing(module: nn.Module, example: Any) -> None:
-    """Run a module's forward on fake tensors, which have a shape but no values.
-
-    Args:
-        module: The module, whose parameters and buffers do not change; its hooks are called.
-        example: A tensor, a tuple of arguments or a dict of keyword arguments.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        tensors = chain(module.named_parameters(), module.named_buffers())
-        fakes: dict[str, Any] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-        fake = apply_to_collection(example, Tensor, mode.from_tensor)
-        args, kwargs = ((), fake) if isinstance(fake, dict) else (fake, {})
-        torch.func.functional_call(module, fakes, args, kwargs)
 
 
 def process_group_size(argument: Any) -> int | None:

@@ -55,6 +55,8 @@ class StepRows:
         rows: The rows of the global batch, in the order of positions: numbers, or as
             `lightning_memmap.sampling.Rows.names` has them.
         devices: The same by data device.
+        run_step: The step, counted over all epochs as for ``skip_steps``.
+        is_skipped: Whether ``skip_steps`` leaves it out.
     """
 
     epoch: int
@@ -63,6 +65,8 @@ class StepRows:
     last: int
     rows: list[Any]
     devices: list[DeviceRows]
+    run_step: int
+    is_skipped: bool
 
 
 def devices_table(step: StepRows) -> Table:

@@ -28,6 +28,7 @@ from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.sampling.differences import difference_of
+from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.schema import read_forms
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
@@ -112,8 +113,8 @@ def rows(args: list[str]) -> int:
         store = data.open_train_store()
         order = data.train_sampler(store, topology)
         if question.ckpt_path is None:
-            schedule = schedule_of(data, order, topology)
-            steps = [step_rows(order, schedule, topology, question.epoch, question.step)]
+            epochs = Epochs.of(data, order, topology, SkippedSteps())
+            steps = [epochs.step_rows(question.epoch, question.step)]
         else:
             steps = steps_of_checkpoint(question.ckpt_path, data, order, topology)
         forms = read_forms(data.variable)
@@ -129,9 +130,11 @@ def rows(args: list[str]) -> int:
         return 0
     console = Console(markup=False)
     for step, numbers in zip(steps, shown, strict=True):
+        left_out = ", left out by skip_steps" if step.is_skipped else ""
         console.print(
             f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
-            f" {order.num_positions}, {type(order).__name__}",
+            f" {order.num_positions}, {type(order).__name__}; step {step.run_step} of the"
+            f" run{left_out}",
             soft_wrap=True,
         )
         if question.show is None:
@@ -188,20 +191,53 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def step_rows(
-    order: Sampler, schedule: BatchSchedule, topology: DataTopology, epoch: int, step: int
-) -> StepRows:
-    """The rows of a step of a schedule, by data device. Nothing is read."""
-    if step >= len(schedule):
-        raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
-    first, last = schedule.bounds(step)
-    found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
-    count = topology.num_data_devices
-    devices = [
-        DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
-        for device in range(count)
-    ]
-    return StepRows(epoch, step, first, last, found, devices)
+@dataclass(frozen=True)
+class Epochs:
+    """The steps of epochs, and their rows by data device. Nothing is read."""
+
+    order: Sampler
+    whole: BatchSchedule
+    topology: DataTopology
+    skipped: SkippedSteps
+
+    @classmethod
+    def of(
+        cls, data: MemmapDataModule, order: Sampler, topology: DataTopology, skipped: SkippedSteps
+    ) -> "Epochs":
+        """Those of a data module, which may leave out steps beside those of a checkpoint."""
+        size = data.batch_size * topology.num_data_devices
+        whole = BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
+        skipped = skipped.adding(steps_to_skip(data.skip_steps), whole)
+        return cls(order, whole, topology, skipped)
+
+    def step_rows(self, epoch: int, step: int) -> StepRows:
+        """A step of an epoch, whether it is left out or not."""
+        if step >= len(self.whole):
+            raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(self.whole) - 1}")
+        return self.rows_at(epoch, step, *self.whole.bounds(step))
+
+    def rows_at(self, epoch: int, step: int, first: int, last: int) -> StepRows:
+        """The step of these positions."""
+        order, topology = self.order, self.topology
+        found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
+        count = topology.num_data_devices
+        devices = [
+            DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
+            for device in range(count)
+        ]
+        run_step = epoch * len(self.whole) + step
+        is_skipped = any(begin <= first < end for begin, end in self.skipped.of_epoch(epoch))
+        return StepRows(epoch, step, first, last, found, devices, run_step, is_skipped)
+
+    def left_of(self, epoch: int, start: int) -> BatchSchedule:
+        """The steps of an epoch from a position on, without those that are left out."""
+        return replace(self.whole, start=start, skipped=self.skipped.of_epoch(epoch))
+
+    def num_skipped(self, epoch: int, position: int) -> int:
+        """The steps of an epoch that are left out before a position."""
+        spans = self.skipped.of_epoch(epoch)
+        rows = (min(last, position) - first for first, last in spans if first < position)
+        return sum(-(-each // self.whole.global_batch) for each in rows)
 
 
 def stored_rows(order: Sampler, step: StepRows) -> list[int]:
@@ -209,14 +245,6 @@ def stored_rows(order: Sampler, step: StepRows) -> list[int]:
     rows = order.dataset_rows(step.epoch, range(step.first, step.last))
     found: list[int] = order.pool.rows.stored_rows(rows).tolist()
     return found
-
-
-def schedule_of(
-    data: MemmapDataModule, order: Sampler, topology: DataTopology, start: int = 0
-) -> BatchSchedule:
-    """How an epoch is divided into steps, from the first position that was not delivered yet."""
-    global_batch = data.batch_size * topology.num_data_devices
-    return BatchSchedule(order.num_positions, global_batch, order.num_shards, data.drop_last, start)
 
 
 def steps_of_checkpoint(
@@ -255,23 +283,21 @@ def steps_of_checkpoint(
             f"ckpt_path={path!r}: its rows come in another order than those of the config, which"
             f" has {name}={now} instead of {name}={was}: give a config with {remedy}"
         )
-    found = []
+    epochs = Epochs.of(data, order, topology, stand.skipped)
+    epoch, position, found = stand.epoch, stand.position, list[StepRows]()
     if stand.steps:
         # The last step ends where the checkpoint stands, whatever the steps before it were.
-        size = data.batch_size * topology.num_data_devices
-        schedule = schedule_of(data, order, topology)
-        if stand.steps <= len(schedule):
-            first, last = schedule.bounds(stand.steps - 1)
-            size = last - first if last == stand.position else size
-        before = max(0, stand.position - size)
-        seen = BatchSchedule(stand.position, stand.position - before, 1, start=before)
-        step = step_rows(order, seen, topology, stand.epoch, 0)
-        found.append(replace(step, step=stand.steps - 1))
-    schedule = schedule_of(data, order, topology, stand.position)
-    if len(schedule):
-        step = step_rows(order, schedule, topology, stand.epoch, 0)
-        found.append(replace(step, step=stand.steps))
-    else:
-        schedule = schedule_of(data, order, topology)
-        found.append(step_rows(order, schedule, topology, stand.epoch + 1, 0))
+        before = epochs.left_of(epoch, 0)
+        first, last = before.bounds(stand.steps - 1) if stand.steps <= len(before) else (0, 0)
+        if last != position:
+            first = max(0, position - before.global_batch)
+        number = stand.steps - 1 + epochs.num_skipped(epoch, first)
+        found.append(epochs.rows_at(epoch, number, first, position))
+    left = epochs.left_of(epoch, position)
+    number = stand.steps
+    if not len(left):
+        left, epoch, number = epochs.left_of(epoch + 1, 0), epoch + 1, 0
+    first, last = left.bounds(0)
+    number += epochs.num_skipped(epoch, first)
+    found.append(epochs.rows_at(epoch, number, first, last))
     return found

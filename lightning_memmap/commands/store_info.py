@@ -45,7 +45,7 @@ def print_info(store: Store, console: Console) -> None:
             printable(field.name),
             str(field.dtype).removeprefix("torch."),
             str(field.shape),
-            field.kind,
+            str(field.kind),
             str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
             format_bytes(num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),

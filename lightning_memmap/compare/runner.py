@@ -55,13 +55,30 @@ class RunError(Exception):
         self.refused = refused
 
 
-def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list[Rank]:
+def launch(out: Path) -> Launched:
+    """Start a run, which imports what it needs and then waits for its spec in this folder."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _LAUNCHER and not key.startswith("PL_")
+    }
+    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(out / "spec.json")]
+    return Launched(command, out / "log.txt", env=kept)
+
+
+def run(
+    spec: RunSpec,
+    timeout_s: float,
+    on_step: Callable[[int], None],
+    started: Launched | None = None,
+) -> list[Rank]:
     """Do a run in fresh processes, and wait for it. In any case all of them have ended afterwards.
 
     Args:
         spec: The run.
         timeout_s: A run that takes longer has failed.
         on_step: Called with the number of steps done, a few times a second.
+        started: What `launch` has started for it; by default it is started now.
 
     Returns:
         What its processes wrote, by rank; nothing for ``prepare``.
@@ -70,17 +87,11 @@ def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list
         RunError: It gave no result.
         KeyboardInterrupt: The user interrupted; the run has been ended.
     """
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in _LAUNCHER and not key.startswith("PL_")
-    }
+    out = Path(spec.out)
     try:
-        path = spec.write()
-        out = path.parent
-        command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(path)]
-        launched = Launched(command, out / "log.txt", env=kept)
+        launched = started or launch(out)
         try:
+            spec.write()
             deadline = monotonic() + timeout_s
             while not (is_over := launched.ends_within(_POLL_S)) and monotonic() < deadline:
                 on_step(_read_progress(out))
@@ -175,6 +186,8 @@ class Comparison:
         self._facts: dict[str, Any] = {}
         #: What the others are compared with, and its weights.
         self._reference: tuple[_Variant, CheckedRun] | None = None
+        #: The next run, which is started while the one before it is not timed, and its folder.
+        self._ahead: tuple[str, Launched | None] = "", None
 
     def run(self) -> Report:
         """Do all runs. After Ctrl-C, the report has what is finished.
@@ -211,17 +224,21 @@ class Comparison:
                     each.status = "unavailable"
                     self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
             # The single device with the store is the reference; without it, the first that runs.
-            for each in sorted(self._pending(), key=lambda each: each.variant != Variant("auto")):
-                # An ideal loader gives one batch again and again: there is nothing to check.
-                if each.variant.loader != "ideal":
-                    self._try(each, "check")
+            ordered = sorted(self._pending(), key=lambda each: each.variant != Variant("auto"))
+            # An ideal loader gives one batch again and again: there is nothing to check.
+            runs = [(each, "check") for each in ordered if each.variant.loader != "ideal"]
             # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
-                for each in self._pending():
-                    self._try(each, "timed", repeat)
+                runs += [(each, f"timed{repeat}") for each in self._pending()]
+            for index, (each, name) in enumerate(runs):
+                if each.status == "pending":
+                    later = [run for run in runs[index + 1 :] if run[0].status == "pending"][:1]
+                    self._try(each, name, "".join(f"{v.variant.name}/{n}" for v, n in later))
         except KeyboardInterrupt:
             is_interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
+        finally:
+            self._take("")
         return Report(
             created=self._created,
             command=self._command,
@@ -264,7 +281,15 @@ class Comparison:
             out=str((self._out / RUNS / folder).resolve()),
         )
 
-    def _run(self, title: str, spec: RunSpec) -> list[Rank]:
+    def _take(self, folder: str) -> Launched | None:
+        """What was started ahead for a folder; for another one, it is ended."""
+        (name, ahead), self._ahead = self._ahead, ("", None)
+        if ahead is not None and name != folder:
+            ahead.kill_group()
+            ahead = None
+        return ahead
+
+    def _run(self, title: str, spec: RunSpec, started: Launched | None = None) -> list[Rank]:
         """Do a run, and print a line that says what came out."""
         started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
@@ -273,7 +298,7 @@ class Comparison:
                 def show(done: int) -> None:
                     status.update(f"{escape(title)}, step {done} of {spec.total_steps}")
 
-                ranks = run(spec, self._options.timeout_s, show)
+                ranks = run(spec, self._options.timeout_s, show, started)
             rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
             outcome = f"{rate:,.0f} samples/s" if rate else "done"
         except RunError as error:
@@ -292,13 +317,17 @@ class Comparison:
         """The variants that nothing has stopped."""
         return [each for each in self._variants if each.status == "pending"]
 
-    def _try(self, each: _Variant, kind: RunKind, repeat: int = 0) -> None:
+    def _try(self, each: _Variant, run_name: str, later: str) -> None:
         """Do a run of a variant, or stop the variant: its failure costs no other anything."""
-        name, repeats = each.variant.name, self._options.repeats
-        title = f"{name}: timed run {repeat} of {repeats}" if repeat else f"{name}: check"
-        spec = self._spec(kind, f"{name}/{kind}{repeat or ''}", each.variant)
+        kind: RunKind = "check" if run_name == "check" else "timed"
+        words = run_name.replace("timed", "timed run ")
+        spec = self._spec(kind, f"{each.variant.name}/{run_name}", each.variant)
+        started = self._take(f"{each.variant.name}/{run_name}")
         try:
-            ranks = self._run(title, spec)
+            if kind == "check" and later:
+                # Half of a short run is imports. Those of the next disturb nothing that is timed.
+                self._ahead = later, launch(self._out.resolve() / RUNS / later)
+            ranks = self._run(f"{each.variant.name}: {words}", spec, started)
             if kind == "check":
                 self._compare(each, ranks, Path(spec.out))
             else:

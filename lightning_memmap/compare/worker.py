@@ -10,6 +10,7 @@ import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import lightning as L
@@ -89,7 +90,12 @@ class ConfigCheck(RunCLI):
 
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
-    spec = RunSpec.read(sys.argv[1])
+    path, parent = Path(sys.argv[1]), os.getppid()
+    while not path.exists():  # It was started ahead.
+        if os.getppid() != parent:
+            return
+        sleep(0.01)
+    spec = RunSpec.read(path)
     try:
         prepare(spec) if spec.kind == "prepare" else train(spec)
     except BaseException as error:

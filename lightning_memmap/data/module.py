@@ -22,7 +22,7 @@ from lightning_memmap._compat.loops import (
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.arguments import nearest
 from lightning_memmap.data.options import OPTIONS, DataOptions, Option, OptionAttributes
-from lightning_memmap.data.resume import Resume
+from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import (
@@ -58,6 +58,7 @@ from lightning_memmap.sampling import (
     SequentialSampler,
     Subset,
 )
+from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
@@ -177,6 +178,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         with_row_numbers: Give every batch the numbers of its rows in their dataset, int64 of shape
             (B,): under the key ``row_number`` if samples are dicts or TensorDicts, and otherwise
             last. For a subset too they are rows of the whole dataset.
+        skip_steps: Training steps to leave out, as after a loss spike: a range, or a list of
+            numbers. They are global batches, counted from 0 over all epochs as if none was left
+            out: step ``s`` is step ``s % S`` of epoch ``s // S``, if an epoch has ``S`` steps with
+            the present batch size and devices. With ``accumulate_grad_batches`` an optimizer step
+            is several of them. All other steps have the rows that they would have had. Checkpoints
+            keep what was left out, and a resumed run leaves the same rows out, on other device
+            counts too.
 
     The arguments except the datasets are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -220,6 +228,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
+        skip_steps: range | list[int] | None = None,
     ) -> None:
         given = locals()
         super().__init__()
@@ -236,6 +245,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._has_warned = False
         self._train_loader: SuperBatchLoader | BatchLoader | None = None
         self._resume: Resume | None = None
+        #: What the run leaves out, as far as a training loader knows it.
+        self._skipped = SkippedSteps()
         stores = SplitStores(self.options, self.datasets, None, self._built)
         stores.check_held_out()
         stores.check_mixture()
@@ -452,7 +463,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         # Not by teardown(), which a subclass may have overridden.
         self._release()
         # Of a fit that ended before it asked for its loader: the next one may begin at the start.
-        self._resume = None
+        self._resume, self._skipped = None, SkippedSteps()
         if stage is not None and stage not in _SPLITS_OF_STAGE:
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
@@ -533,9 +544,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             progress=None if self.trainer is None else TrainerProgress(self.trainer),
         )
         self._train_loader = loader
-        if self._resume is not None and self.trainer is not None:
-            self._resume.apply(loader, self.trainer)
-            self._resume = None
+        if self.trainer is not None:
+            loader.set_epoch(self.trainer.current_epoch)
+            if self._resume is not None:
+                self._resume.apply(loader, self.trainer)
+                self._resume = None
+            renew_where_epochs_differ(loader, self.trainer)
+        self._skipped = loader.skipped
         return loader
 
     def _present_order(self, made: SetUp) -> Sampler:
@@ -721,6 +736,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if split == "train":
             # The transform may have been set since the set-up.
             self._planner(rows.topology).check_train_fields(self.stores[split])
+        skipping: dict[str, Any] = {}
+        if split == "train" and not self._is_overfitting:
+            steps = steps_to_skip(self.skip_steps)
+            skipping = {"skip_steps": steps, "skipped": self._skipped}
         loader = SuperBatchLoader(
             rows,
             order or SequentialSampler(rows.pool),
@@ -730,6 +749,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             drop_last=drop_last,
             seed=self.seed,
             progress=progress,
+            **skipping,
         )
         if self.trainer is None:
             return BatchLoader(loader, loader.data_devices[0])

@@ -1,6 +1,6 @@
 """The options of a data module: one frozen value, checked when it is made."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from lightning_memmap.sampling import (
     Subset,
 )
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
@@ -67,6 +68,7 @@ class DataOptions:
     sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None
     variable: Mapping[str, Any] | None
     with_row_numbers: bool
+    skip_steps: range | Sequence[int] | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
@@ -78,6 +80,7 @@ class DataOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
         check_seed(self.seed)
+        steps_to_skip(self.skip_steps)
         if self.num_shards is not None:
             object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
         object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))

@@ -85,14 +85,28 @@ class Resume:
             ValueError: The checkpoint cannot be resumed in the order of the loader.
         """
         epoch = trainer.current_epoch
-        # Before the Trainer asks for the length: if the number of data devices has changed, the
-        # epoch that is resumed differs from the next ones in its number of steps.
         loader.set_epoch(epoch)
         loader.load_state_dict(self.loader.as_dict())
-        if len(loader) != loader.num_steps:
-            renew_train_loader_after_epoch(trainer, epoch, loader.num_steps)
         if self.num_trained is not None and self.loader.epoch == epoch:
             go_on_after(trainer, self.num_trained)
+
+
+def renew_where_epochs_differ(loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
+    """Have the Trainer ask for its loader again before the first epoch of another number of steps.
+
+    The epoch that is resumed has another one if the number of data devices has changed, and epochs
+    that leave steps out have fewer.
+
+    Args:
+        loader: The training loader of the present epoch.
+        trainer: The Trainer, when it gets it.
+    """
+    epoch = trainer.current_epoch
+    later = {epoch + 1, *(at + more for at in loader.skipped.epochs() for more in (0, 1))}
+    for other in sorted(at for at in later if at > epoch):
+        if (num_steps := loader.num_steps_of(other)) != len(loader):
+            renew_train_loader_after_epoch(trainer, other - 1, num_steps)
+            return
 
 
 def _subset_text(saved: Mapping[str, Any] | None) -> str:

@@ -19,6 +19,7 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.factory import made_sampler
+from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
@@ -49,6 +50,7 @@ class SetUp:
             "batch_size": self.options.batch_size,
             "shuffle": self.options.shuffle,
             "drop_last": self.options.drop_last,
+            "skip_steps": str(steps_to_skip(self.options.skip_steps)),
             "data devices per process": len(self.placement.topology.data_devices),
             "splits": ", ".join(self.stores),
         }

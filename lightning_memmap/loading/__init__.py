@@ -1,17 +1,16 @@
-"""From row sources to batches: fetch, transform, collate, assemble.
+"""From rows to batches: located, fetched, decoded, transformed, assembled.
 
-row_source       rows in one place, and how they come into a batch
-resident         on a device, on the host, or in the file mapping
-streamed         in the files, read window by window (window_layout, window_places,
-                 window_items, window_series, window_reads, window_reader)
-split            all sources of a split (store_offsets, upload)
+split            the sources of a split, made for its placement
+row_source       what a source is: memory, or a stream
+memory           rows in the file mapping, or copied (places)
+stream           rows read window by window (stream_layout, window_sizes, runs, row_file)
 fetch            the rows of coming steps (steps, buffers, device_streams)
 decoding         images of the next step are decoded while a step is used
+variable_rows    rows that differ in length, not copied yet
+variable_batch   what a batch has for them (variable_padding, variable_leaves)
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (nested)
-variable_rows    rows that differ in length, not copied yet
-variable_batch   what a batch has for them (variable_padding, variable_steps, variable_leaves)
-loader           super-batches in the order of the sampler, or assembled (state, prefetch)
+loader           super-batches in an order, or assembled (state, prefetch)
 batches          the same without a Trainer
 """
 

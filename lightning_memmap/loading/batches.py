@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.sampling.schedule import SkippedSteps
 
 
 class BatchLoader(DataLoader[Any]):
@@ -51,8 +52,17 @@ class BatchLoader(DataLoader[Any]):
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch that is not resumed."""
+        """Steps of an epoch that is not resumed and leaves none out."""
         return self.loader.num_steps
+
+    def num_steps_of(self, epoch: int) -> int:
+        """Steps of an epoch that is not resumed."""
+        return self.loader.num_steps_of(epoch)
+
+    @property
+    def skipped(self) -> SkippedSteps:
+        """The steps that the run leaves out."""
+        return self.loader.skipped
 
     @property
     def num_trained(self) -> int | None:
@@ -74,7 +84,9 @@ class BatchLoader(DataLoader[Any]):
         # Of another order, its position says nothing: the next iteration tells how they differ.
         position, count = state["position"], state["num_positions"]
         is_same = count == self.loader.order.num_positions
-        is_at_end = position == count or (is_same and self.loader.is_at_end(position))
+        is_at_end = position == count or (
+            is_same and self.loader.is_at_end(position, state["epoch"])
+        )
         self.set_epoch(state["epoch"] + is_at_end)
 
     @override

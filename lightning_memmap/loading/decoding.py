@@ -109,14 +109,12 @@ class Images:
         """Bytes of the images of one row."""
         return sum(math.prod(decoder.shape) for decoder in self.decoders.values())
 
-    def decoded(
-        self, steps: Iterator[Fetched], sampler: Sampler, epoch: int
-    ) -> Generator[Fetched, None, None]:
+    def decoded(self, steps: Iterator[Fetched], sampler: Sampler) -> Generator[Fetched, None, None]:
         """The same steps with images instead of their bytes, and their places behind the fields.
 
         Those of the next step are decoded meanwhile.
         """
-        with closing(_Stage(self, sampler, epoch)) as stage:
+        with closing(_Stage(self, sampler)) as stage:
             self._stages.add(stage)
             for step in steps:
                 begun = stage.begin(step)
@@ -164,9 +162,9 @@ class _Stage:
     They end with the epoch and with `close`. A process that was forked meanwhile has its own.
     """
 
-    def __init__(self, images: Images, sampler: Sampler, epoch: int) -> None:
+    def __init__(self, images: Images, sampler: Sampler) -> None:
         self._images, self._decoders = images, images.decoders
-        self._sampler, self._epoch = sampler, epoch
+        self._sampler = sampler
         #: The step that was begun last.
         self.ahead: _Begun | None = None
         self._is_closed = False
@@ -221,7 +219,7 @@ class _Stage:
             extra: list[Any] = []
             for index, images in zip(self._decoders, fields, strict=True):
                 if images.errors:
-                    raise self._failed(images, step.positions_of(which))
+                    raise self._failed(images, step, which)
                 leaves[index] = send(images.pixels, device)
                 if images.decoder.form.with_scale:
                     extra.append(send(images.places, device))
@@ -229,12 +227,13 @@ class _Stage:
             leaves[step.num_fields : step.num_fields] = extra
         return step
 
-    def _failed(self, images: "_FieldImages", positions: range) -> Exception:
+    def _failed(self, images: "_FieldImages", step: Fetched, which: int) -> Exception:
         index = min(images.errors)
         error = images.errors[index]
         if not isinstance(error, ImageError):
             return error
-        row = self._sampler.dataset_rows(self._epoch, positions[index : index + 1])
+        position = step.positions_of(which)[index : index + 1]
+        row = self._sampler.dataset_rows(step.steps.epoch, position)
         failure = images.decoder.failed(int(row[0]), error)
         failure.__cause__ = error
         return failure

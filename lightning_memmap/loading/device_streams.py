@@ -1,16 +1,20 @@
-"""Streams and events of devices that work asynchronously: everything the package knows of them.
+"""Streams and events of accelerators, and copies to them: everything the package knows of them.
 
 A device without streams gets torch's stand-ins for the CPU, which do nothing: work that is enqueued
 there is done at once, or in the order in which it was enqueued.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Of each of the two buffers. Larger ones copy no faster, and less of the work is side by side.
+_BUFFER_BYTES = 32 * 2**20
 
 
 def stream_module(device: torch.device) -> Any:
@@ -31,7 +35,7 @@ def _side_stream(module: Any, device: torch.device) -> Any:
 def has_streams(device: torch.device) -> bool:
     """Whether a device works asynchronously, in streams.
 
-    Such a device also copies from page-locked memory by itself.
+    Such a device also copies from pinned memory by itself.
     """
     return stream_module(device) is not torch.cpu
 
@@ -50,7 +54,7 @@ def current(device: torch.device) -> Iterator[None]:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device. Only a copy to the CPU is waited for.
 
-    Rows in pageable host memory are copied to page-locked memory first: a copy from there is
+    Rows in pageable host memory are copied to pinned memory first: a copy from there is
     asynchronous. torch's host allocator does not use that memory again before the copy is done.
     """
     if tensor.device == device:
@@ -111,3 +115,59 @@ class SideStreams:
         if self._module is not torch.cpu:
             for tensor in tensors:
                 tensor.record_stream(stream)
+
+
+class Uploader:
+    """Copies rows to a device through two pinned buffers in turn.
+
+    While the device copies from one, the next rows are read into the other. A context manager: at
+    its end all copies are done.
+
+    Args:
+        device: Where the rows go.
+        buffer_bytes: Size of each buffer at most, unless a row is larger.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        self._streams = SideStreams(device, [])
+        self._is_pinned = has_streams(device)
+        self._buffer_bytes = buffer_bytes
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._copied = [self._streams.mark(), self._streams.mark()]
+        self._turn = 0
+
+    def __enter__(self) -> "Uploader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for event in self._copied:
+            event.synchronize()
+
+    def copy(self, target: Tensor, read: Callable[[int, Tensor], None]) -> None:
+        """Fill rows of a tensor on the device. The last copies may still run when this returns."""
+        row_bytes = target[:1].nbytes
+        if not row_bytes:
+            return
+        step = max(1, self._buffer_bytes // row_bytes)
+        for first in range(0, len(target), step):
+            piece = target[first : first + step]
+            buffer = self._next_buffer(piece)
+            read(first, buffer)
+            piece.copy_(buffer, non_blocking=True)
+            self._copied[self._turn] = self._streams.mark()
+
+    def _next_buffer(self, piece: Tensor) -> Tensor:
+        """The other buffer, in the shape of a piece, once no copy reads from it any more."""
+        self._turn = 1 - self._turn
+        self._copied[self._turn].synchronize()
+        if len(self._buffers[self._turn]) < piece.nbytes:
+            # Of small fields no more is pinned than they have.
+            self._buffers[self._turn] = torch.empty(
+                piece.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned
+            )
+        return self._buffers[self._turn][: piece.nbytes].view(piece.dtype).view(piece.shape)

@@ -56,11 +56,11 @@ class Fetcher:
                 for source in self._rows.sources
             ]
 
-    def fetch(self, sources: list[EpochRows], epoch: int, steps: Steps) -> Iterator[Fetched]:
+    def fetch(self, sources: list[EpochRows], steps: Steps) -> Iterator[Fetched]:
         """Fetch the rows of consecutive steps."""
         numbers = None
         if self._rows.are_numbered:
-            numbers = torch.from_numpy(self._sampler.dataset_rows(epoch, steps.positions))
+            numbers = torch.from_numpy(self._sampler.dataset_rows(steps.epoch, steps.positions))
         if self._is_whole:
             return self._fetch_whole(sources[0], steps, numbers)
         return self._fetch_by_device(sources, steps, numbers)
@@ -68,7 +68,7 @@ class Fetcher:
     def _fetch_whole(
         self, source: EpochRows, steps: Steps, numbers: Tensor | None
     ) -> Iterator[Fetched]:
-        locations = torch.from_numpy(source.locate(steps.positions))
+        locations = torch.from_numpy(source.locate(self._sampler, steps.epoch, steps.positions))
         if not has_variable(source.fields):
             locations = send(locations, source.device)
         numbers = None if numbers is None else send(numbers, source.device)
@@ -146,7 +146,8 @@ class Fetcher:
                 # The place of each row in the batch of its device.
                 sizes = np.bincount(at, minlength=len(lengths))
                 within = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-                found.append(source.locate(steps.positions[rows])[mine])
+                slots = source.locate(self._sampler, steps.epoch, steps.positions[rows])
+                found.append(slots[mine])
                 places.append(within[mine])
                 of_steps.append(at[mine])
             # Step by step, in each of them one device after the other.

@@ -24,6 +24,7 @@ from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
 from lightning_memmap.sampling.differences import difference_of
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.sampling.schedule import SkippedSteps
 
 #: Positions and steps that are located at once.
 _BLOCK_POSITIONS, _BLOCK_STEPS = 2**18, 1024
@@ -46,10 +47,14 @@ class SuperBatchLoader:
         seed: Seed of random transforms, ``0 <= seed < 2**63``.
         progress: Tells which of the delivered steps are in the weights of a Trainer, and so in its
             checkpoints. Without one, all are.
+        skip_steps: Steps of the run that are left out: the first and one past the last of each
+            range, ascending.
+        skipped: What the run leaves out already.
 
     Raises:
         ValueError: ``batch_size`` is below 1, the seed is out of range, no step would have its full
-            size under ``drop_last``, or the rows cannot be fetched in the sampler's order.
+            size under ``drop_last``, all steps of an epoch would be left out, or the rows cannot be
+            fetched in the sampler's order.
     """
 
     #: What Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Absent under
@@ -67,6 +72,8 @@ class SuperBatchLoader:
         drop_last: bool = False,
         seed: int = 0,
         progress: TrainerProgress | None = None,
+        skip_steps: tuple[tuple[int, int], ...] = (),
+        skipped: SkippedSteps | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
@@ -88,6 +95,7 @@ class SuperBatchLoader:
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
         self._resume: LoaderState | None = None
+        self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
         self._serve(rows)
 
     def _serve(self, rows: SplitRows) -> None:
@@ -104,6 +112,11 @@ class SuperBatchLoader:
                 f" do not fill one step of {self.global_batch}; use a smaller batch_size or"
                 " drop_last=False"
             )
+        self._skip()
+
+    def _skip(self) -> None:
+        #: The steps that the run leaves out.
+        self.skipped = self._were_skipped.adding(self._skip_steps, self._whole_epoch)
 
     @property
     def global_batch(self) -> int:
@@ -151,10 +164,11 @@ class SuperBatchLoader:
         steps, counts = self._delivered
         if counts is not None and self._progress is not None:
             steps -= self._progress.num_untrained(counts)
-        began = self._began
+        began = replace(self._began, skipped=self.skipped)
         if steps <= began.steps:
             return began.as_dict()
-        _, position = self._schedule(began.position).bounds(steps - began.steps - 1)
+        schedule = self._schedule(began.position, began.epoch)
+        _, position = schedule.bounds(steps - began.steps - 1)
         return replace(began, position=position, steps=steps).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,9 +181,12 @@ class SuperBatchLoader:
             state: What `state_dict` has returned.
 
         Raises:
-            ValueError: It is not such a state: see `LoaderState.read`.
+            ValueError: It is not such a state: see `LoaderState.read`. Or all steps of an epoch
+                would be left out.
         """
         self._began = self._resume = LoaderState.read(state)
+        self._were_skipped = self._began.skipped
+        self._skip()
         self._delivered = self._began.steps, None
 
     @property
@@ -290,10 +307,22 @@ class SuperBatchLoader:
             ValueError: The saved loader had another order than this one, or leaves fewer rows
                 than there are data devices.
         """
-        saved = self._resume
-        now = self._state_at_start()
-        if saved is None or saved.epoch != self._epoch:
-            return now
+        saved, start = self._resume, self._state_at_start()
+        if saved is not None and saved.epoch == self._epoch:
+            self._check_order(saved, start)
+            start = saved
+        pieces = self._schedule(start.position, start.epoch).pieces
+        left = min((piece.last - piece.first for piece in pieces), default=0)
+        num_devices = self._rows.topology.num_data_devices
+        if 0 < left < num_devices:
+            raise ValueError(
+                f"the checkpoint leaves {left} rows of its epoch for {num_devices} data devices, so"
+                f" that some would have none: resume with at most {left} data devices, or from"
+                " another checkpoint"
+            )
+        return start
+
+    def _check_order(self, saved: LoaderState, now: LoaderState) -> None:
         differing = difference_of({"seed": saved.seed}, {"seed": now.seed})
         differing = differing or difference_of(saved.sampler, now.sampler)
         if differing is not None:
@@ -303,25 +332,20 @@ class SuperBatchLoader:
                 f" {name}={found}, which is another row order: resume with {remedy}; or from a"
                 " checkpoint of the end of an epoch"
             )
-        left = self.order.num_positions - saved.position
-        num_devices = self._rows.topology.num_data_devices
-        if 0 < left < num_devices and not self.drop_last:
-            raise ValueError(
-                f"the checkpoint leaves {left} rows of its epoch for {num_devices} data devices, so"
-                f" that some would have none: resume with at most {left} data devices, or from"
-                " another checkpoint"
-            )
-        return saved
 
     def __len__(self) -> int:
         """Steps of the epoch, those before a resume included."""
         start = self._start()
-        return start.steps + len(self._schedule(start.position))
+        return start.steps + len(self._schedule(start.position, start.epoch))
 
     @property
     def num_steps(self) -> int:
+        """Steps of an epoch that is not resumed and leaves none out."""
+        return len(self._whole_epoch)
+
+    def num_steps_of(self, epoch: int) -> int:
         """Steps of an epoch that is not resumed."""
-        return len(self._schedule(0))
+        return len(self._schedule(0, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
@@ -348,19 +372,21 @@ class SuperBatchLoader:
             yield batch
             del batch
 
-    def is_at_end(self, position: int) -> bool:
+    def is_at_end(self, position: int, epoch: int) -> bool:
         """Whether no step of an epoch is left from a position on.
 
         Args:
             position: The first position that was not delivered.
+            epoch: The epoch.
 
         Returns:
             True if the epoch ends at this position.
         """
-        return not len(self._schedule(position))
+        return not len(self._schedule(position, epoch))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step of an epoch that is not resumed.
+        """First and one-past-last position of a step of an epoch that is not resumed and leaves
+        none out.
 
         Args:
             step: The step, counted from 0.
@@ -371,7 +397,7 @@ class SuperBatchLoader:
         Raises:
             IndexError: There is no such step.
         """
-        return self._schedule(0).bounds(step)
+        return self._whole_epoch.bounds(step)
 
     def step_positions(self, step: int) -> range:
         """The positions of a step of an epoch that is not resumed which this process serves."""
@@ -390,11 +416,15 @@ class SuperBatchLoader:
         rank, size = self._rows.topology.rank, self._rows.topology.size
         return range(first + (rank - first) % size, last, size)
 
-    def _schedule(self, start: int) -> BatchSchedule:
+    @property
+    def _whole_epoch(self) -> BatchSchedule:
         order = self.order
         return BatchSchedule(
-            order.num_positions, self.global_batch, order.num_shards, self.drop_last, start
+            order.num_positions, self.global_batch, order.num_shards, self.drop_last
         )
+
+    def _schedule(self, start: int, epoch: int) -> BatchSchedule:
+        return replace(self._whole_epoch, start=start, skipped=self.skipped.of_epoch(epoch))
 
     def _deliver(self) -> None:
         """Count a step as delivered."""
@@ -418,16 +448,16 @@ class SuperBatchLoader:
             # keeps the error, and so this frame and the rows, until garbage is collected.
             sources = stack.enter_context(self._fetcher.epoch(start.epoch, start.position))
             fetched: Iterator[Fetched] = chain.from_iterable(
-                self._fetcher.fetch(sources, start.epoch, steps) for steps in self._blocks(start)
+                self._fetcher.fetch(sources, steps) for steps in self._blocks(start)
             )
             if self._rows.images is not None:
-                decoded = self._rows.images.decoded(fetched, self.order, start.epoch)
+                decoded = self._rows.images.decoded(fetched, self.order)
                 fetched = stack.enter_context(closing(decoded))
             for found in fetched:
-                yield from self._super_batches(found, start.epoch)
+                yield from self._super_batches(found)
                 del found
 
-    def _super_batches(self, fetched: Fetched, epoch: int) -> Iterator[SuperBatch]:
+    def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, devices, steps = self._collator, self.data_devices, fetched.steps
         first, number, rank = fetched.first, steps.first_step, self._rows.topology.rank
@@ -436,7 +466,7 @@ class SuperBatchLoader:
             parts = [*zip(*split, strict=True)]
             del split
         else:
-            parts = [tuple(self._batches(fetched, epoch))]
+            parts = [tuple(self._batches(fetched))]
         # The last reference to a step's rows goes with its super-batch.
         parts.reverse()
         for length, step_rows in zip(steps.lengths, steps.step_rows, strict=True):
@@ -444,38 +474,38 @@ class SuperBatchLoader:
                 devices, length, step_rows, first, parts.pop(), collator, fetched.is_whole
             )
             if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(self.seed, epoch, number, rank)
+                super_batch.seed = derive_seed(self.seed, steps.epoch, number, rank)
                 number += 1
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch
 
-    def _batches(self, fetched: Fetched, epoch: int) -> Iterator[Any]:
+    def _batches(self, fetched: Fetched) -> Iterator[Any]:
         """The batch of each data device in a step, transformed there if it is to be."""
         collator, topology = self._collator, self._rows.topology
         for index, device in enumerate(self.data_devices):
             batch = collator.collate(fetched.leaves.pop(0))
             if collator.is_apart:
-                words = fetched.steps.first_step, topology.rank + topology.size * index
-                seed = derive_seed(self.seed, epoch, *words)
+                steps = fetched.steps
+                words = steps.first_step, topology.rank + topology.size * index
+                seed = derive_seed(self.seed, steps.epoch, *words)
                 batch = collator.transformed(batch, device, seed, index)
             yield batch
             del batch
 
     def _blocks(self, start: LoaderState) -> Iterator[Steps]:
         """The steps of an epoch, divided into blocks that are located together."""
-        schedule, number = self._schedule(start.position), start.steps
+        number = start.steps
         per_block = min(max(1, _BLOCK_POSITIONS // self.global_batch), _BLOCK_STEPS)
-        for step in range(0, max(1, schedule.num_full), per_block):
-            last = min(step + per_block, schedule.num_full)
-            sizes = [self.global_batch] * (last - step)
-            if last == schedule.num_full:
-                edges = [schedule.bounds(odd) for odd in range(last, len(schedule))]
-                sizes += [end - begin for begin, end in edges]
-            if sizes:
-                first = schedule.bounds(step)[0]
+        for piece in self._schedule(start.position, start.epoch).pieces:
+            for step in range(0, max(1, piece.num_full), per_block):
+                last = min(step + per_block, piece.num_full)
+                sizes = [self.global_batch] * (last - step)
+                if last == piece.num_full:
+                    sizes += piece.tail
+                first = piece.bounds(step)[0]
                 positions = self.positions(first, first + sum(sizes))
-                yield Steps(number, positions, self._lengths(first, sizes), sizes)
+                yield Steps(start.epoch, number, positions, self._lengths(first, sizes), sizes)
                 number += len(sizes)
 
     def _lengths(self, first: int, step_rows: list[int]) -> list[int]:

@@ -3,19 +3,23 @@
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 
 from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
-from lightning_memmap.loading.resident import copied_rows, mapped_rows
+from lightning_memmap.loading.memory import (
+    copied_rows,
+    copied_windows,
+    mapped_rows,
+    mapped_windows,
+    series_in,
+)
+from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
-from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamLayout
-from lightning_memmap.loading.streamed import StreamedRows
-from lightning_memmap.loading.window_rows import WindowRows, window_rows
 from lightning_memmap.loading.window_sizes import (
     LOOKUP_BYTES,
     largest_of_any,
@@ -154,38 +158,43 @@ class _SourceMaker:
         rows = self.placement.pool.rows
         return rows.fields if isinstance(rows, WindowedRows) else ()
 
-    @cached_property
-    def _offsets(self) -> StoreOffsets:
-        return StoreOffsets.into(self.store, self.placement.pool)
-
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards."""
-        if self.cut:
-            pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
-            is_copied = residency in (Residency.DEVICE, Residency.HOST)
-            place = device if is_copied else None
-            found = window_rows(self.store, pairs, self.placement.pool, shards, place)
-            return self._streamed(shards, found) if residency is Residency.STREAM else found
+        pool = self.placement.pool
         if residency is Residency.STREAM and self.columns:
             return self._streamed(shards)
-        if residency is Residency.MMAP or not self.columns:
-            return mapped_rows(self.opened, self._offsets)
-        return copied_rows(self.opened, self._offsets, shards, device)
+        is_mapped = residency is Residency.MMAP or not self.columns
+        if self.cut:
+            series = series_in(self.store, pool)
+            if is_mapped:
+                return mapped_windows(self._pairs, series, pool)
+            return copied_windows(self._pairs, series, pool, shards, device)
+        places = Places.in_store(self.store, pool)
+        if is_mapped:
+            return mapped_rows(self.opened, places)
+        return copied_rows(self.opened, places, shards, device)
 
-    def _streamed(self, shards: list[int], series: WindowRows | None = None) -> StreamedRows:
-        windows, opened = self.placement.size.windows, enumerate(self.opened)
-        files = open_row_files(self.store, self.columns, self.cut)
+    @property
+    def _pairs(self) -> list[tuple[Field, OpenColumn]]:
+        return [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
+
+    def _streamed(self, shards: list[int]) -> Stream:
+        windows, pool = self.placement.size.windows, self.placement.pool
+        series = series_in(self.store, pool) if self.cut else None
+        places = Places.in_store(self.store, pool) if series is None else series.places(pool)
         layout = StreamLayout(
-            [column.field for column in self.columns],
-            files,
-            {index: each for index, each in opened if isinstance(each, ItemRows)},
-            self._offsets,
+            self._pairs,
+            open_row_files(self.store, self.columns, self.cut),
+            places,
+            int(places.moved(np.array([self.store.num_rows - 1]))[0]) + 1
+            if series is None
+            else series.num_slots,
             held=shards,
             windows=windows,
             series=series,
         )
         self._warn_of_waste(layout.share_used(windows), windows)
-        return StreamedRows(layout, windows.rows)
+        return Stream(layout, windows.rows)
 
     def _warn_of_waste(self, share: float, windows: ReadWindows) -> None:
         """Warn where most of the bytes that are read are not used."""
@@ -234,8 +243,8 @@ def largest_window_bytes(
     """
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
     pool, rows = windows.sampler.pool, windows.longest
-    offsets, is_cut = StoreOffsets.into(store, pool), isinstance(pool.rows, WindowedRows)
-    is_looked_up = not windows.has_runs or not (is_cut or offsets.starts is not None)
+    places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)
+    is_looked_up = not windows.has_runs or not (is_cut or places.starts is not None)
     total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
         num_bytes = sum(field.step_bytes for field in needed if field.name in pool.rows.fields)
@@ -249,7 +258,7 @@ def largest_window_bytes(
         if isinstance(column, ItemRows):
             # An index entry for each row beside its items.
             index_bytes = 8 * (1 + column.field.num_variable) * len(held) * rows
-            total += index_bytes + column.field.item_bytes * largest(column, offsets, held, rows)
+            total += index_bytes + column.field.item_bytes * largest(column, places, held, rows)
     return total
 
 

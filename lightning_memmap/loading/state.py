@@ -1,10 +1,11 @@
 """Where a loader stands in its epoch: what a checkpoint contains of it, and its check."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_memmap.errors import with_article
+from lightning_memmap.sampling.schedule import SkippedSteps
 
 _NUMBERS = ("num_positions", "seed", "epoch", "position", "steps")
 
@@ -20,6 +21,7 @@ class LoaderState:
         epoch: The epoch.
         position: The first position of the epoch that was not delivered.
         steps: The steps of the epoch that were delivered.
+        skipped: The steps that the run leaves out.
     """
 
     sampler: dict[str, Any]
@@ -28,20 +30,22 @@ class LoaderState:
     epoch: int = 0
     position: int = 0
     steps: int = 0
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
 
     def as_dict(self) -> dict[str, Any]:
         """The state as plain values."""
-        return asdict(self)
+        state = {name: getattr(self, name) for name in _names()}
+        return {**state, "skipped": self.skipped.as_lists()} if self.skipped.steps else state
 
     @classmethod
     def read(cls, state: object) -> "LoaderState":
         """Check a state that `as_dict` has returned."""
-        names = [field.name for field in fields(cls)]
+        names = _names()
         if not isinstance(state, Mapping):
             raise _no_state(f"it is {with_article(type(state).__name__)}, not a dict")
         if missing := [name for name in names if name not in state]:
             raise _no_state(f"it lacks {', '.join(missing)}")
-        if unknown := [str(name) for name in state if name not in names]:
+        if unknown := [str(name) for name in state if name not in (*names, "skipped")]:
             raise _no_state(
                 f"it has {', '.join(unknown)}, which this version of lightning_memmap does not"
                 " know: a later one may have written it"
@@ -53,7 +57,11 @@ class LoaderState:
         sampler = state["sampler"]
         if not isinstance(sampler, Mapping) or not isinstance(sampler.get("shards"), Mapping):
             raise _no_state(f"sampler={sampler!r}: it is not the identity of a sampler")
-        read = cls(**state)
+        try:
+            skipped = SkippedSteps.read(state.get("skipped", ((), ())))
+        except ValueError as error:
+            raise _no_state(str(error)) from error
+        read = cls(**{**state, "skipped": skipped})
         if read.position > read.num_positions:
             raise _no_state(
                 f"position={read.position}: it must be within num_positions={read.num_positions}"
@@ -70,6 +78,11 @@ class LoaderState:
         """The rows of the dataset that the loader has; None where it has all of them."""
         found: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
         return found
+
+
+def _names() -> list[str]:
+    """The names of what every state has."""
+    return [each.name for each in fields(LoaderState) if each.name != "skipped"]
 
 
 def _no_state(problem: str) -> ValueError:

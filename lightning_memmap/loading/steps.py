@@ -13,6 +13,8 @@ from lightning_memmap.loading.row_source import Leaf
 class Steps(NamedTuple):
     """Consecutive steps of an epoch."""
 
+    epoch: int
+    """The epoch."""
     first_step: int
     """Number of the first step in its epoch."""
     positions: range
@@ -27,7 +29,8 @@ class Steps(NamedTuple):
         """Some of the steps, of which the first one begins with this row of them all."""
         lengths = self.lengths[begin:end]
         positions = self.positions[first_row : first_row + sum(lengths)]
-        return Steps(self.first_step + begin, positions, lengths, self.step_rows[begin:end])
+        step_rows = self.step_rows[begin:end]
+        return Steps(self.epoch, self.first_step + begin, positions, lengths, step_rows)
 
 
 @dataclass

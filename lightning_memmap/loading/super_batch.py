@@ -36,6 +36,8 @@ Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
 
 #: The rows of this process and of all of its step, by the leaves of an assembled batch.
 _STEP_ROWS: Any = WeakIdKeyDictionary()
+#: The same of the batch assembled last, until somebody asks about it.
+_UNASKED: list[tuple[int, int]] = []
 
 
 class Collator:
@@ -204,6 +206,7 @@ class SuperBatch:
         if self._collator.is_on_super_batch:
             batch = self._collator.transformed(batch, target, self.seed)
         if self.step_rows != self.num_rows:
+            _UNASKED[:] = [(self.num_rows, self.step_rows)]
             for leaf in _with_memory(batch):
                 _STEP_ROWS[leaf] = self.num_rows, self.step_rows
         return batch
@@ -224,7 +227,16 @@ def step_rows_of(batch: Any) -> set[tuple[int, int]]:
             found.add((leaf.num_rows, leaf.step_rows))
         elif leaf in _STEP_ROWS:
             found.add(_STEP_ROWS[leaf])
+    if found:
+        _UNASKED.clear()
     return found
+
+
+def unasked_step_rows() -> tuple[int, int] | None:
+    """The same of the batch assembled last, if nobody has asked about it: its tensors were replaced
+    by others on their way.
+    """
+    return _UNASKED.pop() if _UNASKED else None
 
 
 def _with_memory(batch: Any) -> Iterator[Any]:

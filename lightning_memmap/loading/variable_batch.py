@@ -28,6 +28,7 @@ from lightning_memmap.schema import (
     Schema,
 )
 from lightning_memmap.schema.build import Build, Leaves
+from lightning_memmap.schema.kinds import Mask
 
 
 class Padded(NamedTuple):
@@ -193,7 +194,7 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
         numbers = [each for each in inner if not fields[each].is_text]
         for each in numbers:
             form = given.get(each, given.get(name, Rows()))
-            forms[each] = form.of_mask() if fields[each].kind == "mask" else form
+            forms[each] = form.of_mask() if isinstance(fields[each].kind, Mask) else form
         if len({isinstance(forms[each], Rows) for each in numbers}) > 1:
             raise ValueError(
                 f"variable: some fields of the list {name!r} are given row by row and others"

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.host_memory import available_bytes
-from lightning_memmap.loading.variable_rows import Allocate, VariableRows, fresh_memory
-from lightning_memmap.loading.variable_steps import Together
+from lightning_memmap.loading.variable_rows import Allocate, Together, VariableRows, fresh_memory
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.segments import copy_segments
 

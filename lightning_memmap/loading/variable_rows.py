@@ -4,6 +4,7 @@ They are not copied before the form of the batch is known: until then they are p
 padded rows are written once, straight to where they stay, and only bare rows cross a link.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.variable_steps import Together
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows, pack_rows
+from lightning_memmap.schema import Field, Values
 from lightning_memmap.store.segments import Bytes, pack_segments
 
+#: Small steps are copied together, up to this number of bytes.
+_TOGETHER_BYTES = 2**22
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
 
@@ -130,7 +131,7 @@ class VariableRows:
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
-        rows = self.copied(_page_locked_memory if pin else fresh_memory)
+        rows = self.copied(_pinned_memory if pin else fresh_memory)
         return replace(rows, items=send(rows.items, device))
 
     def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
@@ -169,6 +170,41 @@ class VariableRows:
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
 
 
+class Together:
+    """The values of consecutive steps, of which those of small ones are made together: a call costs
+    as much for the rows of one step as for those of many.
+
+    Args:
+        items: How many items the values of each step have, int64 of shape (steps,).
+        item_bytes: Bytes of an item.
+        make: Makes the values of the steps from one up to another, of shape (items, *item shape).
+    """
+
+    def __init__(
+        self, items: Integers, item_bytes: int, make: Callable[[int, int], Tensor]
+    ) -> None:
+        self._edges: list[int] = [0, *np.cumsum(items).tolist()]
+        self._most_items = _TOGETHER_BYTES // max(1, item_bytes)
+        self._make = make
+        self._first = self._end = 0
+        self._made = torch.empty(0)
+
+    def of_step(self, step: int) -> Tensor:
+        """The values of a step, of shape (items, *item shape)."""
+        edges = self._edges
+        if not self._first <= step < self._end:
+            limit = edges[step] + self._most_items
+            end = max(step + 1, bisect_right(edges, limit) - 1)
+            # The memory of the steps before may be used again, while it is in the caches.
+            self._made, self._end = torch.empty(0), self._first
+            # Ordinary tensors in inference mode too: it may be over before the last of the steps.
+            with torch.inference_mode(False):
+                self._made = self._make(step, end)
+            self._first, self._end = step, end
+        first = edges[self._first]
+        return self._made[edges[step] - first : edges[step + 1] - first]
+
+
 @dataclass(eq=False)
 class Fetch:
     """Rows of several steps that were fetched together, and what was last made of them.
@@ -192,7 +228,7 @@ class Fetch:
         return self._made[1]
 
 
-def _page_locked_memory(num_bytes: int) -> Tensor:
+def _pinned_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -238,13 +274,7 @@ def largest(sizes: Integers) -> tuple[int, ...]:
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """Rows of a field that were not read from a store."""
-    items, sizes = pack_rows(field, rows)
+    items, sizes, _ = Values.of_rows(field, rows)
     assert sizes is not None
     lengths = sizes.prod(axis=1)
     return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, largest(sizes))
-
-
-def located_rows(rows: ItemRows, locations: Integers) -> VariableRows:
-    """Rows of a store, or of a part of one that was copied."""
-    starts, sizes = rows.at(locations)
-    return VariableRows(rows.field, rows.items, starts, sizes, largest(sizes))

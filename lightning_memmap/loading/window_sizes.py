@@ -1,10 +1,10 @@
 """How much memory the windows of an epoch take at most, before any is read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading.places import Places
 from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.store.columns import ItemRows
 
@@ -18,49 +18,46 @@ _LOOKUP_ROWS = 2**18
 _MAX_RUNS = 3
 
 
-def largest_window(
-    rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
-) -> int:
+def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], window: int) -> int:
     """How many items the rows of a window have at most, wherever it begins.
 
     It is exact where the rows of a shard lie apart in the file, and else up to a 64th too large.
     """
 
-    def in_one_run(shard: int, places: Integers) -> Integers:
-        size = int(places[-1])
+    def in_one_run(shard: int, edges: Integers) -> Integers:
+        size = int(edges[-1])
         if not size:
-            return np.zeros_like(places)
-        found = rows.at(offsets.of(np.full(len(places), shard), np.minimum(places, size - 1)))
-        return np.where(places < size, found.starts, found.starts + found.sizes.prod(axis=1))
+            return np.zeros_like(edges)
+        found = rows.at(places.of(np.full(len(edges), shard), np.minimum(edges, size - 1)))
+        return np.where(edges < size, found.starts, found.starts + found.sizes.prod(axis=1))
 
-    def apart(shard: int, places: Integers) -> Integers:
-        size, ends = int(places[-1]), [np.zeros(1, np.int64)]
-        for first in range(0, size, _LOOKUP_ROWS):
-            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
-            found = rows.at(offsets.of(np.full(len(some), shard), some))
-            ends.append(ends[-1][-1] + np.cumsum(found.sizes.prod(axis=1)))
-        return np.concatenate(ends)[places]
+    def apart(shard: int, edges: Integers) -> Integers:
+        lengths = [np.zeros(1, np.int64), *_lengths(rows, places, shard)]
+        return np.cumsum(np.concatenate(lengths))[edges]
 
-    sizes, is_one_run = offsets.pool.sizes, offsets.starts is not None
+    sizes, is_one_run = places.pool.sizes, places.starts is not None
     return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
 
 
-def largest_of_any(
-    rows: ItemRows, offsets: StoreOffsets, shards: Sequence[int], window: int
-) -> int:
+def largest_of_any(rows: ItemRows, places: Places, shards: Sequence[int], window: int) -> int:
     """How many items as many rows of each shard have at most, whichever they are."""
     total = 0
     for shard in shards:
         longest = np.zeros(0, np.int64)
-        size = int(offsets.pool.sizes[shard])
-        for first in range(0, size, _LOOKUP_ROWS):
-            some = np.arange(first, min(first + _LOOKUP_ROWS, size))
-            found = rows.at(offsets.of(np.full(len(some), shard), some))
-            longest = np.append(longest, found.sizes.prod(axis=1))
+        for lengths in _lengths(rows, places, shard):
+            longest = np.append(longest, lengths)
             if len(longest) > window:
                 longest = np.partition(longest, -window)[-window:]
         total += int(longest.sum())
     return total
+
+
+def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:
+    """The items of each row of a shard, some rows at a time."""
+    size = int(places.pool.sizes[shard])
+    for first in range(0, size, _LOOKUP_ROWS):
+        some = np.arange(first, min(first + _LOOKUP_ROWS, size))
+        yield rows.at(places.of(np.full(len(some), shard), some)).sizes.prod(axis=1)
 
 
 def most_items(

@@ -1,8 +1,53 @@
-"""How an epoch is divided into steps."""
+"""How an epoch is divided into steps, and the steps of a run that are left out."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+from lightning_memmap.errors import check_integer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps whose positions follow one another.
+
+    Args:
+        first: The first position.
+        global_batch: Rows of a full step.
+        num_full: Full steps, which come first.
+        tail: Rows of the steps after them: two at most.
+    """
+
+    first: int
+    global_batch: int
+    num_full: int
+    tail: tuple[int, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """One past the last position."""
+        return self.first + self.num_full * self.global_batch + sum(self.tail)
+
+    def __len__(self) -> int:
+        return self.num_full + len(self.tail)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and one-past-last position of a step of this piece."""
+        return self.upto(step).last, self.upto(step + 1).last
+
+    def upto(self, step: int) -> "Piece":
+        """The steps before this one."""
+        num_full = min(step, self.num_full)
+        return replace(self, num_full=num_full, tail=self.tail[: step - num_full])
+
+    def ending(self, position: int) -> "Piece | None":
+        """The steps before a position; None where it is inside of a step."""
+        full = min((position - self.first) // self.global_batch, self.num_full)
+        steps = range(full, full + 1 + (len(self.tail) if full == self.num_full else 0))
+        pieces = map(self.upto, steps)
+        return next((piece for piece in pieces if piece.last == position), None)
 
 
 @dataclass(frozen=True)
@@ -21,12 +66,16 @@ class BatchSchedule:
       only where ``G`` divides ``C``: with ``G`` data devices, each has one row of a step, and
       there is nothing to share.
 
+    Positions that are skipped belong to no step, and the steps around them are as they would be.
+
     Args:
         num_rows: Rows of the epoch, ``N``.
         global_batch: Rows of a step over all processes, ``G``, at least 1.
         num_shards: Shards of the split, ``C``.
         drop_last: Drop the incomplete last step.
         start: Position of the first row that was not yet delivered, in ``[0, N]``.
+        skipped: Positions that are left out: the first and one past the last of each range, in
+            ascending order.
 
     Raises:
         ValueError: ``global_batch`` is below 1, or ``start`` is outside the epoch.
@@ -37,6 +86,7 @@ class BatchSchedule:
     num_shards: int
     drop_last: bool = False
     start: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -45,26 +95,34 @@ class BatchSchedule:
             raise ValueError(f"start={self.start}: outside the epoch's {self.num_rows} rows")
 
     @cached_property
-    def _tail(self) -> tuple[int, ...]:
-        full, left = divmod(self.num_rows - self.start, self.global_batch)
-        if not left or self.drop_last:
-            return ()
-        if not full or left >= self.num_shards:
-            return (left,)
-        both = self.global_batch + left
-        if both // 2 < math.gcd(self.global_batch, self.num_shards):
-            return (both,)
-        return (both - both // 2, both // 2)
+    def pieces(self) -> tuple[Piece, ...]:
+        """The steps in pieces, between which positions are skipped."""
+        found, start = list[Piece](), self.start
+        for first, last in self.skipped:
+            if first >= self.num_rows or last <= start:
+                continue
+            if first > start:
+                # Where the positions were skipped with another global batch, they may begin inside
+                # of a step: the steps before them are divided as if the epoch ended there.
+                whole = self._piece(start, self.num_rows)
+                found.append(whole.ending(first) or self._piece(start, first))
+            start = min(last, self.num_rows)
+        found.append(self._piece(start, self.num_rows))
+        return tuple(piece for piece in found if len(piece))
 
-    @cached_property
-    def num_full(self) -> int:
-        """Steps of full size, which all come before those of other sizes."""
-        full, left = divmod(self.num_rows - self.start, self.global_batch)
-        shared = bool(full and left and left < self.num_shards and not self.drop_last)
-        return full - shared
+    def _piece(self, start: int, end: int) -> Piece:
+        full, left = divmod(end - start, self.global_batch)
+        if not left or self.drop_last:
+            return Piece(start, self.global_batch, full)
+        if not full or left >= self.num_shards:
+            return Piece(start, self.global_batch, full, (left,))
+        both = self.global_batch + left
+        is_one = both // 2 < math.gcd(self.global_batch, self.num_shards)
+        tail = (both,) if is_one else (both - both // 2, both // 2)
+        return Piece(start, self.global_batch, full - 1, tail)
 
     def __len__(self) -> int:
-        return self.num_full + len(self._tail)
+        return sum(map(len, self.pieces))
 
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step.
@@ -78,12 +136,141 @@ class BatchSchedule:
         Raises:
             IndexError: ``step`` is outside ``[0, len(schedule))``.
         """
-        if not 0 <= step < len(self):
-            raise IndexError(f"step={step}: the schedule has {len(self)} steps")
-        full = self.num_full
-        first = self.start + min(step, full) * self.global_batch
-        if step < full:
-            return first, first + self.global_batch
-        tail = self._tail
-        first += sum(tail[: step - full])
-        return first, first + tail[step - full]
+        left = step
+        for piece in self.pieces:
+            if 0 <= left < len(piece):
+                return piece.bounds(left)
+            left -= len(piece)
+        raise IndexError(f"step={step}: the schedule has {len(self)} steps")
+
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SkippedSteps:
+    """The steps that a run leaves out, and the positions that they had when that was decided.
+
+    Args:
+        steps: Steps of the run: the first and one past the last of each range, ascending.
+        positions: Their epoch, first position and one past the last one, ascending.
+    """
+
+    steps: tuple[Span, ...] = ()
+    positions: tuple[tuple[int, int, int], ...] = ()
+
+    def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
+        """These and others.
+
+        Args:
+            steps: Steps of the run. Those that are among these already keep their positions.
+            epoch_steps: How each epoch is divided into steps, if none is left out.
+
+        Raises:
+            ValueError: An epoch would have no step.
+        """
+        count = len(epoch_steps)
+        positions = set(self.positions)
+        for first, last in _without(steps, self.steps):
+            while first < last:
+                epoch, begin = divmod(first, count)
+                end = min(last - epoch * count, count)
+                places = epoch_steps.bounds(begin)[0], epoch_steps.bounds(end - 1)[1]
+                positions.add((epoch, *places))
+                if end - begin == count:
+                    raise _no_step_left(epoch, count)
+                first = epoch * count + end
+        found = SkippedSteps(_joined([*self.steps, *steps]), tuple(sorted(positions)))
+        for epoch in {epoch for epoch, _, _ in found.positions}:
+            if not len(replace(epoch_steps, skipped=found.of_epoch(epoch))):
+                raise _no_step_left(epoch, count)
+        return found
+
+    def of_epoch(self, epoch: int) -> tuple[Span, ...]:
+        """The positions that an epoch leaves out."""
+        return _joined([(first, last) for at, first, last in self.positions if at == epoch])
+
+    def epochs(self) -> list[int]:
+        """The epochs that leave some out."""
+        return sorted({epoch for epoch, _, _ in self.positions})
+
+    @classmethod
+    def read(cls, saved: Any) -> "SkippedSteps":
+        """What a checkpoint holds; see `as_lists`.
+
+        Raises:
+            ValueError: It is nothing of the kind.
+        """
+        try:
+            steps, positions = ([tuple(each) for each in part] for part in saved)
+            is_right = all(
+                len(each) == size and min(each) >= 0 and each[-2] < each[-1]
+                for part, size in ((steps, 2), (positions, 3))
+                for each in part
+            )
+            is_right &= all(type(number) is int for each in (*steps, *positions) for number in each)
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise ValueError(f"skipped={saved!r}: it is no list of steps and their positions")
+        return cls(tuple(steps), tuple(positions))
+
+    def as_lists(self) -> list[list[list[int]]]:
+        """These as plain values."""
+        return [[list(each) for each in self.steps], [list(each) for each in self.positions]]
+
+
+def steps_to_skip(given: Any) -> tuple[Span, ...]:
+    """The argument ``skip_steps`` as ranges: a range, or numbers of steps.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A number is negative.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, range):
+        given = given if given.step > 0 else given[::-1]
+        edges = [(given.start, given.stop)] if given.step == 1 else [(s, s + 1) for s in given]
+    elif isinstance(given, (list, tuple, set)):
+        edges = [(step, step + 1) for step in (check_integer("skip_steps", s, 0) for s in given)]
+    else:
+        raise TypeError(
+            f"skip_steps={given!r}: give a range of steps of the run, such as"
+            " range(81_200, 81_400), or a list of them"
+        )
+    edges = [(first, last) for first, last in edges if first < last]
+    if edges and min(edges)[0] < 0:
+        raise ValueError(f"skip_steps={given!r}: steps of a run are counted from 0")
+    return _joined(edges)
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same numbers in ascending ranges that do not touch."""
+    found = list[Span]()
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _without(spans: tuple[Span, ...], others: tuple[Span, ...]) -> Iterator[Span]:
+    """The numbers of ranges that others lack; both ascend."""
+    for first, last in spans:
+        for begin, end in others:
+            if begin < last and end > first:
+                if first < begin:
+                    yield first, begin
+                first = max(first, end)
+        if first < last:
+            yield first, last
+
+
+def _no_step_left(epoch: int, count: int) -> ValueError:
+    return ValueError(
+        f"skip_steps: all {count} steps of epoch {epoch} would be left out, steps {epoch * count}"
+        f" to {(epoch + 1) * count - 1} of the run: leave some of them in, or resume from a"
+        " checkpoint of a later epoch"
+    )

@@ -230,7 +230,8 @@ class RandomSplit(_HoldingOut):
     @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
         given, num_rows = self._validation, fields.num_rows
-        count = given if isinstance(given, int) else max(1, round(given * num_rows))
+        share = max(1, min(round(given * num_rows), num_rows - 1))
+        count = given if isinstance(given, int) else share
         if count >= num_rows:
             raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
         if self._group is not None:

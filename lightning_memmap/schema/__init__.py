@@ -1,8 +1,8 @@
 """Fields: what one sample consists of, and how a batch is put back together.
 
 A sample is any nesting of tuple, list, dict, named tuple, dataclass, TensorDict
-around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes, times and
-members of enums. Each leaf is a field with a dtype and a shape, which every row shares, except for
+around leaves: tensors, numpy arrays and scalars, PIL images, numbers, bools, text, bytes and
+times. Each leaf is a field with a dtype and a shape, which every row shares, except for
 leading dimensions that are declared to differ from row to row or were found to. A long list or
 tuple of numbers of one dtype is one field as well. So is each part of the records of a list of any
 length. What is None in some rows has a field beside it that says in which.
@@ -26,6 +26,7 @@ from lightning_memmap.schema.leaves import RowList
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import read_schema
 from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.values import Values
 
 __all__ = [
     "DTYPES",
@@ -42,6 +43,7 @@ __all__ = [
     "RowList",
     "Rows",
     "Schema",
+    "Values",
     "Windows",
     "read_forms",
     "read_schema",

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_memmap.errors import check_integer, check_number
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
+from lightning_memmap.schema.kinds import Bytes, Image
 
 
 class FetchedRows(Protocol):
@@ -265,9 +266,9 @@ class Decode(Form):
 
     @override
     def check(self, field: Field) -> None:
-        if field.kind == "bytes":
+        if isinstance(field.kind, Bytes) and not field.kind.many:
             return
-        if field.kind.startswith("image") or (len(field.shape) == 3 and not field.num_variable):
+        if isinstance(field.kind, Image) or (len(field.shape) == 3 and not field.num_variable):
             remedy = "its images are stored decoded: leave it out"
         else:
             remedy = "give bytes in the dataset, such as pathlib.Path(...).read_bytes()"

@@ -1,6 +1,6 @@
 """Inference: the structure and the fields that all of some samples have, found path by path."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -12,13 +12,12 @@ from torch import Tensor
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.kinds import Mask, is_missing
 from lightning_memmap.schema.leaves import (
-    MIN_NUMBERS,
     describe_leaf,
     describe_rows,
-    is_missing,
-    number_dtype,
-    stack_numbers,
+    numbers_array,
+    numbers_dtype,
 )
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
@@ -32,6 +31,9 @@ from lightning_memmap.schema.structure import (
     children_of,
 )
 
+#: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
+#: as ``(image, label)``, each is a field of its own.
+MIN_NUMBERS = 16
 #: What some samples have at a path: its structure, and its fields in order.
 Part = tuple[Node, list[Field]]
 
@@ -49,7 +51,7 @@ def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
         MismatchError: They differ in more than that.
         SchemaError: A sample cannot be stored. The message names the field.
     """
-    return _Inference(forms, 0, describe_leaf).part(samples, ())
+    return _Inference(forms).part(samples, ())
 
 
 def infer_batch(batch: Any) -> Part:
@@ -58,7 +60,7 @@ def infer_batch(batch: Any) -> Part:
     Raises:
         SchemaError: They cannot be stored. The message names the field.
     """
-    return _Inference({}, 1, describe_rows).part([batch], ())
+    return _Inference({}, is_batch=True).part([batch], ())
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,11 @@ class _Inference:
 
     Args:
         forms: As of `infer_samples`.
-        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-        describe: Describes the field of a leaf.
+        is_batch: Whether values are batches, whose leaves have rows.
     """
 
     forms: Mapping[str, Form]
-    number_ndim: int
-    describe: Callable[[str, Any], Field]
+    is_batch: bool = False
 
     def part(
         self, values: Sequence[Any], path: Path, *, in_record: bool = False, is_record: bool = False
@@ -89,7 +89,7 @@ class _Inference:
         if len(path) > MAX_DEPTH:
             raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
         # A batch has no rows that are missing.
-        given = [value for value in values if self.number_ndim or not is_missing(value)]
+        given = [value for value in values if self.is_batch or not is_missing(value)]
         if not path and not is_record and len(given) < len(values):
             raise SchemaError("the sample is None: leave the row out of the dataset")
         if not given:
@@ -104,19 +104,17 @@ class _Inference:
         found = [children_of(value, path) for value in values]
         containers = [each for each in found if each is not None]
         if not containers:
-            fields = [self.describe(field_name(path), value) for value in values]
+            describe = describe_rows if self.is_batch else describe_leaf
+            fields = [describe(field_name(path), value) for value in values]
             return LEAF, [_merged(fields, path)]
         if len(containers) < len(found):
             raise _differ(path)
-        if {kind for kind, _, _ in containers} <= {"tuple", "list"}:
-            return self._list(
-                [children for _, _, children in containers], containers, path, in_record
-            )
+        if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
+            return self._list(containers, path, in_record)
         return self._container(containers, values, path, in_record)
 
-    def _list(
-        self, lists: Sequence[Sequence[Any]], containers: Any, path: Path, in_record: bool
-    ) -> Part:
+    def _list(self, containers: Sequence[Any], path: Path, in_record: bool) -> Part:
+        lists = [children for _, _, children in containers]
         lengths = set(map(len, lists))
         differ, is_declared = len(lengths) > 1, bool(path) and field_name(path) in self.forms
         if lengths == {0}:
@@ -148,11 +146,10 @@ class _Inference:
         self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
     ) -> Field | None:
         """The field of lists of numbers of one dtype; None where they have other things."""
-        dtypes = {number_dtype(each, self.number_ndim) for each in lists}
-        name = field_name(path)
+        dtypes, name = set(map(numbers_dtype, lists)), field_name(path)
         if len(dtypes) == 1 and None not in dtypes:
-            return self.describe(name, stack_numbers(name, lists[0], self.number_ndim))
-        numbers = {number_dtype([value], self.number_ndim) for value in chain.from_iterable(lists)}
+            return describe_leaf(name, numbers_array(name, lists[:1]))
+        numbers = {numbers_dtype([value]) for value in chain.from_iterable(lists)}
         if None in numbers or (None in dtypes and not must_agree):
             return None
         found = " and ".join(sorted(dtype_name(dtype) for dtype in numbers if dtype is not None))
@@ -180,7 +177,7 @@ class _Inference:
         feature_dims = 0
         if kind == "tensordict":
             _check_tensors(values[0], fields, path)
-            feature_dims = len(fields[0].shape) + self.number_ndim - values[0].batch_dims
+            feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
         return Node(kind, tuple(keys), tuple(nodes), classes.pop(), feature_dims), fields
 
 
@@ -227,5 +224,5 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
             f"field {name!r}: {field_name(path)!r} is None in some rows, and the field of this name"
             " is to say in which: rename it in the dataset"
         )
-    mask = Field(name, torch.bool, (), "mask")
+    mask = Field(name, torch.bool, (), Mask())
     return Node("optional", (), (node, LEAF)), [*fields, mask]

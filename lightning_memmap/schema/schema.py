@@ -6,7 +6,6 @@ from itertools import count
 from reprlib import repr as short_repr
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,14 +14,17 @@ from lightning_memmap.schema.build import BATCH, Nesting, builder
 from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import FieldOptions, Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
+from lightning_memmap.schema.kinds import NUMBERS
 from lightning_memmap.schema.leaves import (
     RowList,
+    as_tensor,
     describe_rows,
     leaf_array,
-    native_tensor,
     rows_apart,
 )
-from lightning_memmap.schema.structure import Node, Path, flatten
+from lightning_memmap.schema.stack import stack_samples
+from lightning_memmap.schema.structure import Node, Path, columns_of
+from lightning_memmap.schema.values import Values
 
 _NO_OPTIONS = FieldOptions()
 
@@ -123,19 +125,12 @@ class Schema:
     @property
     def mixed_numbers(self) -> dict[str, tuple[str, ...]]:
         """Lists of numbers in records that differ in dtype, by name, with the fields of these."""
-        fields = {field.name: field for field in self.fields}
+        numbers = {f.name for f in self.fields if f.kind == NUMBERS and f.shape == (None,)}
         found = dict[str, tuple[str, ...]]()
         for path, node in self.structure.walk():
-            for inner, part in node.children[0].walk(path) if node.kind == "records" else ():
+            for inner, part in node.walk(path) if node.kind == "records" else ():
                 names = [field_name(each) for each in part.paths(inner)]
-                if (
-                    part.kind == "list"
-                    and part.keys
-                    and all(
-                        child.kind == "leaf" and fields[name].kind == "number"
-                        for name, child in zip(names, part.children, strict=True)
-                    )
-                ):
+                if part.kind == "list" and part.keys and numbers.issuperset(names):
                     found[field_name(inner)] = tuple(names)
         return found
 
@@ -260,23 +255,28 @@ class Schema:
         """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
-    def flatten(self, sample: Any) -> list[Tensor | np.ndarray]:
-        """Check a sample against this schema and return its leaves in the order of the fields.
+    def stack(
+        self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
+    ) -> list[Values]:
+        """Check samples against this schema and stack their leaves.
 
         Args:
-            sample: A sample of the dataset.
+            samples: Samples of the dataset.
+            room: See `lightning_memmap.schema.stack.stack_samples`.
 
         Returns:
-            One dense CPU tensor or numpy array per field, of the field's dtype and of a shape that
-            it admits. It may share memory with the sample; a numpy array keeps its byte order.
+            The rows of each field.
 
         Raises:
-            SchemaError: The sample has another structure, or a leaf another dtype, shape or image
-                mode. The message names the field, what was found and what was expected.
+            SchemaError: A sample has another structure, or a leaf another dtype, shape or image
+                mode. The message names the field, what was found and what was expected, and not
+                the row.
         """
-        leaves: list[Any] = []
-        flatten(sample, self.structure, leaves, number_ndim=0)
-        return [leaf_array(*pair) for pair in zip(self.fields, leaves, strict=True)]
+        return stack_samples(samples, self.structure, self.fields, room or {})
+
+    def flatten(self, sample: Any) -> list[Tensor]:
+        """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""
+        return [next(values.rows()) for values in self.stack([sample])]
 
     def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
         """Check a batch of rows against this schema and return its leaves, one per field.
@@ -293,8 +293,7 @@ class Schema:
                 leaves differ in their number of rows. The message names the field, what was found
                 and what was expected.
         """
-        leaves: list[Any] = []
-        flatten(batch, self.structure, leaves, number_ndim=1)
+        leaves = _batch_leaves(batch, self.structure, ())
         found_leaves = list[Tensor | RowList]()
         for field, leaf in zip(self.fields, leaves, strict=True):
             found = describe_rows(field.name, leaf)
@@ -311,8 +310,7 @@ class Schema:
             if (rows := rows_apart(leaf)) is None:
                 found_leaves.append(leaf.detach().resolve_conj().resolve_neg())
             else:
-                arrays = (leaf_array(field, row) for row in rows)
-                found_leaves.append(RowList(map(native_tensor, arrays)))
+                found_leaves.append(RowList(as_tensor(leaf_array(field, row)) for row in rows))
         return found_leaves
 
     def builder(
@@ -344,3 +342,13 @@ class Schema:
             "fields": [field.to_json() for field in self.fields],
             "structure": self.structure.to_json(),
         }
+
+
+def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:
+    """The leaves of a batch that has a structure."""
+    if node.kind == "leaf":
+        return [batch]
+    leaves, columns = list[Any](), columns_of([batch], node, path)
+    for child_path, child, (value,) in zip(node.paths(path), node.children, columns, strict=True):
+        leaves += _batch_leaves(value, child, child_path)
+    return leaves

@@ -1,463 +1,271 @@
 """Stacking: the values that many samples, or the rows of a column, have for each field.
 
-All rows of a field are looked at together, which costs a fraction of one row after the other. What
-is stacked here is sure to fit its field. Samples that are wrong or merely unusual, such as those of
-derived classes, are left to `lightning_memmap.schema.Schema.flatten`, which looks at one sample at
-a time and names what does not fit; `join_rows` then joins what it gives.
+All rows of a field are looked at together, which costs a fraction of one row after the other. Only
+leaves that differ in type, or do not fit, are looked at one by one: to convert them, or to say
+which field does not fit.
 """
 
-import dataclasses
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import Field, join_texts
-from lightning_memmap.schema.leaves import (
-    EMPTY,
-    FROM_NUMPY,
+from lightning_memmap.schema.fields import FROM_NUMPY, Field, dtype_name, field_name
+from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
-    MAX_NUMBERS,
-    TO_NUMPY,
-    array_dtype,
+    Array,
+    Image,
+    Text,
     is_missing,
-    narrowed,
-    native_tensor,
+    join_texts,
     to_array,
 )
-from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.leaves import (
+    array_dtype,
+    as_tensor,
+    leaf_array,
+    narrowed,
+    numbers_array,
+)
+from lightning_memmap.schema.structure import Node, Path, columns_of
 from lightning_memmap.schema.values import Values
 
-_NUMBERS = {kind: FROM_NUMPY[dtype] for kind, dtype in FROM_PYTHON.items()}
-#: Types of the rows of a field of text, by its kind.
-_TEXTS: dict[str, set[type]] = {"text": {str, np.str_}, "bytes": {bytes, bytearray, np.bytes_}}
-#: Torch has no index for these, and their bits do as well.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-
-
-class _Lists(list[Any]):
-    """The leaves of a field of lists of numbers: one list or tuple for each row, or `EMPTY`."""
-
-
-class _Records(list[Any]):
-    """The leaves of a field in the records of lists: those of all records, and how many are of
-    each row."""
-
-    lengths: Sequence[int]
+_NO_ROOM: Mapping[str, Tensor] = {}
 
 
 def stack_samples(
     samples: Sequence[Any],
-    structure: Node,
+    node: Node,
     fields: Sequence[Field],
-    room: Sequence[Tensor | None] | None = None,
-) -> list[Values] | None:
-    """Stack the leaves of samples that all fit a schema.
+    room: Mapping[str, Tensor] = _NO_ROOM,
+    path: Path = (),
+) -> list[Values]:
+    """Stack the leaves of samples.
 
     Args:
-        samples: The samples, or the rows of a column, at least one.
-        structure: The structure of the schema, or of the column.
-        fields: Its fields.
-        room: Memory for the rows of each field, of its dtype and shape (number of samples, *field
-            shape) on the CPU. Where this can be done without another copy they are stacked there.
+        samples: The samples, or the rows of a column.
+        node: Their structure.
+        fields: The fields in it.
+        room: Memory for the rows of fields, by name, of their dtype and shape (number of samples,
+            *field shape) on the CPU. Where this can be done without another copy they are stacked
+            there.
+        path: Where in the samples these are, for messages.
 
     Returns:
-        The rows of each field; None if a sample may not fit.
+        The rows of each field.
+
+    Raises:
+        SchemaError: A sample does not fit. The message names the field, and not the row.
     """
-    columns: list[list[Any]] = []
-    if not _collect(samples, structure, columns):
-        return None
-    stacked = []
-    for field, column, memory in zip(fields, columns, room or [None] * len(fields), strict=True):
-        if (values := _stack_leaves(field, column, memory)) is None:
-            return None
-        stacked.append(values)
+    if not len(samples):
+        return [Values.none(field) for field in fields]
+    if node.kind == "leaf":
+        return [stack_leaves(fields[0], samples, room.get(fields[0].name))]
+    if node.kind == "none":
+        if wrong := [value for value in samples if not is_missing(value)]:
+            raise MismatchError(f"field {field_name(path)!r}: found {wrong[0]!r}, expected None")
+        return []
+    if node.kind == "optional":
+        return _stack_optional(samples, node.children[0], fields[:-1], room, path)
+    if node.kind in ("sequence", "records"):
+        what = "numbers" if node.kind == "sequence" else "records"
+        for value in samples:
+            if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+                raise MismatchError(
+                    f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
+                    f" tuple of {what}"
+                )
+        if node.kind == "sequence":
+            return [_stack_lists(fields[0], samples)]
+        return _stack_records(samples, node.children[0], fields, path)
+    stacked = list[Values]()
+    columns = columns_of(samples, node, path)
+    for child_path, child, column in zip(node.paths(path), node.children, columns, strict=True):
+        within = fields[len(stacked) : len(stacked) + child.num_fields]
+        stacked += stack_samples(column, child, within, room, child_path)
     return stacked
 
 
-def stack_rows(field: Field, rows: Any) -> Values | None:
-    """Check the rows of a field that lie in one array.
-
-    Args:
-        field: The field.
-        rows: A tensor or array with the rows along its first dimension.
-
-    Returns:
-        The rows, in the memory in which they lie where that is possible; None if they do not fit.
-    """
-    if not field.num_variable:
-        fitting = _fitting(field, rows)
-        return None if fitting is None else Values(fitting)
-    count, shape = field.num_variable, tuple(rows.shape[1:])
-    if not field.admits(shape) or field.kind.startswith("image"):
-        return None
-    items = _fitting(field, rows.reshape(-1, *field.item_shape))
-    sizes = np.full((len(rows), count), shape[:count], np.int64)
-    return None if items is None else Values(items, sizes)
-
-
-def stack_items(field: Field, items: Any, lengths: Any) -> Values | None:
-    """Check the items of rows that differ in length.
-
-    Args:
-        field: The field, in whose rows one dimension may differ.
-        items: The items of all rows, one after the other.
-        lengths: How many each row has, integers of shape (n,).
-
-    Returns:
-        The rows; None if they do not fit.
-    """
-    found = _fitting(field, items)
-    if found is None or field.num_variable > 1:
-        return None
-    if field.num_variable:
-        return Values(found, np.asarray(lengths, np.int64)[:, None])
-    return None
-
-
-def join_rows(field: Field, rows: Sequence[Tensor | np.ndarray]) -> Values:
-    """Join rows that `Schema.flatten` has checked.
-
-    Args:
-        field: The field.
-        rows: Of the field's dtype, and of shapes that it admits.
-    """
-    tensors, count = list(map(native_tensor, rows)), field.num_variable
-    if not count:
-        return Values(torch.stack(tensors))
-    sizes = np.array([row.shape[:count] for row in tensors], np.int64)
-    return Values(torch.cat([row.reshape(-1, *field.item_shape) for row in tensors]), sizes)
-
-
-def take_values(values: Values, rows: Integers) -> Values:
-    """Some of the rows that there are, in any order, int64 of shape (n,)."""
-    if values.sizes is None:
-        return Values(take_rows(values.data, rows))
-    lengths = values.sizes.prod(axis=1)
-    starts, taken = np.cumsum(lengths) - lengths, lengths[rows]
-    shifts = starts[rows] - (np.cumsum(taken) - taken)
-    items = np.repeat(shifts, taken) + np.arange(taken.sum())
-    return Values(take_rows(values.data, items), values.sizes[rows])
-
-
-def join_values(parts: Sequence[Values]) -> Values:
-    """Join rows of one field, at least one part."""
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [part.sizes for part in parts if part.sizes is not None]
-    data = torch.cat([part.data for part in parts])
-    return Values(data, np.concatenate(sizes) if sizes else None)
-
-
-def take_rows(data: Tensor, rows: Integers) -> Tensor:
-    """Rows of a tensor of any dtype, in any order."""
-    signed, numbers = _SIGNED.get(data.dtype, data.dtype), torch.from_numpy(rows)
-    return data.detach().view(signed).index_select(0, numbers.to(data.device)).view(data.dtype)
-
-
-def as_tensor(values: Tensor | np.ndarray) -> Tensor:
-    """An array as a tensor, of the same memory where torch can use it."""
-    if isinstance(values, Tensor):
-        return values
-    array = values.astype(values.dtype.newbyteorder("="), copy=False)
-    if min(array.strides, default=0) < 0:
-        array = np.ascontiguousarray(array)
-    with warnings.catch_warnings():
-        # Of memory that torch must not write to, such as a file that is mapped: it is only read.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)
-
-
-def _fitting(field: Field, rows: Any) -> Tensor | None:
-    try:
-        array, kind = to_array(field.name, rows)
-        dtype = array_dtype(field.name, array)
-        # An array has no time zone, and does not say whether it is of images.
-        is_kind = field.is_kind(kind) or field.kind.removesuffix(";UTC") == kind
-        is_kind = is_kind or field.kind.startswith("image")
-        is_fit = is_kind and (dtype, tuple(array.shape[1:])) == (
-            field.sample_dtype,
-            field.item_shape,
-        )
-        return as_tensor(narrowed(field, array)) if is_fit else None
-    except (SchemaError, ValueError):
-        return None
-
-
-def _collect(values: Sequence[Any], node: Node, columns: list[list[Any]]) -> bool:
-    """Append the leaves of each field to a list. False if the values may not have the structure."""
-    if node.kind == "leaf":
-        columns.append(list(values))
-        return True
-    if node.kind == "none":
-        return all(map(is_missing, values))
-    if node.kind == "optional":
-        return _collect_optional(values, node.children[0], columns)
-    kinds = set(map(type, values))
-    if node.kind == "sequence":
-        columns.append(_Lists(values))
-        return kinds <= {list, tuple}
-    if node.kind == "records":
-        return kinds <= {list, tuple} and _collect_records(values, node.children[0], columns)
-    children = _children(values, kinds.pop(), node) if len(kinds) == 1 else None
-    return children is not None and all(
-        map(_collect, children, node.children, [columns] * len(node.keys))
-    )
-
-
-def _children(values: Sequence[Any], kind: Any, node: Node) -> Sequence[Any] | None:
-    """The values of each child of a container; None if these may not be its containers."""
-    keys = node.keys
-    if kind in (tuple, list) and node.kind == kind.__name__:
-        return list(zip(*values, strict=True)) if set(map(len, values)) == {len(keys)} else None
-    if kind is dict and node.kind == "dict":
-        if set(map(len, values)) != {len(keys)}:
-            return None
-        try:
-            return [list(map(itemgetter(key), values)) for key in keys]
-        except KeyError:
-            return None
-    if node.kind == "namedtuple" and getattr(kind, "_fields", None) == keys:
-        return list(zip(*values, strict=True))
-    if kind is TensorDict and node.kind == "tensordict":
-        if any(tuple(value.keys()) != keys for value in values):
-            return None
-        return [[value.get(key) for value in values] for key in keys]
-    if node.kind == "dataclass" and dataclasses.is_dataclass(kind):
-        names = tuple(field.name for field in dataclasses.fields(kind))
-        return [list(map(attrgetter(str(key)), values)) for key in keys] if names == keys else None
-    return None
-
-
-def _collect_optional(values: Sequence[Any], part: Node, columns: list[list[Any]]) -> bool:
-    is_given, first = [not is_missing(value) for value in values], len(columns)
-    if all(is_given):
-        is_found = _collect(values, part, columns)
+def _stack_optional(
+    values: Sequence[Any],
+    part: Node,
+    fields: Sequence[Field],
+    room: Mapping[str, Tensor],
+    path: Path,
+) -> list[Values]:
+    """Stack what is None in some rows, and the mask that says in which it is not."""
+    given = np.array([not is_missing(value) for value in values])
+    if given.all():
+        found = stack_samples(values, part, fields, room, path)
     else:
-        given = [value for value, here in zip(values, is_given, strict=True) if here]
-        columns += [[] for _ in range(0 if given else part.num_fields)]
-        is_found = _collect(given, part, columns) if given else True
-        columns[first:] = [_spread(column, is_given) for column in columns[first:]]
-    columns.append(is_given)
-    return is_found
+        some = [value for value, is_given in zip(values, given.tolist(), strict=True) if is_given]
+        found = stack_samples(some, part, fields, path=path)
+        found = [each.spread(given) for each in found]
+    return [*found, Values(torch.from_numpy(given))]
 
 
-def _spread(column: list[Any], is_given: Sequence[bool]) -> list[Any]:
-    """The leaves of all rows, of which a column has those that are given."""
-    if isinstance(column, _Records):
-        lengths, spread = iter(column.lengths), _Records(column)
-        spread.lengths = [next(lengths) if here else 0 for here in is_given]
-        return spread
-    leaves = iter(column)
-    return type(column)([next(leaves) if here else EMPTY for here in is_given])
+def _stack_records(
+    lists: Sequence[Any], record: Node, fields: Sequence[Field], path: Path
+) -> list[Values]:
+    """Stack what the records of lists have."""
+    inner = [field.of_record for field in fields]
+    found = stack_samples(list(chain.from_iterable(lists)), record, inner, path=path)
+    lengths, stacked = np.array(list(map(len, lists)), np.int64), list[Values]()
+    for field, values in zip(fields, found, strict=True):
+        try:
+            in_lists = _join_texts if field.is_text else Values.in_lists
+            stacked.append(in_lists(values, lengths))
+        except ValueError as error:
+            way_out = (
+                "" if field.is_text
+                else "; the records of a list have one shape: pad them in the dataset, or join them"
+                " into one array, with their lengths in another field"
+            )  # fmt: skip
+            raise SchemaError(f"field {field.name!r}: {error}{way_out}") from error
+    return stacked
 
 
-def _collect_records(values: Sequence[Any], record: Node, columns: list[list[Any]]) -> bool:
-    records, within = list(chain.from_iterable(values)), list[list[Any]]()
-    if records and not _collect(records, record, within):
-        return False
-    for column in within if records else [list[Any]() for _ in range(record.num_fields)]:
-        if isinstance(column, _Lists):  # Their numbers are left to the exact way.
-            return False
-        columns.append(_Records(column))
-        columns[-1].lengths = list(map(len, values))  # type: ignore[attr-defined]
-    return True
-
-
-def _stack_leaves(field: Field, leaves: list[Any], room: Tensor | None = None) -> Values | None:
-    """Stack the leaves of one field; None if one may not fit."""
-    if isinstance(leaves, _Records):
-        return _stack_records(field, leaves)
-    if field.is_text:
-        return _stack_texts(field, leaves)
-    is_given = [leaf is not EMPTY for leaf in leaves]
-    if not all(is_given):
-        return _stack_given(field, leaves, is_given)
-    if isinstance(leaves, _Lists):
-        return _stack_lists(field, leaves)
-    if field.num_variable:
-        return None if field.kind.startswith("image") else _stack_ragged(field, leaves)
-    found = _stack_fixed(field, leaves, room)
-    return None if found is None else Values(found)
-
-
-def _stack_given(field: Field, leaves: list[Any], is_given: list[bool]) -> Values | None:
-    """Stack leaves of which some are missing: zeros, or nothing, in their place."""
-    given = type(leaves)([leaf for leaf in leaves if leaf is not EMPTY])
-    found = _stack_leaves(field, given) if given else None
-    if given and found is None:
-        return None
-    count, rows = field.num_variable, torch.tensor(is_given)
-    if count:
-        sizes = np.zeros((len(leaves), count), np.int64)
-        if found is None:
-            return Values(torch.empty((0, *field.item_shape), dtype=field.dtype), sizes)
-        assert found.sizes is not None
-        sizes[is_given] = found.sizes
-        return Values(found.data, sizes)
-    data = torch.zeros((len(leaves), *field.item_shape), dtype=field.dtype)
-    if found is not None:
-        signed = _SIGNED.get(field.dtype, field.dtype)
-        data.view(signed)[rows] = found.data.view(signed)
-    return Values(data)
-
-
-def _stack_records(field: Field, leaves: _Records) -> Values | None:
-    record, lengths = field.of_record, np.array(leaves.lengths, np.int64)[:, None]
-    if not leaves:
-        return Values(torch.empty((0, *record.item_shape), dtype=field.dtype), lengths)
-    if not field.is_text:
-        found = None if record.num_variable else _stack_leaves(record, list(leaves))
-        return None if found is None else Values(found.data, lengths)
-    texts = _encoded(record, leaves)
-    try:
-        rows = None if texts is None else [*_joined_texts(texts, leaves.lengths)]
-    except ValueError:
-        return None
-    if rows is None:
-        return None
+def _join_texts(texts: Values, lengths: Integers) -> Values:
+    """Texts as those of lists, of which each row has some."""
+    each = (text.numpy() for text in texts.rows())
+    rows = [join_texts([next(each) for _ in range(length)]) for length in lengths.tolist()]
     sizes = np.array(list(map(len, rows)), np.int64)[:, None]
-    return Values(as_tensor(np.concatenate(rows)), sizes)
+    return Values(torch.from_numpy(np.concatenate(rows)), sizes)
 
 
-def _joined_texts(texts: Sequence[bytes], lengths: Sequence[int]) -> Iterator[np.ndarray]:
-    each = iter(texts)
-    for length in lengths:
-        yield join_texts([np.frombuffer(next(each), np.uint8) for _ in range(length)])
+def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
+    """Stack lists or tuples of numbers."""
+    lengths = np.array(list(map(len, lists)), np.int64)
+    wrong = [] if field.num_variable else lengths[lengths != field.item_shape[0]].tolist()
+    if wrong:
+        found = f"a list of {wrong[0]} numbers" if wrong[0] else "an empty list"
+        raise MismatchError(f"field {field.name!r}: found {found}, expected {field}")
+    if not lengths.any():
+        return Values(Values.none(field).data, lengths[:, None])
+    numbers = numbers_array(field.name, lists)
+    if not field.num_variable:
+        return fit_rows(field, numbers.reshape(len(lists), -1))
+    return fit_items(field, numbers, lengths)
 
 
-def _encoded(field: Field, texts: Sequence[Any]) -> list[bytes] | None:
-    """The bytes of texts; None if one is none."""
-    if not set(map(type, texts)) - {type(EMPTY)} <= _TEXTS.get(field.kind, set()):
-        return None
-    if field.kind == "bytes":
-        return [b"" if text is EMPTY else text for text in texts]
-    return [b"" if text is EMPTY else text.encode("utf-8", "surrogatepass") for text in texts]
+def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None) -> Values:
+    """Stack the leaves of one field, at least one, where there is room for them if possible.
+
+    Raises:
+        SchemaError: A leaf does not fit. The message names the field.
+    """
+    if isinstance(field.kind, Text):
+        return _stack_texts(field, field.kind, leaves)
+    if not isinstance(field.kind, Image):
+        # Whatever goes wrong here is told by the leaves one by one.
+        with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
+            return _stack_alike(field, leaves, room)
+    data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves], room)
+    return Values(as_tensor(data), sizes)
 
 
-def _stack_texts(field: Field, texts: Sequence[Any]) -> Values | None:
-    is_plain = field.kind == "text" and set(map(type, texts)) == {str}
-    if is_plain and (joined := "".join(texts)).isascii():
+def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Values:
+    """Stack leaves of one type and dtype; any error where they are not."""
+    (kind,) = set(map(type, leaves))
+    if kind in FROM_PYTHON:
+        # A float would round what is not.
+        return fit_rows(field, np.array(leaves, FROM_PYTHON[kind]))
+    (dtype,) = set(map(_dtype, leaves))
+    if issubclass(kind, np.generic):
+        return fit_rows(field, np.array(leaves, dtype))
+    if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
+        raise ValueError("the leaves are to be converted one by one")
+    data, sizes = _joined(field, leaves, room)
+    return _fitting(field, data, sizes)
+
+
+def _joined(
+    field: Field, leaves: Sequence[Any], room: Tensor | None
+) -> tuple[Array, Integers | None]:
+    """Arrays or tensors of shapes that a field admits, one after the other, and their sizes."""
+    count = field.num_variable
+    sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
+    if count > 1:
+        leaves = [leaf.reshape(-1, *field.item_shape) for leaf in leaves]
+    are_arrays = not any(issubclass(kind, Tensor) for kind in set(map(type, leaves)))
+    dtype = FROM_NUMPY.get(leaves[0].dtype) if are_arrays else leaves[0].dtype
+    if count or room is None or room.dtype != dtype:
+        room = None
+    if not are_arrays:
+        tensors = list(map(as_tensor, leaves))
+        with torch.no_grad():
+            data = torch.cat(tensors) if count else torch.stack(tensors, out=room)
+            return data.resolve_conj().resolve_neg(), sizes
+    if not field.shape:
+        return np.array(leaves, leaves[0].dtype), None
+    out = None if room is None else room.flatten(0, 1).numpy()
+    items = np.concatenate(leaves, out=out)
+    return items if count else items.reshape(len(leaves), *field.shape), sizes
+
+
+def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
+    types = set(map(type, texts))
+    if types == {str} and str in kind.types and (joined := "".join(texts)).isascii():
         # As many bytes as characters: they are not encoded one by one.
         data, counted = joined.encode(), texts
     else:
-        if (found := _encoded(field, texts)) is None:
-            return None
-        data, counted = b"".join(found), found
+        if not types <= kind.types:
+            texts = [leaf_array(field, text).tobytes() for text in texts]  # type: ignore[union-attr]
+            counted = texts
+        else:
+            counted = list(map(kind.encode, texts))
+        data = b"".join(counted)
     sizes = np.fromiter(map(len, counted), np.int64, len(texts))
-    items = np.frombuffer(data, np.uint8)
-    return Values(as_tensor(items), sizes[:, None])
+    return Values(as_tensor(np.frombuffer(data, np.uint8)), sizes[:, None])
 
 
-def _stack_lists(field: Field, lists: Sequence[Any]) -> Values | None:
-    """Lists or tuples of numbers of Python."""
-    lengths = list(map(len, lists))
-    numbers = list(chain.from_iterable(lists))
-    kinds = {_NUMBERS.get(kind) for kind in set(map(type, numbers))}
-    if kinds - {field.sample_dtype} or max(lengths) > MAX_NUMBERS or field.num_variable > 1:
-        return None
-    found = _numbers(field.sample_dtype, numbers)
-    if found is None or field.item_shape not in ((), tuple({*lengths})):
-        return None
-    if not field.num_variable:
-        return stack_rows(field, found.reshape(len(lists), -1))
-    return stack_items(field, found, lengths)
+def fit_rows(field: Field, rows: Any) -> Values:
+    """The rows of a field that lie in one array, along its first dimension, in the memory in which
+    they lie where that is possible.
+
+    Raises:
+        SchemaError: They do not fit.
+    """
+    if not (count := field.num_variable):
+        return _fitting(field, rows, None)
+    shape = tuple(rows.shape[1:])
+    if not field.admits(shape):
+        raise MismatchError(f"field {field.name!r}: found rows of shape {shape}, expected {field}")
+    sizes = np.full((len(rows), count), shape[:count], np.int64)
+    return _fitting(field, rows.reshape(-1, *field.item_shape), sizes)
 
 
-def _stack_ragged(field: Field, leaves: Sequence[Any]) -> Values | None:
-    count, kinds = field.num_variable, set(map(type, leaves))
-    if kinds not in ({Tensor}, {np.ndarray}) or len(set(map(_dtype, leaves))) > 1:
-        return None
-    try:
-        shapes = [tuple(leaf.shape) for leaf in leaves]
-        if not all(map(field.admits, set(shapes))):
-            return None
-        flat = [leaf.reshape(-1, *field.item_shape) for leaf in leaves] if count > 1 else leaves
-        items = np.concatenate(flat) if kinds == {np.ndarray} else _join_tensors(flat)
-    except (RuntimeError, ValueError):  # As of nested tensors, and those of other devices.
-        return None
-    fitting = None if items is None else _fitting(field, items)
-    if fitting is None:
-        return None
-    return Values(fitting, np.array([shape[:count] for shape in shapes], np.int64))
+def fit_items(field: Field, items: Any, lengths: Any) -> Values:
+    """The items of rows that differ in length, one row after the other, as rows of a field.
+
+    Args:
+        field: The field, in whose rows one dimension differs.
+        items: An array of the items of all rows.
+        lengths: How many each row has, integers of shape (n,).
+
+    Raises:
+        SchemaError: They do not fit.
+    """
+    if field.num_variable != 1:
+        raise MismatchError(f"field {field.name!r}: found lists, expected {field}")
+    return _fitting(field, items, np.asarray(lengths, np.int64)[:, None])
 
 
-def _join_tensors(tensors: Sequence[Tensor]) -> Tensor | None:
-    with torch.no_grad():
-        joined = torch.cat(tuple(tensors)).resolve_conj().resolve_neg()
-    is_dense = not joined.is_nested and joined.layout is torch.strided
-    return joined if is_dense and joined.device.type == "cpu" else None
-
-
-def _stack_fixed(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Tensor | None:
-    if field.kind.startswith("image"):
-        return _stack_images(field, leaves, room)
-    kinds = set(map(type, leaves))
-    if len(kinds) != 1:
-        return None
-    kind = kinds.pop()
-    if kind is Tensor:
-        return _stack_tensors(field, leaves, room)
-    if kind is np.ndarray or issubclass(kind, np.generic):
-        return _stack_arrays(field, leaves, room)
-    if _NUMBERS.get(kind) is not field.sample_dtype or field.shape:
-        return None
-    numbers = _numbers(field.sample_dtype, leaves)
-    return None if numbers is None else _fitting(field, numbers)
-
-
-def _stack_tensors(field: Field, leaves: Sequence[Tensor], room: Tensor | None) -> Tensor | None:
-    # Of mixed dtypes, torch would make another one.
-    if set(map(_dtype, leaves)) != {field.sample_dtype}:
-        return None
-    # Memory that does not fit would be replaced. All leaves must have the shape of the first one.
-    if room is not None and (room.dtype, room.shape[1:]) != (leaves[0].dtype, leaves[0].shape):
-        room = None
-    try:
-        with torch.no_grad():
-            stacked = torch.stack(tuple(leaves), out=room).resolve_conj().resolve_neg()
-    except RuntimeError:
-        return None
-    if stacked.is_nested or stacked.layout is not torch.strided or stacked.device.type != "cpu":
-        return None
-    return _fitting(field, stacked)
-
-
-def _stack_arrays(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Tensor | None:
-    if len(set(map(_dtype, leaves))) != 1 or leaves[0].dtype.hasobject:
-        return None
-    if room is not None and room.ndim > 1 and leaves[0].dtype == TO_NUMPY.get(room.dtype):
-        if set(map(_shape, leaves)) != {tuple(room.shape[1:])}:
-            return None
-        np.concatenate(leaves, out=room.flatten(0, 1).numpy())
-        return _fitting(field, room.numpy())
-    try:
-        return _fitting(field, np.array(leaves, leaves[0].dtype))
-    except ValueError:
-        return None
-
-
-def _stack_images(field: Field, images: Sequence[Any], room: Tensor | None) -> Tensor | None:
-    try:
-        found = [to_array(field.name, image) for image in images]
-    except SchemaError:
-        return None
-    arrays = [np.asarray(array) for array, kind in found if kind == field.kind]
-    return _stack_arrays(field, arrays, room) if len(arrays) == len(found) else None
-
-
-def _numbers(dtype: torch.dtype, values: Sequence[Any]) -> np.ndarray | None:
-    try:
-        return np.array(values, TO_NUMPY[dtype])
-    except OverflowError:
-        return None
+def _fitting(field: Field, rows: Any, sizes: Integers | None) -> Values:
+    array, kind = to_array(field.name, rows)
+    dtype, shape = array_dtype(field.name, array), tuple(array.shape[1:])
+    if not field.kind.takes_rows(kind) or (dtype, shape) != (field.sample_dtype, field.item_shape):
+        raise MismatchError(
+            f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
+            f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
+        )
+    return Values(as_tensor(narrowed(field, array)), sizes)

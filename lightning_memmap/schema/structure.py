@@ -1,32 +1,34 @@
 """Structures: the containers of a sample around its leaves."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import check_name_length, field_name
-from lightning_memmap.schema.leaves import (
-    EMPTY,
-    EMPTY_LIST,
-    Records,
-    RowList,
-    is_missing,
-    stack_numbers,
-)
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, field_name
+from lightning_memmap.schema.leaves import RowList
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
 MAX_CLASSES = 256
+#: The last part of the name of the field that says which rows of another one are not None.
+MASK = "mask"
+FIELD_NODES = ("leaf", "sequence")
 CLASS_KINDS = ("namedtuple", "dataclass")
+#: The number of children of the kinds that have no keys.
+WRAPPERS = {"records": 1, "optional": 2}
 
-Path = tuple[str | int, ...]
+Key = str | int
+Path = tuple[Key, ...]
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class Node:
             those of its ``batch_size``.
     """
 
-    kind: str
+    kind: Literal[
+        "leaf", "sequence", "records", "optional", "none",
+        "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
+    ]  # fmt: skip
     keys: Path = ()
     children: tuple["Node", ...] = ()
-    name: str = ""
-    feature_dims: int = 0
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
+    feature_dims: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def is_field(self) -> bool:
@@ -66,18 +71,11 @@ class Node:
     @cached_property
     def num_fields(self) -> int:
         """The fields from this node on."""
-        return sum(node.is_field for _, node in self.walk())
+        return 1 if self.is_field else sum(child.num_fields for child in self.children)
 
     def paths(self, path: Path) -> list[Path]:
-        """Where the children are.
-
-        Args:
-            path: Where this node is.
-
-        Returns:
-            The path of each child. The part of an optional node, and what lists of records consist
-            of, have the path of the node itself.
-        """
+        """Where the children are. The part of an optional node, and what lists of records consist
+        of, have the path of the node itself."""
         if self.kind == "records":
             return [path]
         if self.kind == "optional":
@@ -85,14 +83,8 @@ class Node:
         return [(*path, key) for key in self.keys]
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """Iterate over this node and all below it, in the order of the leaves.
-
-        Args:
-            path: Where this node is in the sample; empty for the outermost one.
-
-        Yields:
-            The path and the node, a container before its children.
-        """
+        """Iterate over this node, which is at a path, and all below it: path and node of each, in
+        the order of the leaves, a container before its children."""
         yield path, self
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)
@@ -105,28 +97,8 @@ class Node:
         """The names of the fields below this node, which is at a path."""
         return list(map(field_name, self.field_paths(path)))
 
-    def fields(self) -> list[tuple[str, "Node"]]:
-        """List the fields below this node.
-
-        Returns:
-            The name and the node of each field, in the order of the leaves.
-
-        Raises:
-            SchemaError: A name is too long.
-        """
-        found = []
-        for path, node in self.walk():
-            if node.is_field:
-                found.append((field_name(path), node))
-                check_name_length(found[-1][0])
-        return found
-
     def to_json(self) -> dict[str, Any]:
-        """Convert this structure to JSON values, of which a schema has some.
-
-        Returns:
-            A dict of texts and lists, nested as the structure is.
-        """
+        """Convert this structure to JSON values, nested as the structure is."""
         if self.is_field:
             return {"kind": self.kind}
         return {
@@ -141,99 +113,61 @@ class Node:
 LEAF = Node("leaf")
 SEQUENCE = Node("sequence")
 NONE = Node("none")
-#: The last part of the name of the field that says which rows of another one are not None.
-MASK = "mask"
-FIELD_NODES = {node.kind: node for node in (LEAF, SEQUENCE)}
-#: The number of children of the kinds that have no keys.
-WRAPPERS = {"records": 1, "optional": 2}
 
 
-def flatten(value: Any, node: Node, leaves: list[Any], number_ndim: int, path: Path = ()) -> None:
-    """Take the leaves out of a sample or batch that has a known structure.
+def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
+    """What containers have, child by child.
 
     Args:
-        value: The sample or batch.
-        node: Its structure. The keys of a dict may be in another order.
-        leaves: The leaves are appended to this list, in the order of the structure.
-        number_ndim: Dimensions of a tensor that counts as one number: 0 in a sample, 1 in a batch.
-        path: Where the value is in the sample, for messages.
+        values: The containers, at least one.
+        node: Their structure. The keys of a dict may be in another order.
+        path: Where they are, for messages.
+
+    Returns:
+        For each child of the node, what each container has.
 
     Raises:
-        SchemaError: The value has another structure. The message names the field.
+        SchemaError: A value has another structure. The message names the field.
     """
-    if node.kind == "leaf":
-        leaves.append(value)
-        return
-    if node.kind == "optional":
-        part, is_given = node.children[0], not is_missing(value)
-        if is_given:
-            flatten(value, part, leaves, number_ndim, path)
-        else:
-            leaves += [EMPTY] * part.num_fields
-        leaves.append(is_given)
-        return
-    if node.kind == "none":
-        if not is_missing(value):
-            raise MismatchError(
-                f"field {field_name(path)!r}: found {short_repr(value)}, expected None"
-            )
-        return
-    found = children_of(value, ())
-    if node.kind == "records":
-        _flatten_records(value, found, node.children[0], leaves, path)
-        return
-    if node.is_field:
-        if found is None or found[0] not in ("tuple", "list"):
-            raise MismatchError(
-                f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
-                " tuple of numbers"
-            )
-        # Without numbers there is no dtype.
-        name = field_name(path)
-        leaves.append(stack_numbers(name, found[2], number_ndim) if found[2] else EMPTY_LIST)
-        return
+    kinds, lengths = set(map(type, values)), {len(node.keys)}
+    kind: Any = kinds.pop() if len(kinds) == 1 else None
+    # Those that most datasets give, all at once.
+    is_tuple = kind in (tuple, list) and node.kind == kind.__name__
+    is_tuple |= node.kind == "namedtuple" and getattr(kind, "_fields", None) == node.keys
+    if is_tuple and set(map(len, values)) == lengths:
+        return list(zip(*values, strict=True))
+    if kind is dict and node.kind == "dict" and set(map(len, values)) == lengths:
+        with suppress(KeyError):
+            return [list(map(itemgetter(key), values)) for key in node.keys]
+    return list(zip(*(_children(value, node, path) for value in values), strict=True))
+
+
+def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
+    """What one container has, in the order of a node's keys."""
+    found = children_of(value, path)
     if found is None or found[0] != node.kind:
         raise MismatchError(
             f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
-    if tuple(keys) != node.keys:
-        if node.kind not in ("dict", "tensordict") or set(keys) != set(node.keys):
-            text = (
-                f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
-                f" {short_repr(list(node.keys))}"
-            )
-            if node.is_list:
-                raise MismatchError(text)
-            raise SchemaError(
-                f"{text}: the keys differ ({_differing_keys(node, keys)}): give all rows the same,"
-                " None where it has none"
-            )
-        values = [value[key] for key in node.keys]
-    for key, child, child_node in zip(node.keys, values, node.children, strict=True):
-        flatten(child, child_node, leaves, number_ndim, (*path, key))
-
-
-def _differing_keys(node: Node, keys: Collection[str | int]) -> str:
-    """Say which keys of a dict or class are not those of a node."""
+    if tuple(keys) == node.keys:
+        return values
+    if node.kind in ("dict", "tensordict") and set(keys) == set(node.keys):
+        return [value[key] for key in node.keys]
+    text = (
+        f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
+        f" {short_repr(list(node.keys))}"
+    )
+    if node.is_list:
+        raise MismatchError(text)
     new, missing = [k for k in keys if k not in node.keys], [k for k in node.keys if k not in keys]
     parts = [f"{short_repr(new)} too many"] * bool(new)
     parts += [f"{short_repr(missing)} missing"] * bool(missing)
-    return ", ".join(parts)
-
-
-def _flatten_records(value: Any, found: Any, record: Node, leaves: list[Any], path: Path) -> None:
-    """Take the leaves out of a list of records: for each field, those of all records together."""
-    if found is None or found[0] not in ("tuple", "list"):
-        raise MismatchError(
-            f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or tuple"
-        )
-    rows = []
-    for each in found[2]:
-        rows.append(list[Any]())
-        flatten(each, record, rows[-1], 0, path)
-    leaves += map(Records, zip(*rows, strict=True)) if rows else [EMPTY] * record.num_fields
+    raise SchemaError(
+        f"{text}: the keys differ ({', '.join(parts)}): give all rows the same, None where it has"
+        " none"
+    )
 
 
 def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | None:

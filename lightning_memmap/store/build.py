@@ -24,10 +24,9 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Nullable, Schema, read_schema
+from lightning_memmap.schema import Nullable, Schema, Values, read_schema
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.forms import FieldOptions
-from lightning_memmap.schema.values import Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     Building,
@@ -39,7 +38,6 @@ from lightning_memmap.store.building import (
     read_parts,
     variable_bytes,
 )
-from lightning_memmap.store.columns import pack_rows
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
@@ -482,7 +480,7 @@ def _copy_rows(store: Store, building: Building, advance: Advance) -> None:
                     values.append(
                         Values(found)
                         if isinstance(found, Tensor)
-                        else pack_rows(column.field, found)
+                        else Values.of_rows(column.field, found)
                     )
                 writer.write(rows, values)
                 building.wrote(rows)

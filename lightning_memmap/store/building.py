@@ -32,8 +32,7 @@ import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Schema
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column, grow_columns, ragged_files

@@ -31,8 +31,8 @@ from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Schema
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema import Field, Schema, Values
+from lightning_memmap.schema.values import take_rows
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
@@ -595,24 +595,6 @@ class _Mapped:
         return take_rows(self.tensor, self.shards.locate(rows))
 
 
-#: torch copies no rows of these, but of integers of their size.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def take_rows(rows: Tensor, locations: Integers) -> Tensor:
-    """Copy rows of a tensor.
-
-    Args:
-        rows: Of any dtype, on the CPU.
-        locations: int64 of shape (B,).
-
-    Returns:
-        Of shape (B, *row shape).
-    """
-    numbers = rows.view(_SIGNED.get(rows.dtype, rows.dtype))
-    return numbers.index_select(0, torch.from_numpy(locations)).view(rows.dtype)
-
-
 def packed_index(sizes: Integers) -> Integers:
     """The index of rows whose items lie one after the other.
 
@@ -626,19 +608,6 @@ def packed_index(sizes: Integers) -> Integers:
     ends = np.cumsum(sizes.prod(axis=1))
     index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
     return index
-
-
-def pack_rows(field: Field, rows: Sequence[Tensor]) -> Values:
-    """Lay rows one after the other.
-
-    Args:
-        field: Their field.
-        rows: Tensors of the field's dtype and of shapes that it admits, on one device, at least
-            one.
-    """
-    count = field.num_variable
-    sizes = np.array([row.shape[:count] for row in rows], np.int64)
-    return Values(torch.cat([row.reshape(-1, *field.item_shape) for row in rows]), sizes)
 
 
 class Located(NamedTuple):

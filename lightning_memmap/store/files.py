@@ -214,7 +214,7 @@ class OpenFiles:
         OSError: The directory cannot be opened.
     """
 
-    def __init__(self, directory: Path, max_open: int = sys.maxsize) -> None:
+    def __init__(self, directory: Path | str, max_open: int = sys.maxsize) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.directory = os.open(directory, flags)
         #: Distinguishes the files that are made through this object from those of all others.

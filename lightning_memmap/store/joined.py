@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn, take_rows
+from lightning_memmap.schema.values import take_rows
+from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.store import Store
@@ -109,6 +111,9 @@ class JoinedStore(Store):
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         return self._files[column.field.name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JoinedStore, (self.path, dict(zip(self._names, self._parts, strict=True)))
 
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._rows.places(rows))

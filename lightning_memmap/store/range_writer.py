@@ -6,16 +6,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field
-from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.building import RowWriter, StorePlan
-from lightning_memmap.store.samples import flatten_row, read_sample, read_samples
+from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import reading_order, source_of
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
@@ -176,8 +175,13 @@ class RangeWriter:
 
         False where they must be read as items. So must rows that do not fit, to be named.
         """
-        found = None if self._source is None else self._source.read(rows)
-        if found is None or any(values.num_rows != len(rows) for values in found):
+        if self._source is None:
+            return False
+        try:
+            found = self._source.read(rows)
+        except SchemaError:
+            return False
+        if any(values.num_rows != len(rows) for values in found):
             return False
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
@@ -204,15 +208,13 @@ class RangeWriter:
         """Copy items into blocks, whose row ``index`` is the first of them."""
         schema = self._plan.schema
         samples = read_samples(self._dataset, rows)
-        room = [block.room(index, len(rows)) for block in blocks]
-        stacked = stack_samples(samples, schema.structure, schema.fields, room)
-        if stacked is None:
-            leaves = [
-                flatten_row(sample, row, schema, lambda: read_sample(self._dataset, 0))
-                for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True)
-            ]
-            columns = zip(*leaves, strict=True)
-            stacked = [join_rows(*each) for each in zip(schema.fields, columns, strict=True)]
+        memory = [block.room(index, len(rows)) for block in blocks]
+        room = {
+            field.name: each
+            for field, each in zip(schema.fields, memory, strict=True)
+            if each is not None
+        }
+        stacked = stack_rows(samples, rows, schema, lambda: read_sample(self._dataset, 0), room)
         for block, values in zip(blocks, stacked, strict=True):
             block.put(index, values)
 

@@ -227,7 +227,7 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     assert num_compared == store.manifest.num_rows
 
 
-def _leaves(store: StoredRows, row: int, sample: Any) -> list[Tensor | np.ndarray]:
+def _leaves(store: StoredRows, row: int, sample: Any) -> list[Tensor]:
     try:
         return flatten_row(sample, row, store.manifest.schema)
     except SchemaError as error:

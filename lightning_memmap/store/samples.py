@@ -1,6 +1,6 @@
 """Samples of a dataset: read by row, and checked against the schema of a store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.schema.forms import FieldOptions, read_forms
 
 _ONE_STRUCTURE = (
@@ -99,20 +99,37 @@ def infer_schema(samples: Sequence[Any], rows: Sequence[int], options: FieldOpti
     raise AssertionError("the samples have a schema")
 
 
-def flatten_row(
-    sample: Any, row: int, schema: Schema, another: Callable[[], Any] | None = None
-) -> list[Tensor | np.ndarray]:
-    """Return the leaves of the sample at one row, checked by `Schema.flatten`.
+def stack_rows(
+    samples: Sequence[Any],
+    rows: range | Integers,
+    schema: Schema,
+    another: Callable[[], Any],
+    room: Mapping[str, Tensor] | None = None,
+) -> list[Values]:
+    """Stack the leaves of samples; see `Schema.stack`.
 
     Args:
-        sample: The sample.
-        row: The row that it was read from, for messages.
+        samples: The samples, at least one.
+        rows: The rows that they were read from, for messages.
         schema: The schema of the store.
         another: Gives a sample that fits, by which the message says what to do.
+        room: As of `Schema.stack`.
 
     Raises:
-        SchemaError: The sample does not fit. The message names the row.
+        SchemaError: A sample does not fit. The message names row and field.
     """
+    try:
+        return schema.stack(samples, room)
+    except SchemaError:
+        for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True):
+            flatten_row(sample, row, schema, another)
+        raise
+
+
+def flatten_row(
+    sample: Any, row: int, schema: Schema, another: Callable[[], Any] | None = None
+) -> list[Tensor]:
+    """The leaves of the sample at one row, by `Schema.flatten`; see `stack_rows`."""
     try:
         return schema.flatten(sample)
     except MismatchError as error:
@@ -138,7 +155,7 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
     return f"Where rows {what}, that must be declared: variable={argument}"
 
 
-def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor | np.ndarray]:
+def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor]:
     """Read the leaves of one row: `read_sample`, then `flatten_row`.
 
     Raises:

@@ -21,10 +21,9 @@ from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, RowList
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema import Field, RowList, Values
 from lightning_memmap.store.building import Building, RowWriter, StorePlan, explained, numbers_of
-from lightning_memmap.store.columns import FixedColumn, pack_rows
+from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.identity import Fingerprint
@@ -34,7 +33,7 @@ from lightning_memmap.store.store import Store, open_directory
 
 def _marks(shards: Shards) -> FixedColumn:
     """A byte for each row, set when it is written. No field's name begins with a dot."""
-    return _Marks(Field(".written", torch.uint8, (), "array"), shards)
+    return _Marks(Field(".written", torch.uint8, ()), shards)
 
 
 class _Marks(FixedColumn):
@@ -190,7 +189,7 @@ class TableWriter:
             return
         numbers = numbers_of(rows, self._plan.num_rows)
         values = [
-            pack_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
+            Values.of_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
             for column, leaf in zip(self._plan.columns, leaves, strict=True)
         ]
         marks = torch.ones(len(numbers), dtype=torch.uint8)

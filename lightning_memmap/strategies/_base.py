@@ -1,6 +1,7 @@
 """What the strategies have in common: two mixins, and the base of those of one process."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ from lightning_memmap.loading import (
     SuperBatchLoader,
     has_streams,
 )
-from lightning_memmap.loading.super_batch import step_rows_of
+from lightning_memmap.loading.super_batch import step_rows_of, unasked_step_rows
 from lightning_memmap.placement import (
     DataTopology,
     check_device,
@@ -198,6 +199,15 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
                 " that all processes have as many rows"
             )
         self._row_weight = weights.pop()
+        lost = None if rows else unasked_step_rows()
+        if lost is not None and lost[0] * size != lost[1]:
+            warnings.warn(
+                f"a step of {lost[1]} rows, {lost[0]} of them on this process of {size}, comes in"
+                " other tensors than its loader gave, so that its loss cannot be weighted by its"
+                " rows: change batches in transform= of the data module instead of around its"
+                " loader, or give it drop_last=True",
+                stacklevel=2,
+            )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,10 +22,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+# There is no public name for the part of a tensor that a rank has.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import Metric
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
@@ -48,10 +50,7 @@ class ShardingOptions:
     replicate_size: int
     reshard_after_forward: bool | int | None
     cpu_offload: bool
-    param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    cast_batch: bool
     activation_checkpointing: bool | Sequence[str | type[nn.Module]]
 
     def __post_init__(self) -> None:
@@ -91,11 +90,10 @@ def shard_module(
     device: torch.device,
     options: ShardingOptions,
     compute_dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
+) -> None:
     """Shard a module over the processes of a mesh, all of which must call it.
 
-    ``compute_dtype`` is what units compute in; None for the dtype of their parameters. By name,
-    the values of buffers before they were cast to it.
+    ``compute_dtype`` is what units compute in; None for the dtype of their parameters.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
@@ -109,23 +107,18 @@ def shard_module(
         # It then keeps only its inputs. The names of parameters do not change.
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
     reduce_dtype = options.reduce_dtype or (compute_dtype and torch.float32)
-    inner = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # The roots cast what the user's step receives and returns.
-    outer = MixedPrecisionPolicy(
-        compute_dtype, reduce_dtype, options.output_dtype, options.cast_batch
-    )
+    policies = dict.fromkeys([*units, *roots], MixedPrecisionPolicy(compute_dtype, reduce_dtype))
     exact = MixedPrecisionPolicy(None, torch.float32, None, False)
-    # By default FSDP2 keeps what the root gathered, and frees all else.
-    reshard = options.reshard_after_forward
-    policies = dict.fromkeys(units, (inner, reshard)) | dict.fromkeys(roots, (outer, reshard))
     if compute_dtype is not None:
         normed = [each for each in module.modules() if isinstance(each, _STATISTICS)]
-        policies |= dict.fromkeys(filter(_has_parameters, normed), (exact, False))
+        policies |= dict.fromkeys(filter(_has_parameters, normed), exact)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
 
     def shard(unit: nn.Module) -> None:
         if unit in policies:
-            policy, reshard = policies[unit]
+            policy = policies[unit]
+            # By default FSDP2 keeps what the root gathered, and frees all else.
+            reshard = False if policy is exact else options.reshard_after_forward
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -138,7 +131,6 @@ def shard_module(
     if module in policies:
         for name in _STEPS:
             register_fsdp_forward_method(module, name)
-    return {} if compute_dtype is None else _cast_buffers(module, compute_dtype)
 
 
 # Units
@@ -340,19 +332,6 @@ def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Modul
         shard(module)
 
 
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast floating-point buffers, except running statistics and metrics. Their values before."""
-    before = {}
-    for prefix, child in module.named_modules():
-        if isinstance(child, (*_STATISTICS, Metric)):
-            continue
-        for name, buffer in child.named_buffers(recurse=False):
-            if buffer.is_floating_point() and buffer.dtype != dtype:
-                before[f"{prefix}.{name}" if prefix else name] = buffer.cpu()
-                setattr(child, name, buffer.to(dtype))
-    return before
-
-
 # Checkpoints
 
 
@@ -372,14 +351,11 @@ def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any
         if value.shape != parameter.shape:
             return value
         sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        mesh = parameter.device_mesh
-        for dimension, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
-                # As torch shards: equal parts, but for the last ones, which may be empty.
-                parts = value.chunk(mesh.size(dimension), placement.dim)
-                rank = mesh.get_local_rank(dimension)
-                value = parts[rank] if rank < len(parts) else value.narrow(placement.dim, 0, 0)
-        sharded.to_local().copy_(value)
+        sizes, starts = compute_local_shape_and_global_offset(
+            value.shape, parameter.device_mesh, parameter.placements
+        )
+        own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        sharded.to_local().copy_(value[own])
         return sharded
 
     sharded = {

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from lightning_memmap._compat.modules import materialize, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError, with_article
-from lightning_memmap.process_group import broadcast
+from lightning_memmap.strategies._pipeline_state import broadcast_nested
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
@@ -185,13 +185,11 @@ class Stages:
         set_device_attribute(self._module, device)
         return local
 
-    def owners(self) -> dict[int, int]:
-        """By the ``id`` of each parameter and buffer of the stages, the rank that holds it."""
-        owners: dict[int, int] = {}
-        for index, stage in enumerate(self.stages):
-            for tensor in module_tensors(stage):
-                owners.setdefault(id(tensor), index % self._num_processes)
-        return owners
+    def is_own(self, rank: int) -> dict[int, bool]:
+        """By the ``id`` of each parameter and buffer of the stages, whether a process holds it."""
+        own = {id(t) for stage in self.local(rank).values() for t in module_tensors(stage)}
+        every = (id(t) for stage in self.stages for t in module_tensors(stage))
+        return {tensor: tensor in own for tensor in every}
 
 
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:
@@ -410,24 +408,11 @@ class StagePipeline:
                         for i in range(self._num)
                     ]
                 )
-            if run.outputs is None:
-                described: list[Any] = [apply_to_collection(output, Tensor, _describe)]
-                dist.broadcast_object_list(described, self._last, self._group, self._device)
-                run.outputs = described
-            if not self._has_last:
-                output = apply_to_collection(run.outputs[0], Tensor, self._receiver, num_rows)
-            return apply_to_collection(output, Tensor, self._broadcast)
+            return broadcast_nested(output, self._last, self._group, self._device)
 
     def close(self) -> None:
         """Drop all schedules and their buffers."""
         self._runs.clear()
-
-    def _receiver(self, like: Tensor, num_rows: int) -> Tensor:
-        return torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, device=self._device)
-
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        broadcast(tensor, self._last, self._group)
-        return tensor
 
     def _padded(self, args: Sequence[Tensor], num_rows: int, run: "_Run") -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
@@ -480,12 +465,10 @@ class StagePipeline:
 
 @dataclass
 class _Run:
-    """A schedule for one shape of micro-batches, and what is known of its outputs."""
+    """A schedule for one shape of micro-batches, and what is known of its loss."""
 
     schedule: Any
     padded_rows: int
-    #: The description of what the last stage returns, in a list; None until known.
-    outputs: list[Any] | None = None
     loss_dtype: torch.dtype | None = None
 
 
@@ -531,8 +514,3 @@ def _first_rows(batch: Any, num_rows: int) -> Any:
         return leaf[:num_rows] if leaf.ndim else leaf
 
     return apply_to_collection(batch, (Tensor, TensorDictBase), first)
-
-
-def _describe(tensor: Tensor) -> Tensor:
-    """A tensor without memory, with the row shape and dtype of another one."""
-    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")

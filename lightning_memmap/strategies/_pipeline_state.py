@@ -1,18 +1,16 @@
 """What the processes of pipelines exchange outside of a schedule: gradients, and checkpoints."""
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memmap.process_group import as_bytes, broadcast
+from lightning_memmap.process_group import broadcast
+from lightning_memmap.strategies._buckets import buckets, flattened, split_like
 
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
@@ -26,25 +24,40 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
             broadcast(tensor, source, group)
 
 
-def _send(tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send a dense tensor to the first process of a group, which calls `_receive`."""
-    sent = as_bytes(tensor.detach().to(device).contiguous())
-    if sent.numel():
-        dist.send(sent, dist.get_global_rank(group, 0), group=group)
-
-
-def _receive(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    sender: int,
+def broadcast_nested(
+    value: Any,
+    source: int,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> Tensor:
-    """Receive a tensor in the first process of a group, to the CPU."""
-    received = torch.empty(shape, dtype=dtype, device=device)
-    if received.numel():
-        dist.recv(as_bytes(received), dist.get_global_rank(group, sender), group=group)
-    return received.cpu()
+    keep: Callable[[Tensor], Any] = Tensor.detach,
+) -> Any:
+    """Broadcast any nesting of tensors and other values, tensor by tensor.
+
+    Args:
+        value: What the process with the global rank ``source`` gives; of others it is not used.
+        source: The rank.
+        group: The processes, which must all call this.
+        device: The device of this process.
+        keep: What becomes of each tensor as soon as it is there.
+
+    Returns:
+        The nesting, with what ``keep`` returned in place of tensors.
+    """
+    tensors: list[Tensor] = []
+    described = [None]
+    if dist.get_rank() == source:
+        apply_to_collection(value, Tensor, tensors.append)
+        described = [apply_to_collection(value, Tensor, lambda tensor: tensor.to("meta"))]
+    dist.broadcast_object_list(described, source, group, device)
+    given = iter(tensors)
+
+    def bring(like: Tensor) -> Any:
+        mine = next(given, None)
+        tensor = torch.empty_like(like, device=device) if mine is None else mine.to(device)
+        broadcast(tensor, source, group)
+        return keep(tensor)
+
+    return apply_to_collection(described[0], Tensor, bring)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -55,100 +68,58 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     size = dist.get_world_size(group)
     if size == 1:
         return
-    by_dtype = itertools.groupby(parameters, lambda parameter: parameter.dtype)
-    for same in (list(same) for _, same in by_dtype):
-        # In the order of the module. One larger than a bucket has its own.
-        sums = itertools.accumulate(parameter.nbytes for parameter in same)
-        numbers = (num_bytes // _BUCKET_BYTES for num_bytes in sums)
-        pairs = zip(numbers, same, strict=True)
-        for _, bucket in itertools.groupby(pairs, lambda pair: pair[0]):
-            _average_bucket([parameter for _, parameter in bucket], size, group)
+    for bucket in buckets(parameters, _BUCKET_BYTES):
+        missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
+        # One number per parameter: on how many processes it has a gradient.
+        counts = bucket[0].detach().new_ones(len(bucket))
+        for index in missing:
+            counts[index] = 0
+            bucket[index].grad = torch.zeros_like(bucket[index])
+        grads: list[Any] = [parameter.grad for parameter in bucket]
+        # Divided before the sum, which in float16 might be infinite.
+        flat = flattened([counts, *grads]).div_(size)
+        dist.all_reduce(flat, group=group)
+        counts, *means = split_like(flat, [counts, *grads])
+        torch._foreach_copy_(grads, means)
+        # The program waits for the device only where a gradient is missing.
+        for index in missing:
+            if counts[index] == 0:
+                bucket[index].grad = None
 
 
-def _average_bucket(
-    parameters: Sequence[nn.Parameter], size: int, group: dist.ProcessGroup
-) -> None:
-    grads = [parameter.grad for parameter in parameters]
-    # One number per parameter: on how many processes it has a gradient. The program waits for the
-    # device only where that is in question.
-    is_known = all(grad is not None for grad in grads)
-    counts = (
-        parameters[0].new_ones(len(grads))
-        if is_known
-        else parameters[0].new_tensor([float(grad is not None) for grad in grads])
-    )
-    flattened = [
-        torch.zeros_like(parameter).flatten() if grad is None else grad.flatten()
-        for parameter, grad in zip(parameters, grads, strict=True)
-    ]
-    flat = torch.cat([counts, *flattened]).detach()
-    # Before the sum, which in float16 might be infinite.
-    flat[len(grads) :].div_(size)
-    dist.all_reduce(flat, group=group)
-    found = [True] * len(grads) if is_known else flat[: len(grads)].bool().tolist()
-    flat = flat[len(grads) :]
-    for parameter, count, mean in zip(
-        parameters, found, flat.split_with_sizes([p.numel() for p in parameters]), strict=True
-    ):
-        if not count:
-            continue
-        if parameter.grad is None:
-            parameter.grad = mean.view_as(parameter).clone()
-        else:
-            parameter.grad.copy_(mean.view_as(parameter))
+def gathered(
+    own: Mapping[Any, Any], group: dist.ProcessGroup, device: torch.device
+) -> dict[Any, Any]:
+    """What all processes of a group have, on its first process; on others nothing.
 
-
-@dataclass(frozen=True)
-class StageStates:
-    """The states of all stages of a pipeline, gathered on its first process.
-
-    All processes of the pipeline must call its methods.
-
-    Args:
-        module: The module, of which this process has its own stages alone.
-        rank: This process's rank in the pipeline.
-        group: The processes of the pipeline.
-        device: The device of this process.
+    All of them must call it. Tensors of others come one by one, to the CPU.
     """
+    first, *others = dist.get_process_group_ranks(group)
+    is_first = dist.get_rank() == first
+    whole = dict(own) if is_first else {}
+    for rank in others:
+        found = broadcast_nested(own, rank, group, device, Tensor.cpu if is_first else _forget)
+        whole.update(found if is_first else {})
+    return whole
 
-    module: LightningModule
-    rank: int
-    group: dist.ProcessGroup
-    device: torch.device
 
-    def of_module(self, owners: Mapping[int, int]) -> dict[str, Any]:
-        """The state of the whole module on the first process; ``owners`` are by ``id``."""
-        tensors = self.module.state_dict(keep_vars=True)
-        found = self.module.state_dict()
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or not (owner := owners.get(id(tensor), 0)):
-                continue
-            if self.rank == owner:
-                _send(found[name], self.group, self.device)
-            elif self.rank == 0:
-                found[name] = _receive(tensor.shape, tensor.dtype, owner, self.group, self.device)
-        return found if self.rank == 0 else {}
+def _forget(tensor: Tensor) -> None:
+    """What other processes than the first keep of a tensor."""
 
-    def of_others(self, state: dict[int, Any]) -> dict[int, Any]:
-        """The state of an optimizer for the parameters of all other stages, tensor by tensor.
 
-        ``state`` is that for the parameters of this process, by their number.
-        """
-        if self.rank != 0:
-            without_tensors = apply_to_collection(state, Tensor, _Absent.of)
-            dist.gather_object(without_tensors, None, 0, self.group)
-            apply_to_collection(state, Tensor, _send, self.group, self.device)
-            return {}
-        every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.gather_object(None, every, 0, self.group)
-        found: dict[int, Any] = {}
-        for sender, other in enumerate(every[1:], 1):
+def module_state(
+    module: nn.Module, is_own: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
+    """The state of a whole module on the first process of its pipeline, in the module's order.
 
-            def receive(absent: _Absent, sender: int = sender) -> Tensor:
-                return _receive(absent.shape, absent.dtype, sender, self.group, self.device)
-
-            found.update(apply_to_collection(other, _Absent, receive))
-        return found
+    Whether a tensor is this process's is known by its ``id``; what is on all, the first one gives.
+    """
+    is_first = dist.get_rank(group) == 0
+    state = module.state_dict()
+    variables = module.state_dict(keep_vars=True).items()
+    own = {name: state[name] for name, each in variables if is_own.get(id(each), is_first)}
+    whole = gathered(own, group, device)
+    return {**state, **whole} if is_first else {}
 
 
 def local_weights(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,15 +140,3 @@ def local_state(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any
         for index, value in state.items()
         if index < len(parameters) and not parameters[index].is_meta
     }
-
-
-@dataclass(frozen=True)
-class _Absent:
-    """Stands for a tensor that comes by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Absent":
-        return cls(tuple(tensor.shape), tensor.dtype)

@@ -1,10 +1,9 @@
 """Replicas of a module in one process: on one physical device they share its parameters."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import ExitStack
-from numbers import Number
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
@@ -21,7 +19,8 @@ from lightning_memmap._compat.metrics import states_without_reduction
 from lightning_memmap._compat.modules import compiled_steps, is_compiled_inside
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send, stream_module
-from lightning_memmap.strategies.microbatch import MetricCopies, is_metric
+from lightning_memmap.strategies._buckets import buckets, flattened, split_like
+from lightning_memmap.strategies._part_results import MetricCopies, is_metric
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
@@ -69,7 +68,6 @@ class Replicas:
         #: By submodule, its children and its attributes at the end of the last step.
         self._seen: dict[nn.Module, tuple[list[Any], dict[str, Any]]] = {}
         self._num_run = len(devices)
-        self._warned: set[str] = set()
 
     def modules(self, count: int) -> list[Any]:
         """The modules of the first replicas, which exist after `pull`."""
@@ -96,15 +94,8 @@ class Replicas:
                 self._pull_buffers()
                 self._broadcast_parameters()
 
-    def end_step(self, name: str, before: dict[str, Any], count: int) -> None:
-        """Note what the step has assigned, which the replicas do not follow.
-
-        Args:
-            name: Name of the step.
-            before: The attributes of the module before it.
-            count: Replicas that ran it.
-        """
-        self._warn_of_numbers(name, before, self.modules(count))
+    def end_step(self, count: int) -> None:
+        """Note what the step of the first replicas assigned, which the others do not follow."""
         self._seen = {each: (kept, dict(vars(each))) for each, (kept, _) in self._seen.items()}
         self._num_run = count
 
@@ -125,13 +116,13 @@ class Replicas:
                 for grad in (grads[parameter] for grads in found if parameter in grads):
                     assert parameter.grad is not None
                     parameter.grad = parameter.grad + grad.to(parameter.device)
-            for bucket in _buckets([p for p in every if p not in sparse]):
+            for bucket in buckets([p for p in every if p not in sparse], _BUCKET_BYTES):
                 flat = [
-                    send(_flat(_grads_of(bucket, grads, device)), self.devices[0])
+                    send(flattened(_grads_of(bucket, grads, device)), self.devices[0])
                     for device, grads in zip(self._remote, found, strict=True)
                 ]
                 total = flat[0] if len(flat) == 1 else torch.stack(flat).sum(0)
-                torch._foreach_add_([p.grad for p in bucket], _like(total, bucket))
+                torch._foreach_add_([p.grad for p in bucket], split_like(total, bucket))
 
     def _has_other_structure(self) -> bool:
         """Whether layers, or parameters that another device has copies of, came or went."""
@@ -207,28 +198,6 @@ class Replicas:
         if self._remote:
             targets = [(device, list(own.values())) for device, own in self._remote.items()]
             _send_all(list(next(iter(self._remote.values()))), targets)
-
-    def _warn_of_numbers(self, name: str, before: dict[str, Any], modules: list[Any]) -> None:
-        """Warn of attributes to which replicas assigned different numbers, such as sums."""
-        for attribute, value in vars(modules[0]).items():
-            if attribute in self._warned or before.get(attribute, _MISSING) is value:
-                continue
-            values = [vars(module).get(attribute) for module in modules]
-            if all(isinstance(each, Tensor) and each.ndim == 0 for each in values):
-                # Only once, since reading a number from a GPU waits for it.
-                self._warned.add(attribute)
-                values = [each.item() for each in values]
-            elif not all(isinstance(each, Number) for each in values):
-                continue
-            # Two NaN are the same here.
-            if len(set(map(repr, values))) > 1:
-                self._warned.add(attribute)
-                rank_zero_warn(
-                    f"{name} assigned a different number to self.{attribute} in each replica, and"
-                    " hooks and callbacks see that of replica 0, which is from its own rows alone."
-                    " For all rows, use self.log or a torchmetrics metric, append to a list, or"
-                    " train with memmap_superbatch"
-                )
 
 
 class _Copy:
@@ -461,33 +430,9 @@ def _grads_of(
 def _send_all(sources: list[Any], targets: list[tuple[torch.device, list[Any]]]) -> None:
     """Copy tensors to tensors on other devices, many small ones at once."""
     start = 0
-    for bucket in _buckets(sources):
-        flat = _flat(bucket)
+    for bucket in buckets(sources, _BUCKET_BYTES):
+        flat = flattened(bucket)
         for device, own in targets:
-            arrived = _like(send(flat, device), bucket)
+            arrived = split_like(send(flat, device), bucket)
             torch._foreach_copy_(own[start : start + len(bucket)], arrived)
         start += len(bucket)
-
-
-def _buckets(tensors: list[Any]) -> Iterator[list[Any]]:
-    """Consecutive tensors of one dtype, up to a size."""
-    bucket: list[Any] = []
-    num_bytes = 0
-    for tensor in tensors:
-        is_full = num_bytes + tensor.nbytes > _BUCKET_BYTES
-        if bucket and (is_full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(tensor)
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    parts = flat.split_with_sizes([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

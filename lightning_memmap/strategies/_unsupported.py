@@ -1,9 +1,4 @@
-"""Checks for strategies under which each process holds only some of the module."""
-
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+"""What strategies under which no process holds the whole module do not support."""
 
 import lightning as L
 import torch
@@ -19,57 +14,43 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
-#: What torch says of operators that take shards and other tensors, or reshape shards.
-_OF_SHARDS = re.compile(r"mixed torch\.Tensor and DTensor|requires redistribution")
-
-
-def check_callbacks(trainer: L.Trainer, strategy_name: str) -> None:
-    """Refuse callbacks that average or prune weights, which need the whole module.
-
-    Args:
-        trainer: The Trainer.
-        strategy_name: Name of the strategy, for the message.
-
-    Raises:
-        ValueError: The Trainer has such a callback.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__}: it averages a copy of the whole module, and under"
-                f" {strategy_name} no process holds the whole module; leave the callback out, or"
-                f" {_ELSEWHERE}"
-            )
-        if isinstance(callback, ModelPruning):
-            raise ValueError(
-                f"{type(callback).__name__}: it compares the weights of whole layers, and under"
-                f" {strategy_name} no process holds the whole module; prune a trained checkpoint in"
-                f" one process, or {_ELSEWHERE}"
-            )
-
-
-def check_embeddings(module: nn.Module, strategy_name: str) -> None:
-    """Refuse sparse gradients, where gradients are averaged over processes.
-
-    Args:
-        module: The module that is trained.
-        strategy_name: Name of the strategy, for the message.
-
-    Raises:
-        ValueError: An embedding has sparse gradients.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise ValueError(
-                f"{name}: {type(child).__name__} with sparse=True, and {strategy_name} cannot"
-                " average sparse gradients over processes; make it with sparse=False"
-            )
+#: Callbacks that need the whole module, and why.
+_CALLBACKS = (
+    (StochasticWeightAveraging, "it averages a copy of the whole module"),
+    (WeightAveraging, "it averages a copy of the whole module"),
+    (ModelPruning, "it compares the weights of whole layers"),
+)
 
 
 class SplitModuleChecks(ParallelStrategy):
     """Refuses what needs the whole module on one process, for strategies that split it."""
 
     strategy_name: str
+
+    def check_fit(self, trainer: L.Trainer, averages: bool = True) -> None:
+        """Refuse callbacks that need the whole module, and gradients that cannot be averaged.
+
+        Args:
+            trainer: The Trainer.
+            averages: Whether gradients are averaged over processes.
+
+        Raises:
+            ValueError: The Trainer has such a callback, or an embedding has sparse gradients.
+        """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for kind, reason in _CALLBACKS:
+                if isinstance(callback, kind):
+                    raise ValueError(
+                        f"{type(callback).__name__}: {reason}, and under {self.strategy_name} no"
+                        f" process holds the whole module; omit the callback, or {_ELSEWHERE}"
+                    )
+        assert self.lightning_module is not None
+        for name, child in self.lightning_module.named_modules():
+            if averages and isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+                raise ValueError(
+                    f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"
+                    " cannot average sparse gradients over processes; make it with sparse=False"
+                )
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
@@ -88,7 +69,7 @@ class SplitModuleChecks(ParallelStrategy):
 
     @override
     def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object
     ) -> Tensor:
         """Run the backward pass of a loss over outputs.
 
@@ -96,33 +77,9 @@ class SplitModuleChecks(ParallelStrategy):
             ValueError: The loss has terms of parameters that this process does not hold as a whole.
         """
         if closure_loss.is_meta or isinstance(closure_loss, DTensor):
-            raise _term_error(self.strategy_name)
+            raise ValueError(
+                "the loss has a term computed from the parameters themselves, such as a penalty on"
+                f" their norms, and under {self.strategy_name} no process holds all of them; use"
+                f" the optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
+            )
         return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-
-@contextmanager
-def named_terms(strategy_name: str) -> Iterator[None]:
-    """Around a training step: errors of torch about shards of parameters become that of the loss.
-
-    Some operators on shards raise before there is a loss that `SplitModuleChecks` could refuse.
-
-    Args:
-        strategy_name: Name of the strategy, for the message.
-
-    Raises:
-        ValueError: The step computes with shards as with whole parameters.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not _OF_SHARDS.search(str(error)):
-            raise
-        raise _term_error(strategy_name) from error
-
-
-def _term_error(strategy_name: str) -> ValueError:
-    return ValueError(
-        "the loss has a term computed from the parameters themselves, such as a penalty on"
-        f" their norms, and under {strategy_name} no process holds all of them; use the"
-        f" optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
-    )

@@ -1,8 +1,7 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,22 +10,26 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import make_trainer_proxy
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.placement import DataTopology
+from lightning_memmap.strategies._base import OneProcess
+from lightning_memmap.strategies._part_results import PartLog, counted_in_copies, merge_logs
 from lightning_memmap.strategies._replicas import Replicas, check_module, run_replicas
-from lightning_memmap.strategies.microbatch import (
-    MicroBatches,
-    PartLog,
-    StepsInParts,
-    counted_in_copies,
-)
+from lightning_memmap.strategies.microbatch import MicroBatches
+
+#: By the name of a step, the context of a precision plugin in which it runs.
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
-class DataParallelStrategy(StepsInParts):
+class DataParallelStrategy(OneProcess):
     """Trains a replica of the model on every data device, in one process: no row ever moves.
 
     In each step, every data device fetches its batch and its replica computes on it. The module on
@@ -56,11 +59,14 @@ class DataParallelStrategy(StepsInParts):
 
     strategy_name = "memmap_dp"
 
+    #: Of ``Trainer(sync_batchnorm=True)``, which sets it.
+    _layer_sync: Any = None
     _replicas: Replicas | None = None
     _threads: ThreadPoolExecutor | None = None
     # Of the current step.
     _logs: list[PartLog]
     _trainers: list[Any]
+    _stepped: list[Any]
     _is_stale = True
 
     @override
@@ -75,14 +81,14 @@ class DataParallelStrategy(StepsInParts):
 
     @property
     @override
-    def num_parts(self) -> int:
-        return len(self.data_devices)
-
-    @property
-    @override
     def data_topology(self) -> DataTopology:
         """Which devices hold the data; their batches stay apart where there are several."""
-        return super().data_topology if self.num_parts == 1 else DataTopology(self.data_devices)
+        return super().data_topology if self._is_alone else DataTopology(self.data_devices)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the module is the only replica. Lightning's own steps run then."""
+        return len(self.data_devices) == 1
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -93,7 +99,12 @@ class DataParallelStrategy(StepsInParts):
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
         check_module(module, self.data_devices)
-        self.refuse_sync_batchnorm("replicas")
+        if self._layer_sync is not None and not self._is_alone:
+            raise ValueError(
+                f"sync_batchnorm=True with {len(self.data_devices)} replicas: memmap_dp computes"
+                " batch norm on the rows of each; omit it, use group or layer norm, or"
+                " memmap_superbatch, whose batch norm is over all rows of a step"
+            )
         super().setup(trainer)
         # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
         own: Any = type(module)._on_before_batch_transfer
@@ -103,11 +114,14 @@ class DataParallelStrategy(StepsInParts):
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
         self._replicas = Replicas(module, self.data_devices)
-        self._threads = ThreadPoolExecutor(self.num_parts, "replica")
+        self._threads = ThreadPoolExecutor(len(self.data_devices), "replica")
         self._trainers = [
             make_trainer_proxy(trainer, partial(self._log_of, index))
-            for index in range(self.num_parts)
+            for index in range(len(self.data_devices))
         ]
+        self._stepped = []
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(lambda each, *_: self._stepped.append(each))
 
     @override
     def teardown(self) -> None:
@@ -116,14 +130,14 @@ class DataParallelStrategy(StepsInParts):
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
         self._replicas = self._threads = None
-        self._logs = self._trainers = []
+        self._logs = self._trainers = self._stepped = []
         super().teardown()
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not isinstance(batch, SuperBatch) or self.num_parts == 1:
+        if not isinstance(batch, SuperBatch) or self._is_alone:
             return super().batch_to_device(batch, device, dataloader_idx)
 
         module: Any = self.module
@@ -161,26 +175,56 @@ class DataParallelStrategy(StepsInParts):
         return closure_loss
 
     @override
-    def split(self, batch: Any) -> MicroBatches:
-        if isinstance(batch, MicroBatches):
-            return batch
-        return MicroBatches.split(batch, self.num_parts, devices=self.data_devices)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", super().training_step, *args, **kwargs)
 
     @override
-    def run_parts(
-        self, name: str, batch: MicroBatches, logs: list[PartLog], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", super().predict_step, *args, **kwargs)
+
+    def _step(self, name: str, alone: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step of this name in all replicas. To Lightning it is one call with all rows."""
+        if self._is_alone:
+            return alone(*args, **kwargs)
+        batch, *rest = args
+        with getattr(self.precision_plugin, _CONTEXTS[name])():
+            if not isinstance(batch, MicroBatches):
+                batch = MicroBatches.split(batch, self.data_devices)
+            self._logs = [PartLog(rows) for rows in batch.rows]
+            trainer: Any = self.module.trainer
+            try:
+                outputs = self._run_replicas(name, batch, *rest, **kwargs)
+            finally:
+                self.module.trainer = trainer
+            # None in a stage that logs nothing.
+            if trainer._results is not None:
+                merge_logs(self._logs, trainer._results, self.module, self)
+        is_training = name == "training_step"
+        return _training_output(outputs, batch) if is_training else batch.merge(outputs)
+
+    def _run_replicas(self, name: str, batch: MicroBatches, *args: Any, **kwargs: Any) -> list[Any]:
         replicas, count = self._replicas, len(batch.parts)
         assert replicas is not None
         assert self._threads is not None
         # Optimizers, averages of weights and hooks change the module between steps, and nothing
         # announces all of these changes: while it trains, the replicas always follow.
         replicas.pull(with_values=self._is_stale or name == "training_step")
-        self._is_stale, self._logs = False, logs
-        modules, before = replicas.modules(count), dict(vars(self.module))
+        self._is_stale = False
+        modules = replicas.modules(count)
         for module, trainer in zip(modules, self._trainers, strict=False):
             module.trainer = trainer
-        with counted_in_copies(self.module, replicas.metrics[:count]), self._no_other_steps():
+        schedulers: list[Any] = [config.scheduler for config in self.lr_scheduler_configs]
+        counts = [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
+        self._stepped.clear()
+        with counted_in_copies(self.module, replicas.metrics[:count]):
             outputs = run_replicas(
                 [
                     partial(getattr(module, name), own, *args, **kwargs)
@@ -189,40 +233,41 @@ class DataParallelStrategy(StepsInParts):
                 self.data_devices,
                 self._threads,
             )
-        replicas.end_step(name, before, count)
+        replicas.end_step(count)
+        for scheduler, before in zip(schedulers, counts, strict=True):
+            if getattr(scheduler, "last_epoch", 0) != before:
+                self._stepped.append(scheduler)
+        if self._stepped:
+            raise RuntimeError(
+                f"a step of the module steps the {type(self._stepped[0]).__name__}, which every"
+                " replica under memmap_dp does: leave it to automatic optimization, or train with"
+                " memmap_superbatch, memmap_superbatch_ddp or ddp"
+            )
         return outputs
-
-    @contextmanager
-    def _no_other_steps(self) -> Iterator[None]:
-        """Refuse, within the context, steps that each replica would make of what there is once.
-
-        Raises:
-            RuntimeError: A replica steps an optimizer of the module's parameters, or a scheduler.
-        """
-        parameters = set(map(id, self.module.parameters()))
-
-        def check(optimizer: Optimizer, *_: Any) -> None:
-            owned = (id(p) for group in optimizer.param_groups for p in group["params"])
-            if not parameters.isdisjoint(owned):
-                raise self._stepped(optimizer)
-
-        schedulers: list[Any] = [config.scheduler for config in self.lr_scheduler_configs]
-        counts = [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
-        handle = register_optimizer_step_pre_hook(check)
-        try:
-            yield
-        finally:
-            handle.remove()
-        for scheduler, count in zip(schedulers, counts, strict=True):
-            if getattr(scheduler, "last_epoch", 0) != count:
-                raise self._stepped(scheduler)
-
-    def _stepped(self, stepped: object) -> RuntimeError:
-        return RuntimeError(
-            f"a step of the module steps the {type(stepped).__name__}, which every replica under"
-            " memmap_dp does: leave it to automatic optimization, or train with memmap_superbatch,"
-            " memmap_superbatch_ddp or ddp"
-        )
 
     def _log_of(self, index: int) -> PartLog:
         return self._logs[index]
+
+
+def _training_output(outputs: list[Any], parts: MicroBatches) -> Any:
+    """The mean of the losses that were returned, with its graph, and the other outputs merged.
+
+    What Lightning refuses to accept from one call is passed on, and Lightning refuses it.
+    """
+    given = [output for output in outputs if output is not None]
+    if all(isinstance(output, Tensor) for output in given):
+        return parts.mean(outputs)
+    for output in given:
+        if not isinstance(output, (Tensor, Mapping)):
+            return output
+    dicts = [
+        {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
+    ]
+    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
+    merged = {key: parts.merge([output.get(key) for output in dicts]) for key in keys}
+    losses = [output.get("loss") for output in dicts]
+    if any(
+        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
+    ):
+        return merged
+    return {"loss": parts.mean(losses), **merged}

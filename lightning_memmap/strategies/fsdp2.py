@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
-import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import (
@@ -21,7 +20,6 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -39,22 +37,18 @@ from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
-from lightning_memmap.strategies._unsupported import (
-    SplitModuleChecks,
-    check_callbacks,
-    check_embeddings,
-    named_terms,
-)
+from lightning_memmap.strategies._unsupported import SplitModuleChecks
 
 #: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
-#: the processes that it is sharded over, and by name the values of buffers before they were cast.
-_SHARDED: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, dict[str, Tensor]]] = WeakKeyDictionary()
-#: By the Trainer's precision, the dtype of batches; None leaves them.
-_BATCH_DTYPES = {
+#: the processes that it is sharded over.
+_SHARDED: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+#: By the Trainer's precision, what units compute in; None for the dtype of their parameters.
+_COMPUTE_DTYPES = {
     "32-true": None,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-    "64-true": torch.float64,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": None,
+    "16-true": None,
+    "64-true": None,
 }
 
 
@@ -71,8 +65,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     by unit, by ``reset_parameters``.
 
     With ``Trainer(precision="bf16-mixed")`` units compute in bfloat16 from float32 shards,
-    gradients are reduced in float32, and autocast keeps losses in float32. Batches and
-    floating-point buffers are cast too, except the running statistics of batch norm.
+    gradients are reduced in float32, and autocast keeps losses in float32. Batches are cast too.
 
     Args:
         wrap_classes: Classes of the units, or their names. By default units are the items of the
@@ -85,12 +78,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             backward pass; a number is the size of the groups over which they keep it sharded
             instead. By default all units free it but the root.
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
-        param_dtype: Compute with parameters in this dtype, without autocast: a user-defined mixed
-            precision, for ``Trainer(precision="32-true")``.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
             otherwise the dtype of the parameters.
-        output_dtype: Cast what a step returns to this dtype.
-        cast_batch: Whether mixed precision casts the floating-point tensors of a batch.
         activation_checkpointing: Compute the forward pass of all units, or of modules of the
             classes that are named, again in the backward pass instead of keeping activations.
         meta_init: Run ``configure_model`` on the meta device.
@@ -118,10 +107,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         replicate_size: int = 1,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
-        param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
-        output_dtype: str | torch.dtype | None = None,
-        cast_batch: bool = True,
         activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
         meta_init: bool = False,
         accumulate_unsharded: bool = False,
@@ -136,10 +122,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             replicate_size=replicate_size,
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
-            param_dtype=_floating_dtype("param_dtype", param_dtype),
             reduce_dtype=_floating_dtype("reduce_dtype", reduce_dtype),
-            output_dtype=_floating_dtype("output_dtype", output_dtype),
-            cast_batch=cast_batch,
             activation_checkpointing=activation_checkpointing,
         )
         self._meta_init = meta_init
@@ -154,16 +137,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             timeout=timeout,
             prefetch=prefetch,
         )
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        """The Trainer's plugin, adapted to sharded modules."""
-        return self._sharded_precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._sharded_precision = _ShardedPrecision(precision_plugin or Precision(), self._options)
 
     @property
     @override
@@ -186,15 +159,13 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         self._options.check_processes(self.num_nodes * self.num_processes)
+        self._compute_dtype()
 
     @override
     def setup_environment(self) -> None:
         # All processes are data parallel. The parent chooses other sizes, and has no other setter.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
-        # Before the processes make further groups together.
-        if self._options.cpu_offload and dist.is_initialized():
-            self._check_backend()
         super().setup_environment()
         if (replicas := self._options.replicate_size) == 1:
             self._mesh = self.device_mesh["data_parallel"]
@@ -205,17 +176,16 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 mesh_dim_names=("replicate", "shard"),
             )
 
-    def _check_backend(self) -> None:
-        """Check that tensors in host memory can be reduced. A program has one process group."""
-        backend = dist.get_backend()
-        if backend != "gloo" and "cpu:" not in backend:
+    def _compute_dtype(self) -> torch.dtype | None:
+        """What units compute in, by the Trainer's precision; a ValueError for an unknown one."""
+        plugin = self.precision_plugin
+        known = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
+        if type(plugin) not in known or plugin.precision not in _COMPUTE_DTYPES:
             raise ValueError(
-                f"cpu_offload=True: the process group that an earlier Trainer of this program made"
-                f" has the backend {backend!r}, which knows no tensors in host memory. Train with"
-                " this strategy first, give the strategy of the earlier Trainer"
-                " process_group_backend='cpu:gloo,cuda:nccl', or call"
-                " torch.distributed.destroy_process_group() between them"
+                f"Trainer(precision={plugin.precision!r}): memmap_fsdp2 does not support"
+                f" {type(plugin).__name__}; choose one of {', '.join(_COMPUTE_DTYPES)}"
             )
+        return _COMPUTE_DTYPES[plugin.precision]
 
     @contextmanager
     @override
@@ -228,23 +198,20 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         # Not the parent's, which requires a configure_model that shards.
-        module, mesh, plugin = self.module, self._mesh, self._sharded_precision
+        module, mesh = self.module, self._mesh
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            check_callbacks(trainer, self.strategy_name)
-            check_embeddings(module, self.strategy_name)
+            self.check_fit(trainer)
         if module not in _SHARDED:
             # What the Trainer sets for sync_batchnorm=True.
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
-            plugin.convert_module(module)
-            buffers = shard_module(
-                module, mesh, self.root_device, self._options, plugin.compute_dtype
-            )
-            _SHARDED[module] = (mesh, buffers)
-        elif _SHARDED[module][0] != mesh:
+            self.precision_plugin.convert_module(module)
+            shard_module(module, mesh, self.root_device, self._options, self._compute_dtype())
+            _SHARDED[module] = mesh
+        elif _SHARDED[module] != mesh:
             raise ValueError(
-                f"the {type(module).__name__} was sharded over {_SHARDED[module][0]} by another"
+                f"the {type(module).__name__} was sharded over {_SHARDED[module]} by another"
                 f" Trainer, and this one has {mesh}: load its checkpoint into a new module"
             )
         self.model = module
@@ -255,9 +222,18 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self.setup_precision_plugin()
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with named_terms(self.strategy_name):
-            return super().training_step(*args, **kwargs)
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+
+        @contextmanager
+        def evaluation() -> Iterator[None]:
+            # What FSDP2 gathers for the first time in inference mode could not be trained later.
+            with torch.inference_mode(False), torch.no_grad(), plugin.forward_context():
+                yield
+
+        plugin.val_step_context = plugin.test_step_context = evaluation
+        plugin.predict_step_context = evaluation
 
     @override
     def model_to_device(self) -> None:
@@ -311,21 +287,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     def on_predict_end(self) -> None:
         super().on_predict_end()
         self._reshard()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module on rank 0, and an empty one on others.
-
-        With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
-        """
-        state = super().lightning_module_state_dict()
-        for name, before in _SHARDED[self.module][1].items():
-            if name in state:
-                # As it was, not as it was rounded, unless it has changed since.
-                cast = before.to(state[name].dtype)
-                has_changed = not torch.equal(cast, state[name].cpu())
-                state[name] = state[name].to(before.dtype) if has_changed else before
-        return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -397,64 +358,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(shard_state(state, optimizer))
-
-
-class _ShardedPrecision(Precision):
-    """The precision of another plugin, which also casts batches, TensorDicts included.
-
-    Args:
-        inner: Chooses the dtype of weights, and makes the context of a step.
-        options: May choose the dtype of the computation instead, and whether batches are cast.
-
-    Attributes:
-        compute_dtype: What units compute in; None for the dtype of their parameters.
-    """
-
-    def __init__(self, inner: Precision, options: ShardingOptions) -> None:
-        if options.param_dtype is not None and inner.precision != "32-true":
-            raise ValueError(
-                f"param_dtype={options.param_dtype} with Trainer(precision={inner.precision!r}):"
-                " both choose the dtype of the computation; omit one of them"
-            )
-        self.compute_dtype = options.param_dtype
-        if type(inner) is MixedPrecision and inner.precision == "bf16-mixed":
-            self.compute_dtype = torch.bfloat16
-        elif type(inner) not in (Precision, HalfPrecision, DoublePrecision):
-            raise ValueError(
-                f"Trainer(precision={inner.precision!r}): memmap_fsdp2 does not support"
-                f" {type(inner).__name__}; choose 32-true, bf16-mixed, bf16-true, 16-true or"
-                " 64-true"
-            )
-        self._batch_dtype = _BATCH_DTYPES.get(inner.precision)
-        if self.compute_dtype is not None and options.cast_batch:
-            self._batch_dtype = self.compute_dtype
-        self.precision = inner.precision
-        # The weights and contexts are those of the other plugin.
-        self.convert_module = inner.convert_module  # type: ignore[method-assign]
-        self.tensor_init_context = inner.tensor_init_context  # type: ignore[method-assign]
-        self.module_init_context = inner.module_init_context  # type: ignore[method-assign]
-        self.forward_context = inner.forward_context  # type: ignore[method-assign]
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        if self._batch_dtype is None:
-            return data
-        return apply_to_collection(data, (TensorDictBase, Tensor), self._cast)
-
-    def _cast(self, data: Tensor | TensorDictBase) -> Any:
-        if isinstance(data, TensorDictBase):
-            return data.apply(self._cast)
-        return data.to(self._batch_dtype) if data.is_floating_point() else data
-
-    @contextmanager
-    def _evaluation_context(self) -> Iterator[None]:
-        # What FSDP2 gathers for the first time in inference mode could not be trained later.
-        with torch.inference_mode(False), torch.no_grad(), self.forward_context():
-            yield
-
-    val_step_context = _evaluation_context
-    test_step_context = _evaluation_context
-    predict_step_context = _evaluation_context
 
 
 def _floating_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:

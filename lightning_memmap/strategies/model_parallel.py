@@ -1,11 +1,10 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,26 +14,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import make_trainer_proxy
-from lightning_memmap._compat.tensors import without_computing
-from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies.microbatch import (
-    MetricCopies,
-    MicroBatches,
-    PartLog,
-    StepsInParts,
-    counted_in_copies,
-)
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
-
-#: Bytes in training for each byte of a parameter: itself, its gradient, and two averages of Adam.
-_TRAINING_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -42,23 +27,22 @@ class Stage:
     """The layers on one device.
 
     Args:
-        index: Index of the stage.
         device: The device.
         names: The layers' names in the module, in order.
         layers: The layers.
-        parameter_bytes: Bytes of their parameters.
-        activation_bytes: Bytes of their outputs for the module's example input; 0 without one.
     """
 
-    index: int
     device: torch.device
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
-    parameter_bytes: int
-    activation_bytes: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters of its layers."""
+        return _parameter_bytes(self.layers)
 
 
-class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
+class LocalModelParallelStrategy(SuperBatchStrategy):
     """Trains one model whose layers are divided among several devices, in one process.
 
     Each of the Trainer's devices holds a stage of the model; the first, the root device, receives
@@ -66,14 +50,10 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
     stage by themselves, and what the last layer returns comes back to the root device, so that a
     ``training_step`` such as ``loss(self.net(x), y)`` stays as it is.
 
-    With several micro-batches, the step of the module is called once for each. The loss is the mean
-    over micro-batches weighted by their rows, and there is one backward pass.
-
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
             stages. By default its only attribute that is an ``nn.Sequential``. A module may name
             its stages itself; see `find_stages`.
-        num_microbatches: Micro-batches of a step.
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
@@ -83,9 +63,8 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         precision_plugin: As for every Lightning strategy.
 
     Raises:
-        ValueError: ``num_microbatches`` is below 1, or as for ``memmap_superbatch``; at set-up,
-            where the module cannot be cut, see `find_stages`, or optimizes by hand and
-            ``num_microbatches`` is above 1.
+        ValueError: As for ``memmap_superbatch``; at set-up, where the module cannot be cut, see
+            `find_stages`.
     """
 
     strategy_name = "memmap_model_parallel"
@@ -94,7 +73,6 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
     def __init__(
         self,
         layers: str | None = None,
-        num_microbatches: int = 1,
         data_devices: Sequence[str | torch.device] | None = None,
         root_holds_data: bool = True,
         prefetch: int | None = None,
@@ -102,21 +80,12 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_integer("num_microbatches", num_microbatches, 1, "at least 1, the whole batch")
         super().__init__(
-            data_devices,
-            root_holds_data,
-            prefetch=prefetch,
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            data_devices, root_holds_data, prefetch, accelerator, checkpoint_io, precision_plugin
         )
         self._layers = layers
-        self.num_microbatches = num_microbatches
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
-        # Of the current micro-batch.
-        self._log = PartLog(0)
 
     @property
     def stages(self) -> list[Stage]:
@@ -125,13 +94,6 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if self.num_microbatches > 1 and not self.module.automatic_optimization:
-            raise ValueError(
-                f"num_microbatches={self.num_microbatches} with automatic_optimization=False: the"
-                " training_step would step the optimizers once for each micro-batch; use"
-                " num_microbatches=1"
-            )
-        self.refuse_sync_batchnorm("micro-batches")
         for device in self.parallel_devices:
             check_device(device)
         super().setup(trainer)
@@ -145,8 +107,6 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         self._stages = find_stages(self.module, self.parallel_devices, self._layers)
         move_stages(self.module, self._stages)
         self._hooks = connect_stages(self._stages)
-        self._metrics = MetricCopies(self.root_device)
-        self._part_trainer = make_trainer_proxy(self.module.trainer, lambda: self._log)
 
     @override
     def teardown(self) -> None:
@@ -162,27 +122,6 @@ class LocalModelParallelStrategy(StepsInParts, SuperBatchStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
-    @property
-    @override
-    def num_parts(self) -> int:
-        return self.num_microbatches
-
-    @override
-    def split(self, batch: Any) -> MicroBatches:
-        return MicroBatches.split(batch, self.num_microbatches)
-
-    @override
-    def run_parts(
-        self, name: str, batch: MicroBatches, logs: list[PartLog], *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        step = getattr(self.module, name)
-        self.module.trainer = self._part_trainer
-        outputs = []
-        with counted_in_copies(self.module, [self._metrics]):
-            for own, self._log in zip(batch.parts, logs, strict=True):
-                outputs.append(step(own, *args, **kwargs))
-        return outputs
-
 
 def find_stages(
     module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
@@ -191,10 +130,7 @@ def find_stages(
 
     A module names them in an attribute or method ``model_parallel_stages``: for each device a
     module, or the name of one, or a list of them. Otherwise the layers of an ``nn.Sequential`` or
-    ``nn.ModuleList`` are cut so that the largest stage is as small as possible. A layer counts as
-    ``4 * bytes of parameters + bytes of outputs``, since Adam keeps two averages beside each
-    parameter and its gradient. Outputs are counted for the module's ``example_input_array``, which
-    should have as many rows as a step; it is not computed.
+    ``nn.ModuleList`` are cut so that the stage with most parameter bytes has as few as possible.
 
     Args:
         module: The module.
@@ -207,8 +143,8 @@ def find_stages(
 
     Raises:
         ValueError: There is nothing to cut, the number of stages is not that of the devices, there
-            are fewer layers than devices, a named stage is not in the module, two stages share a
-            layer or a parameter, or the example input cannot be run.
+            are fewer layers than devices, a named stage is not in the module, or two stages share
+            a layer or a parameter.
     """
     given = getattr(module, "model_parallel_stages", None)
     if given is not None and layers is not None:
@@ -218,7 +154,6 @@ def find_stages(
         )
     if given is not None:
         cut = _named_stages(module, given() if callable(given) else given, len(devices))
-        activations: dict[nn.Module, int] = {}
     else:
         name, sequence = _find_sequence(module, layers)
         # A layer that occurs twice counts twice.
@@ -229,27 +164,16 @@ def find_stages(
                 f"{name} has {len(found)} layers for {len(devices)} devices: use at most"
                 f" Trainer(devices={len(found)}), or name model_parallel_stages"
             )
-        activations = _output_bytes(module, [layer for _, layer in found])
-        loads = [
-            _TRAINING_FACTOR * _parameter_bytes([layer]) + activations.get(layer, 0)
-            for _, layer in found
-        ]
-        cut = [found[start:stop] for start, stop in even_cut(loads, len(devices))]
+        bounds = even_cut([_parameter_bytes([layer]) for _, layer in found], len(devices))
+        cut = [found[start:stop] for start, stop in pairwise(bounds)]
     _check_disjoint(module, cut)
     return [
-        Stage(
-            index,
-            device,
-            tuple(name for name, _ in stage),
-            tuple(layer for _, layer in stage),
-            _parameter_bytes([layer for _, layer in stage]),
-            sum(activations.get(layer, 0) for _, layer in stage),
-        )
-        for index, (device, stage) in enumerate(zip(devices, cut, strict=True))
+        Stage(device, tuple(name for name, _ in stage), tuple(layer for _, layer in stage))
+        for device, stage in zip(devices, cut, strict=True)
     ]
 
 
-def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
     """Cut a sequence into contiguous stages so that the largest sum is as small as possible.
 
     Args:
@@ -257,30 +181,19 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
         num_stages: Number of stages; each gets at least one item.
 
     Returns:
-        First and one-past-last item of each stage.
+        Where each stage begins, and where the last ends.
     """
     sums = [0, *accumulate(loads)]
 
     @cache
-    def best(stop: int, num: int) -> tuple[float, int]:
-        """The best cut of the first items into a number of stages.
+    def best(stop: int, num: int) -> tuple[int, list[int]]:
+        """The smallest largest sum of the first items in a number of stages, and its bounds."""
+        if num == 1:
+            return sums[stop], [0, stop]
+        cuts = ((start, *best(start, num - 1)) for start in range(num - 1, stop))
+        return min((max(most, sums[stop] - sums[start]), [*b, stop]) for start, most, b in cuts)
 
-        Returns:
-            The smallest possible largest sum, and the first item of the last stage.
-        """
-        if num == 0:
-            return (0 if stop == 0 else math.inf), 0
-        return min(
-            ((max(best(k, num - 1)[0], sums[stop] - sums[k]), k) for k in range(stop)),
-            default=(math.inf, 0),
-        )
-
-    bounds, stop = [], len(loads)
-    for num in range(num_stages, 0, -1):
-        start = best(stop, num)[1]
-        bounds.append((start, stop))
-        stop = start
-    return bounds[::-1]
+    return best(len(loads), num_stages)[1]
 
 
 def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
@@ -412,41 +325,6 @@ def _stage_name(index: int | None) -> str:
 
 def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
     return sum(p.nbytes for p in nn.ModuleList(layers).parameters())
-
-
-def _output_bytes(module: nn.Module, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """The bytes of the outputs of all modules in each layer, for the module's example input."""
-    example = getattr(module, "example_input_array", None)
-    if example is None:
-        return {}
-    sizes = dict.fromkeys(layers, 0)
-
-    def count(layer: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            tensors: list[Tensor] = []
-            apply_to_collection(output, Tensor, tensors.append)
-            sizes[layer] += sum(tensor.nbytes for tensor in tensors)
-
-        return hook
-
-    handles = [
-        child.register_forward_hook(count(layer))
-        for layer in layers
-        for child in layer.modules()
-        if not list(child.children())
-    ]
-    try:
-        without_computing(module, example)
-    except Exception as error:
-        raise ValueError(
-            "the module's example_input_array cannot be run without computing, to see how large"
-            f" the outputs of its layers are: {error}. Leave it out, and the layers are cut by"
-            " their parameters alone, or name model_parallel_stages"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sizes
 
 
 @contextmanager

@@ -38,17 +38,14 @@ from lightning_memmap.strategies._pipeline_stages import (
     train_fields,
 )
 from lightning_memmap.strategies._pipeline_state import (
-    StageStates,
     average_gradients,
     broadcast_tensors,
+    gathered,
     local_state,
     local_weights,
+    module_state,
 )
-from lightning_memmap.strategies._unsupported import (
-    SplitModuleChecks,
-    check_callbacks,
-    check_embeddings,
-)
+from lightning_memmap.strategies._unsupported import SplitModuleChecks
 
 
 class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
@@ -237,10 +234,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         trainer.accelerator.setup(trainer)
         module, layout = self.module, self.layout
         if trainer.state.fn == TrainerFn.FITTING:
-            check_callbacks(trainer, self.strategy_name)
+            self.check_fit(trainer, averages=layout.data_parallel_size > 1)
             _check_finetuning(trainer)
-            if layout.data_parallel_size > 1:
-                check_embeddings(module, self.strategy_name)
         self._refuse(module)
         self._restores_late = self.restore_checkpoint_after_setup
         self._stages = Stages(module, layout.pipeline_size, self._schedule == "interleaved")
@@ -445,12 +440,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if self.layout.data_parallel_rank != 0:
             return {}
         assert self._stages is not None
-        return self._states.of_module(self._stages.owners())
-
-    @property
-    def _states(self) -> StageStates:
-        rank = self.layout.pipeline_rank
-        return StageStates(self.module, rank, self._group_of("pp"), self.root_device)
+        is_own = self._stages.is_own(self.layout.pipeline_rank)
+        return module_state(self.module, is_own, self._group_of("pp"), self.root_device)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -468,7 +459,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         whole = optimizer.state_dict()
         whole["state"] = own = local_state(optimizer, whole["state"])
         if self.layout.data_parallel_rank == 0:
-            own.update(self._states.of_others(own))
+            own.update(gathered(own, self._group_of("pp"), self.root_device))
         return whole
 
     @override

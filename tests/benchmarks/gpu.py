@@ -1,4 +1,4 @@
-"""What the pack is worth on a GPU: fetches, loading, waiting, scaling, a showcase.
+"""What the pack is worth on a GPU: fetches, loading, waiting.
 
     python tests/benchmarks/gpu.py --all                       # everything, and the tests for GPUs
     python tests/benchmarks/gpu.py --data-devices cuda:0,cuda:1 --only wait
@@ -11,11 +11,11 @@
 - wait: the share of a training step that is spent waiting for data, which is what the step takes
   longer than one that is given the same batch again and again; with and without steps made ready
   ahead, for rows on the device and for rows on the host.
-- scale: rows per second on 1, 2, 4 and 8 devices of this machine, with as many rows a step.
-- show: the time in which `examples/cifar.py` reaches an accuracy.
+
+How strategies scale over devices is what ``lightning-memmap compare`` measures.
 
 ``--all`` also runs the tests that are marked ``gpu``, writes everything to one JSON file, and the
-tables to docs/gpu.md beside those that `gpu_model` predicts. It is meant to take less than a
+tables to docs/gpu.md. It is meant to take less than a
 quarter of an hour on one GPU.
 
 Without a GPU it says so and fails. On ``--device cpu``, and on the simulated devices of
@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -36,20 +35,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import gpu_model
 import torch
-from gpu_figures import ROOT, Bench, Images, Row, scale_worker
+from gpu_figures import ROOT, Bench, Images, Row
 from timing import machine, spread
 
 from lightning_memmap.store import build_store
 
-FIGURES = ("fetch", "load", "wait", "scale", "show")
+FIGURES = ("fetch", "load", "wait")
 TITLES = {
     "fetch": "Fetches of random rows",
     "load": "Loading a store",
     "wait": "Training steps",
-    "scale": "One machine, as many rows a step",
-    "show": "The showcase",
 }
 
 
@@ -61,10 +57,6 @@ def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterato
         "fetch": bench.fetches,
         "load": lambda: bench.loads(store),
         "wait": lambda: bench.waits(store, args.batch, args.width),
-        "scale": lambda: bench.scales(
-            args.strategies.split(","), directory, num_rows, args.batch, args.width
-        ),
-        "show": lambda: bench.showcase(args.cifar10, args.accuracy, args.epochs, args.width),
     }
     for name in FIGURES:
         if name in args.only:
@@ -103,20 +95,13 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_tables(page: Path, **texts: str) -> None:
-    """Replace what stands in a page between ``<!-- name -->`` and ``<!-- end of name -->``."""
-    found = page.read_text(encoding="utf-8")
-    for name, text in texts.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
-        found, count = re.subn(
-            pattern,
-            lambda match, text=text: f"{match[1]}{text}\n{match[2]}",
-            found,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise ValueError(f"{page} has {count} places for {name!r}")
-    page.write_text(found, encoding="utf-8")
+def write_table(page: Path, table: str) -> None:
+    """Replace what a page has between the comments ``measured`` and ``end of measured``."""
+    before, start, rest = page.read_text(encoding="utf-8").partition("<!-- measured -->\n")
+    _, end, after = rest.partition("<!-- end of measured -->")
+    if not end:
+        raise ValueError(f"{page} has no place for what is measured")
+    page.write_text(f"{before}{start}{table}\n{end}{after}", encoding="utf-8")
 
 
 def run_tests(chosen: list[str]) -> dict[str, int]:
@@ -166,10 +151,6 @@ def _name(device: torch.device) -> str:
 
 def main() -> None:
     """Print the report, and write it where that is asked for."""
-    if sys.argv[1:2] == ["--scale-worker"]:
-        kind, strategy, *numbers, directory, answer = sys.argv[2:]
-        scale_worker(kind, strategy, *map(int, numbers), Path(directory), Path(answer))
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--all", action="store_true", help="all figures, the tests, both files")
     parser.add_argument("--device", default="cuda:0", help="the root device")
@@ -179,11 +160,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")
     parser.add_argument("--rounds", type=int, default=5)
-    strategies = "memmap_superbatch,memmap_dp,memmap_superbatch_ddp,ddp"
-    parser.add_argument("--strategies", default=strategies, help="that are scaled")
-    parser.add_argument("--cifar10", help="folder of CIFAR-10; by default, digits of its size")
-    parser.add_argument("--accuracy", type=float, default=0.93, help="of the showcase")
-    parser.add_argument("--epochs", type=int, default=40, help="of the showcase, at most")
     parser.add_argument("--tests", nargs="*", default=[], help="by default all marked gpu")
     parser.add_argument("--json", type=Path, help="with --all by default gpu.json")
     parser.add_argument("--write", type=Path, help="with --all by default docs/gpu.md")
@@ -194,7 +170,7 @@ def main() -> None:
         args.json = args.json or Path("gpu.json")
         args.write = args.write or ROOT / "docs" / "gpu.md"
     if args.tiny:
-        args.mib, args.rounds, args.batch, args.width, args.epochs = 1, 1, 64, 4, 1
+        args.mib, args.rounds, args.batch, args.width = 1, 1, 64, 4
     device = torch.device(args.device)
     if device.type != "cpu" and not torch.accelerator.is_available():
         sys.exit(
@@ -208,7 +184,7 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
     if args.write is not None:
-        write_tables(args.write, measured=markdown(report), model=gpu_model.markdown())
+        write_table(args.write, markdown(report))
     if args.all and (report["tests"]["failures"] or report["tests"]["errors"]):
         sys.exit(f"tests failed: {report['tests']}")
 

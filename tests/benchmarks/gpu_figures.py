@@ -3,23 +3,16 @@
 A row has a label and, by column, a value for each round.
 """
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from loaders import make_loader
 from timing import in_turn, pairwise_ratios
 from torch import Tensor, nn
 
-from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, has_streams
 from lightning_memmap.store import Store
 
@@ -27,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW_BYTES = (256, 1024, 4096, 16384, 65536, 150528)
 IMAGE = (3, 32, 32)
 MIB = 2**20
-#: Rounds of runs that are programs of their own.
-_SCALE_ROUNDS = 3
 #: What files are read into: its pages are there.
 _BUFFER = bytearray(32 * MIB)
 
@@ -204,190 +195,6 @@ class Bench:
             shares = [1 - ratio for ratio in pairwise_ratios(seconds["ideal"], times)]
             step_us = [1e6 * value / steps for value in times]
             yield Row(name, {"us a step": step_us, "share of waiting": shares})
-
-    # Scaling
-
-    def scales(
-        self, strategies: list[str], directory: Path, num_rows: int, batch: int, width: int
-    ) -> Iterator[Row]:
-        """A row for each strategy and number of devices of this machine, with as many rows a step.
-
-        Each run is a program of its own: `scale_worker`.
-        """
-        most = torch.accelerator.device_count() if self.device.type != "cpu" else 2
-        counts = [count for count in (1, 2, 4, 8) if count <= most]
-        alone: list[float] = []
-        for strategy in strategies:
-            for count in counts:
-                rates = []
-                for _ in range(min(self.rounds, _SCALE_ROUNDS)):
-                    given = [strategy, count, num_rows, batch // count, width]
-                    rates.append(self._scale(directory, given))
-                alone = alone or rates
-                ratios = [rate / other for rate, other in zip(rates, alone, strict=True)]
-                yield Row(
-                    f"{strategy}, {count} devices", {"rows/s": rates, "against one device": ratios}
-                )
-
-    def _scale(self, directory: Path, given: list[Any]) -> float:
-        with tempfile.TemporaryDirectory(dir=directory) as out:
-            answer = Path(out) / "rate.json"
-            arguments = [self.device.type, *given, directory, answer]
-            program = Path(__file__).with_name("gpu.py")
-            subprocess.run(
-                [sys.executable, str(program), "--scale-worker", *map(str, arguments)], check=True
-            )
-            rate: float = json.loads(answer.read_text())
-            return rate
-
-    # The showcase
-
-    def showcase(
-        self, folder: str | None, target: float, max_epochs: int, width: int
-    ) -> Iterator[Row]:
-        """A row with the time in which `examples.cifar` reaches an accuracy."""
-        sys.path.append(str(ROOT))
-        from examples.cifar import CropAndFlip, SmallImages, SmallResNet
-
-        data: Any = "digits" if folder is None else "cifar10"
-        with tempfile.TemporaryDirectory() as stores:
-            datamodule = MemmapDataModule(
-                *(SmallImages(split, data, folder) for split in ("train", "val", "test")),
-                store_dir=stores,
-                batch_size=512 if folder else 64,
-                transform=CropAndFlip(flip=folder is not None),
-            )
-            L.seed_everything(0)
-            reached = Reached(target, self.wait)
-            trainer = L.Trainer(
-                accelerator="cpu" if self.device.type == "cpu" else "gpu",
-                devices=1,
-                strategy="memmap_superbatch",
-                max_epochs=max_epochs,
-                precision="32-true" if self.device.type == "cpu" else "bf16-mixed",
-                callbacks=[reached],
-                **_QUIET,
-            )
-            trainer.fit(SmallResNet(0.4, width), datamodule)
-        yield Row(
-            f"{data}, validation accuracy {target:.0%}"
-            + ("" if reached.seconds else " not reached"),
-            {
-                "s": [reached.seconds or reached.total_s],
-                "epochs": [float(trainer.current_epoch)],
-                "accuracy": [reached.accuracy],
-            },
-        )
-
-
-_QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-def scale_worker(
-    kind: str,
-    strategy: str,
-    count: int,
-    num_rows: int,
-    batch: int,
-    width: int,
-    directory: Path,
-    answer: Path,
-) -> None:
-    """Train for three epochs, and write the rows per second of the faster of the last two."""
-    data = MemmapDataModule(
-        Images(num_rows), store_dir=directory / "scale", batch_size=batch, drop_last=True
-    )
-    device = torch.device(kind)
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    trainer = L.Trainer(
-        accelerator="cpu" if kind == "cpu" else "gpu",
-        devices=count,
-        strategy=strategy,
-        max_epochs=3,
-        limit_val_batches=0,
-        **_QUIET,
-    )
-    module = Small(wait, width)
-    trainer.fit(module, data)
-    if trainer.is_global_zero:
-        used = num_rows // (batch * count) * batch * count
-        answer.write_text(json.dumps(used / min(module.epochs_s[1:])))
-
-
-class Reached(L.Callback):
-    """Stops a fit once a validation accuracy is reached.
-
-    Args:
-        target: The accuracy.
-        wait: Waits for the device.
-    """
-
-    def __init__(self, target: float, wait: Callable[[], None]) -> None:
-        self._target = target
-        self._wait = wait
-        self.seconds = 0.0
-        self.total_s = 0.0
-        self.accuracy = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._wait()
-        self._start = perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        self.accuracy = float(trainer.callback_metrics["val_accuracy"])
-        self._wait()
-        self.total_s = perf_counter() - self._start
-        if self.accuracy >= self._target:
-            self.seconds = self.total_s
-            trainer.should_stop = True
-
-
-class Timed(L.LightningModule):
-    """Times its epochs.
-
-    Args:
-        wait: Waits for the device.
-        net: The layers.
-    """
-
-    def __init__(self, wait: Callable[[], None], net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.wait = wait
-        self.epochs_s: list[float] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(self.net(images.float() / 255), labels)
-
-    def on_train_epoch_start(self) -> None:
-        self.wait()
-        self.start = perf_counter()
-
-    def on_train_epoch_end(self) -> None:
-        self.wait()
-        self.epochs_s.append(perf_counter() - self.start)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Small(Timed):
-    """The convolutions of `convolutions`."""
-
-    def __init__(self, wait: Callable[[], None], width: int) -> None:
-        super().__init__(wait, convolutions(width))
 
 
 def convolutions(width: int) -> nn.Module:

@@ -9,11 +9,9 @@ from typing import Any
 import libraries
 import pytest
 import torch
-from loader import CASES, Case, RandomRows, case_loader
-from other_loaders import LIBRARIES, Rows, Way, from_bytes, from_flat
+from loader import CASES, Case, RandomRows
+from other_loaders import LIBRARIES, Rows, Way
 from torch import Tensor
-
-from lightning_memmap.store import build_store
 
 LABELLED = Case(30, torch.uint8, (2, 3), 8, label=True)
 PLAIN = Case(30, torch.float32, (5,), 8)
@@ -83,27 +81,6 @@ def test_check_epoch_wrong_batches_are_refused(
         libraries.check_epoch(batches(), LABELLED, expected(LABELLED))
 
 
-def test_check_epoch_short_batches_are_refused_beyond_one_a_worker() -> None:
-    halves = [half for (rows,) in epoch(PLAIN) for half in rows.split(4)]
-    with pytest.raises(libraries.WrongEpochError, match="8 batches are short of 8"):
-        libraries.check_epoch(halves, PLAIN, expected(PLAIN), num_workers=2)
-    libraries.check_epoch(halves, PLAIN, expected(PLAIN), num_workers=7)
-
-
-def test_read_epoch_missing_rows_are_refused() -> None:
-    libraries.read_epoch(epoch(PLAIN), 30)
-    with pytest.raises(libraries.WrongEpochError, match="30 rows instead of 31"):
-        libraries.read_epoch(epoch(PLAIN), 31)
-
-
-@pytest.mark.parametrize("case", [LABELLED, PLAIN])
-def test_rows_taken_apart_by_hand_are_the_rows(case: Case) -> None:
-    flat = Rows(case, RandomRows(case)).flat().flip(0)
-    for batch in (from_flat(case, flat), from_bytes(case, [row.numpy().tobytes() for row in flat])):
-        parts = (field.split(8) for field in libraries.fields_of(batch))
-        libraries.check_epoch(zip(*parts, strict=True), case, expected(case))
-
-
 def test_worth_timing_skipped_rows_are_reported() -> None:
     case = PLAIN
     ways = [
@@ -134,9 +111,3 @@ def test_report_names_what_is_missing_or_fails(monkeypatch: pytest.MonkeyPatch) 
     assert "not measured, OSError: no disk" in report
     assert "best as documented: numpy, a list, 0 workers; the loader is faster" in report
     assert "best by hand: nothing was measured" in report
-
-
-def test_loader_delivers_each_row_once(tmp_path: Path) -> None:
-    store = build_store(RandomRows(LABELLED), tmp_path / "store", num_shards=6, progress=False)
-    batches = case_loader(store, LABELLED, 1, "mmap").assembled(torch.device("cpu"))
-    libraries.check_epoch(batches, LABELLED, expected(LABELLED))

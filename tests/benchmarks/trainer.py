@@ -1,12 +1,10 @@
-"""A Trainer step under ``memmap_superbatch``, and whole fits of a small network.
+"""A Trainer step of a trivial model under ``memmap_superbatch``.
 
     python tests/benchmarks/trainer.py --devices 1,4
 
-Steps: a trivial model, against the stock Trainer on one device that is fed from a list of ready
-batches. Fits: a small convolutional network on 3x32x32 images; the data module under
-``memmap_superbatch``, a plain Dataset with a DataLoader, and an ideal loader that replays one
-batch, which is the most that a faster loader could give. What is timed is an epoch of training,
-from its first hook to its last; the first epoch of each fit is not counted.
+It is compared with the stock Trainer on one device that is fed from a list of ready batches. What
+is timed is an epoch of training, from its first hook to its last; the first epoch of each fit is
+not counted. Whole fits of real models are compared by ``lightning-memmap compare``.
 """
 
 import argparse
@@ -21,7 +19,7 @@ import lightning as L
 import torch
 from timing import CLOCKS, machine, spread
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_memmap import MemmapDataModule
 
@@ -47,26 +45,6 @@ class Timed(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Images(nn.Module):
-    """A small convolutional network for uint8 images of 3x32x32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(16, 10),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.layers(images.float() / 255)
-        return found
 
 
 class Ready:
@@ -151,42 +129,18 @@ def steps(args: argparse.Namespace, directory: Path) -> None:
     report(compare(runs, args.rounds), "stock Trainer, list of ready batches", len(ready))
 
 
-def fits(args: argparse.Namespace, directory: Path) -> None:
-    """Whole fits of a small network."""
-    num_rows, batch, now = args.images, 512, CLOCKS[args.clock]
-    images = torch.randint(0, 256, (num_rows, 3, 32, 32), dtype=torch.uint8)
-    rows = TensorDataset(images, torch.arange(num_rows) % 10)
-    num_steps = -(-num_rows // batch)
-    plain: DataLoader[Any] = DataLoader(rows, batch_size=batch, shuffle=True)
-    data = MemmapDataModule(rows, store_dir=directory, batch_size=batch)
-    runs = {
-        "ideal": lambda: fit_s(Images, Ready([list(rows[:batch])] * num_steps), args.epochs, now),
-        "memmap_superbatch": lambda: fit_s(
-            Images, data, args.epochs, now, strategy="memmap_superbatch"
-        ),
-        "Dataset and DataLoader": lambda: fit_s(Images, plain, args.epochs, now),
-    }
-    print(f"small convolutional network, {num_rows} images, {num_steps} steps of {batch}")
-    report(compare(runs, args.rounds), "ideal", num_steps)
-
-
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--devices", default="1,4", help="logical data devices, such as 1,4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3, help="that are counted, of each fit")
-    parser.add_argument("--images", type=int, default=50_000)
-    parser.add_argument("--only", choices=("steps", "fits"))
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", ".*does not have many workers")
     print(f"{machine()}; {args.clock} time, {args.rounds} rounds")
     with tempfile.TemporaryDirectory() as directory:
-        if args.only != "fits":
-            steps(args, Path(directory) / "points")
-        if args.only != "steps":
-            fits(args, Path(directory) / "images")
+        steps(args, Path(directory))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,17 @@ def test_ddp_has_global_batches_and_weights_of_one_process(
         assert rank["test_mean"] == pytest.approx(one_process["test_mean"], abs=1e-6)
 
 
+def test_ddp_leaves_out_the_steps_that_one_process_leaves_out(
+    tmp_path: Path, one_process: dict[str, Any]
+) -> None:
+    # The last step of epoch 0, and two of epoch 1.
+    options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": 160}
+    ranks = launch(FIT, tmp_path, processes=2, skip_steps=[9, 13, 14], **options)
+    whole = one_process["seen"]["train"]
+    kept = [step for step in range(20) if step not in (9, 13, 14)]
+    assert global_batches([r["seen"]["train"] for r in ranks]) == [whole[step] for step in kept]
+
+
 @pytest.mark.parametrize("rows", [151, 149])
 def test_ddp_uneven_rows_each_row_once_and_equal_steps(tmp_path: Path, rows: int) -> None:
     options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": rows}

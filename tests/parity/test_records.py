@@ -8,9 +8,10 @@ import torch
 
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.commands.rows import step_rows
+from lightning_memmap.commands.rows import Epochs
 from lightning_memmap.placement import topology_of
-from lightning_memmap.sampling import BatchSchedule, Subset
+from lightning_memmap.sampling import Subset
+from lightning_memmap.sampling.schedule import SkippedSteps
 from tests.datasets import Scenes
 from tests.models import Boxes, make_trainer, weights
 
@@ -82,7 +83,6 @@ def test_table_of_predictions_and_rows_command_have_the_same_numbers(
     data.prepare_data()
     data.setup("fit")
     order = data.train_sampler(open_store(data.store_path("train")))
-    schedule = BatchSchedule(order.num_positions, 8, order.num_shards, False, 0)
+    epochs = Epochs.of(data, order, topology_of(None), SkippedSteps())
     for step, batch in enumerate(data.train_dataloader()):
-        listed = step_rows(order, schedule, topology_of(None), 0, step)
-        assert listed.rows == batch["row_number"].tolist()
+        assert epochs.step_rows(0, step).rows == batch["row_number"].tolist()

@@ -123,7 +123,7 @@ def _read_under(
 
 
 def _versions(cache: Path) -> list[Path]:
-    return [path for path in cache.iterdir() if path.is_dir()]
+    return [path for path in cache.glob("*/g-*") if path.is_dir()]
 
 
 def _remove_files(cache: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import buffers
-from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.store import Store
 from lightning_memmap.strategies import LocalModelParallelStrategy
 from tests.models import make_trainer
@@ -43,10 +43,10 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, caller:
     monkeypatch.setattr(owner, method, call, raising=False)
 
 
-def train_microbatches(path: Path, store: Store) -> None:
-    """Micro-batches, on two devices."""
+def train_stages(path: Path, store: Store) -> None:
+    """Stages, on two devices."""
     data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
-    strategy = LocalModelParallelStrategy(num_microbatches=3)
+    strategy = LocalModelParallelStrategy()
     trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy, max_epochs=2)
     trainer.fit(Net(), datamodule=data)
 
@@ -65,10 +65,10 @@ class Skipping(Net):
         self.log("val", self.loss(batch), batch_size=len(batch["x"]))
 
 
-def validate_microbatches(path: Path, store: Store) -> None:
+def validate_stages(path: Path, store: Store) -> None:
     """Without a graph that keeps the memory of activations."""
     data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
-    strategy = LocalModelParallelStrategy(num_microbatches=3, layers="net")
+    strategy = LocalModelParallelStrategy(layers="net")
     trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy)
     trainer.validate(Skipping(), datamodule=data, verbose=False)
 
@@ -149,8 +149,8 @@ def test_wait_that_is_left_out_is_noticed(
 @pytest.mark.parametrize(
     "scenario",
     [
-        train_microbatches,
-        validate_microbatches,
+        train_stages,
+        validate_stages,
         read_epochs,
         read_host_epochs,
         change_a_transform_between_epochs,

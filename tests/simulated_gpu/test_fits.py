@@ -143,7 +143,6 @@ class Check:
         transform: Any = None,
         shuffle_window: int | None = None,
         prefetch: int | None = None,
-        num_microbatches: int | None = None,
         **options: Any,
     ) -> None:
         """Compare a run with that on the CPU.
@@ -155,20 +154,16 @@ class Check:
             transform: Of the data module.
             shuffle_window: Of the data module.
             prefetch: Of the strategy; on the CPU, its default.
-            num_microbatches: Of the strategy.
             options: Of the data module on GPUs. On the CPU its rows are in the mapping.
         """
         data = {"transform": transform, "shuffle_window": shuffle_window}
-        stages = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
         ahead = {} if prefetch is None else {"prefetch": prefetch}
-        found = self._run(path, "gpu", partial(make, **stages, **ahead), names, **data, **options)
-        key = make, len(names), transform, shuffle_window, num_microbatches
+        found = self._run(path, "gpu", partial(make, **ahead), names, **data, **options)
+        key = make, len(names), transform, shuffle_window
         if key not in self._on_cpu:
             own = self._path / str(len(self._on_cpu))
             logical = ["cpu"] * len(names)
-            self._on_cpu[key] = self._run(
-                own, "cpu", partial(make, **stages), logical, residency="mmap", **data
-            )
+            self._on_cpu[key] = self._run(own, "cpu", make, logical, residency="mmap", **data)
         expected = self._on_cpu[key]
         # Replicas on two devices note their rows side by side.
         in_order = sorted if make is DataParallelStrategy else list
@@ -245,16 +240,8 @@ def test_data_parallel_has_the_bits_of_the_cpu(
     check(tmp_path, DataParallelStrategy, transform=noisy, residency=residency)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_model_parallel_has_the_bits_of_the_cpu(
-    tmp_path: Path, check: Check, num_microbatches: int
-) -> None:
-    check(
-        tmp_path,
-        LocalModelParallelStrategy,
-        num_microbatches=num_microbatches,
-        residency="device",
-    )
+def test_model_parallel_has_the_bits_of_the_cpu(tmp_path: Path, check: Check) -> None:
+    check(tmp_path, LocalModelParallelStrategy, residency="device")
 
 
 def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(

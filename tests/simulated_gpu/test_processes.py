@@ -155,14 +155,12 @@ def test_tensor_parallel_of_lightning_trains_as_one_process(
     tensor_parallel.check(tmp_path, (out, expected), 1, 2, accelerator="gpu")
 
 
-def test_offloading_needs_a_process_group_for_host_memory(tmp_path: Path) -> None:
+def test_offloading_keeps_the_state_of_optimizers_in_host_memory(tmp_path: Path) -> None:
     ranks = launch("on_gpus.offload", tmp_path, processes=2, accelerator="gpu")
     whole, resumed = (torch.load(tmp_path / f"{name}.ckpt") for name in ("whole", "resumed"))
     for key, value in whole["state_dict"].items():
         assert torch.equal(value, resumed["state_dict"][key])
     for rank in ranks:
-        assert "cpu_offload=True: the process group" in rank["refused"]
-        assert "'nccl'" in rank["refused"]
         assert rank["backend"] == "cpu:gloo,cuda:nccl"
         # The optimizer's state stays in the host's memory.
         assert rank["resumed"] == 0

@@ -506,21 +506,6 @@ class TestState:
         trainer.fit(Counting(), data, data)
         assert trainer.global_step == 6
 
-    @pytest.mark.parametrize("kind", [float, torch.tensor])
-    def test_other_numbers_in_each_replica_warn_once(self, tmp_path: Path, kind: Any) -> None:
-        class Summing(Base):
-            sum: Any = 0.0
-            step = 0
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.step += 1
-                self.sum += kind(float(batch["row"].sum()))
-                return self.loss(batch)
-
-        with pytest.warns(UserWarning, match=r"training_step .* number to self\.sum in") as caught:
-            fit_dp(tmp_path, Summing(), 4)
-        assert len([each for each in caught if "a different number" in str(each.message)]) == 1
-
     def test_compiled_module_is_fitted_again(self, tmp_path: Path) -> None:
         class Quiet(Base):
             def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -796,14 +781,14 @@ class TestOutputs:
 
     def test_tensordict_is_scattered_and_assembled(self) -> None:
         batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
-        scattered = MicroBatches.split(batch, 3)
+        scattered = MicroBatches.split(batch, [CPU] * 3)
         assert [each["a"].tolist() for each in scattered.parts] == [[0, 3, 6], [1, 4], [2, 5]]
         assert scattered.assembled.batch_size == (7,)
         assert torch.equal(scattered["a"], torch.arange(7))
         assert scattered.assembled["b", "c"].shape == (7, 2)
 
     def test_batch_of_two_is_unpacked(self) -> None:
-        x, y = MicroBatches.split((torch.arange(5), torch.arange(5, 10)), 2)  # type: ignore[misc]
+        x, y = MicroBatches.split((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
         assert x.tolist() == [0, 1, 2, 3, 4]
         assert y.tolist() == [5, 6, 7, 8, 9]
 
@@ -811,7 +796,7 @@ class TestOutputs:
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
     def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
-        assert MicroBatches.split(batch, 2).parts == [batch]
+        assert MicroBatches.split(batch, [CPU] * 2).parts == [batch]
 
     @pytest.mark.parametrize("first", [0, 1, 2])
     def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:

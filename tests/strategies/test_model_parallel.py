@@ -1,8 +1,8 @@
-"""What is particular to ``memmap_model_parallel``: stages, what moves, micro-batches."""
+"""What is particular to ``memmap_model_parallel``: stages, and what moves."""
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memmap.strategies import LocalModelParallelStrategy
 from lightning_memmap.strategies.model_parallel import even_cut, find_stages, move_stages
 from tests.models import make_trainer, weights
-from tests.rows import CPU, joined
+from tests.rows import CPU
 from tests.strategies.test_dp import (
     EXACT,
     VAL,
     Base,
-    Counted,
     Lbfgs,
-    assert_alike,
     fit_one,
     make_data,
 )
 from tests.streams import device as device
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets"),
-    pytest.mark.filterwarnings("ignore:You called `self.log.*but have no logger configured"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You called `self.log.*but have no logger configured"
+)
 CPU_1, META = torch.device("cpu:1"), torch.device("meta")
 
 
 def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.Trainer:
     """Train with a stage of the module on each logical device."""
-    names = ("layers", "num_microbatches", "root_holds_data", "prefetch")
+    names = ("layers", "root_holds_data")
     strategy = LocalModelParallelStrategy(**{n: options.pop(n) for n in names if n in options})
     trainer = make_trainer(
         path, strategy=strategy, devices=devices, **{"precision": "64-true", **options}
@@ -120,14 +117,11 @@ class TestWeights:
         ("make", "options"),
         [
             (Base, {}),
-            (Base, {"num_microbatches": 4}),
-            (Base, {"num_microbatches": 5, "accumulate_grad_batches": 2}),
-            (Base, {"num_microbatches": 3, "gradient_clip_val": 0.05}),
+            (Base, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
             (Base, {"devices": 3, "root_holds_data": False}),
             (Named, {}),
-            (Named, {"num_microbatches": 7}),
-            (Listed, {"layers": "body.blocks", "devices": 3, "num_microbatches": 2}),
-            (Lbfgs, {"num_microbatches": 2}),
+            (Listed, {"layers": "body.blocks", "devices": 3}),
+            (Lbfgs, {}),
             (Gan, {}),
         ],
         ids=str,
@@ -138,39 +132,13 @@ class TestWeights:
         found, expected = make(), make()
         options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
         trainer = fit_stages(tmp_path, found, **options)
-        own = ("devices", "layers", "num_microbatches", "root_holds_data")
+        own = ("devices", "layers", "root_holds_data")
         plain = {name: value for name, value in options.items() if name not in own}
         reference = fit_one(tmp_path, expected, **plain)
-        if options.get("num_microbatches", 1) == 1:
-            assert torch.equal(weights(found), weights(expected))
-        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
+        assert torch.equal(weights(found), weights(expected))
         metrics, wanted = trainer.callback_metrics, reference.callback_metrics
-        torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
+        assert torch.equal(metrics["val_loss"], wanted["val_loss"])
         assert not torch.allclose(weights(found), weights(make()).double(), rtol=1e-2)
-
-    def test_logs_of_microbatches_are_those_of_one_device(self, tmp_path: Path) -> None:
-        values = []
-        for trainer in (
-            fit_one(tmp_path, Counted()),
-            fit_stages(tmp_path, Counted(), num_microbatches=5),
-        ):
-            metrics = sorted(trainer.callback_metrics.items())
-            values.append([[name, str(value.item())] for name, value in metrics])
-        assert len(values[0]) > 10
-        assert_alike(values[1], values[0])
-
-    def test_predictions_of_microbatches_are_in_dataset_order(self, tmp_path: Path) -> None:
-        class Predicting(Base):
-            def predict_step(self, batch: Any, batch_idx: int) -> Any:
-                return batch["row"], self.net(batch["x"])
-
-        module = Predicting()
-        strategy = LocalModelParallelStrategy(num_microbatches=3)
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
-        predictions: Any = trainer.predict(module, datamodule=make_data(tmp_path, 12))
-        assert joined([rows.tolist() for rows, _ in predictions]) == list(range(100, 131))
-        found = torch.cat([y for _, y in predictions])
-        torch.testing.assert_close(found, module.net(VAL.x).detach())
 
 
 class Copies(TorchDispatchMode):
@@ -254,51 +222,20 @@ class TestPlaces:
         assert strategy.stages == []
 
 
-class TestCut:
-    @pytest.mark.parametrize("seed", range(20))
-    def test_even_cut_has_the_smallest_largest_stage(self, seed: int) -> None:
-        dice = random.Random(seed)
-        loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
-        num_stages = dice.randint(1, len(loads))
-        found = even_cut(loads, num_stages)
-        assert [bound for pair in found for bound in pair][1:-1] == [
-            stop for _, stop in found[:-1] for _ in range(2)
-        ]
-        assert (found[0][0], found[-1][1]) == (0, len(loads))
-        assert all(start < stop for start, stop in found)
-        largest = max(sum(loads[start:stop]) for start, stop in found)
-        cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)
-        best = min(
-            max(sum(loads[a:b]) for a, b in itertools.pairwise((0, *cut, len(loads))))
-            for cut in cuts
-        )
-        assert largest == best
+@pytest.mark.parametrize("seed", range(20))
+def test_even_cut_has_the_smallest_largest_stage(seed: int) -> None:
+    dice = random.Random(seed)
+    loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
+    num_stages = dice.randint(1, len(loads))
 
-    def test_large_outputs_of_the_example_input_move_the_cut(self) -> None:
-        module: Any = Base()
-        module.forward = lambda x: module.net(x)
-        module.net = nn.Sequential(
-            nn.Linear(8, 8),
-            nn.Upsample(scale_factor=100),
-            nn.AvgPool1d(100),
-            nn.BatchNorm1d(3),
-            nn.Linear(8, 9),
-        )
-        by_parameters = find_stages(module, [CPU] * 2)
-        assert [stage.names[0] for stage in by_parameters] == ["net.0", "net.4"]
-        assert by_parameters[1].activation_bytes == 0
-        module.example_input_array = torch.ones(512, 3, 8)
-        by_outputs = find_stages(module, [CPU] * 2)
-        assert [stage.names[0] for stage in by_outputs] == ["net.0", "net.2"]
-        assert by_outputs[0].activation_bytes == 512 * 3 * (8 + 800) * 4
-        assert torch.equal(module.net[3].running_mean, torch.zeros(3))
-        assert module.net[3].num_batches_tracked == 0
+    def largest(bounds: Sequence[int]) -> int:
+        return max(sum(loads[a:b]) for a, b in itertools.pairwise(bounds))
 
-    def test_example_input_that_does_not_run_says_so(self) -> None:
-        module = Base()
-        module.example_input_array = torch.ones(2, 8)  # There is no forward.
-        with pytest.raises(ValueError, match=r"example_input_array cannot be run .*Leave it out"):
-            find_stages(module, [CPU] * 2)
+    found = even_cut(loads, num_stages)
+    assert (found[0], found[-1], len(found)) == (0, len(loads), num_stages + 1)
+    assert found == sorted(set(found))
+    cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)
+    assert largest(found) == min(largest((0, *cut, len(loads))) for cut in cuts)
 
 
 def tie_stages(module: Base) -> None:
@@ -352,14 +289,6 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             fit_stages(tmp_path, module, layers=layers, precision="32-true")
 
-    def test_microbatches_by_hand_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"num_microbatches=2 with automatic_optimization="):
-            fit_stages(tmp_path, Gan(), num_microbatches=2)
-
-    def test_no_microbatch_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"num_microbatches=0: at least 1"):
-            LocalModelParallelStrategy(num_microbatches=0)
-
     def test_two_nodes_raise(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"num_nodes=2: memmap_model_parallel is one process"):
             make_trainer(tmp_path, strategy="memmap_model_parallel", num_nodes=2)
@@ -368,15 +297,13 @@ class TestErrors:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 class TestGpus:
-    @pytest.mark.parametrize("num_microbatches", [1, 4])
     @pytest.mark.parametrize("make", [Base, Named], ids=lambda make: make.__name__)
     def test_weights_on_gpus_are_those_of_one(
-        self, tmp_path: Path, make: Callable[[], Base], num_microbatches: int
+        self, tmp_path: Path, make: Callable[[], Base]
     ) -> None:
         found, expected = make(), make()
         options: dict[str, Any] = {"accelerator": "gpu", "precision": "64-true", "max_epochs": 2}
-        strategy = LocalModelParallelStrategy(num_microbatches=num_microbatches)
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=2, **options)
+        trainer = make_trainer(tmp_path, strategy="memmap_model_parallel", devices=2, **options)
         trainer.fit(found, datamodule=make_data(tmp_path, 12))
         trainer = make_trainer(tmp_path, devices=1, **options)
         trainer.fit(expected, datamodule=make_data(tmp_path, 24))

@@ -1,10 +1,10 @@
-"""The copies of metrics that replicas and micro-batches update."""
+"""The copies of metrics that replicas update."""
 
 import lightning as L
 import pytest
 from torchmetrics import SumMetric
 
-from lightning_memmap.strategies.microbatch import MetricCopies, counted_in_copies
+from lightning_memmap.strategies._part_results import MetricCopies, counted_in_copies
 from tests.rows import CPU
 
 

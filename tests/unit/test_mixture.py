@@ -1,6 +1,7 @@
 """Several training sets in given shares: the same under every division, and as often as asked."""
 
 import json
+import pickle
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -76,6 +77,8 @@ def test_rows_of_several_stores_are_samples_as_their_datasets_give_them(tmp_path
     joined = JoinedStore(tmp_path, stores)
 
     assert [joined[row] for row in range(9)] == rows
+    # Another process opens its stores again.
+    assert [pickle.loads(pickle.dumps(joined))[row] for row in range(9)] == rows
 
 
 @pytest.mark.parametrize("is_joined_before", [True, False])

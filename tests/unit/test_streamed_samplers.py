@@ -14,7 +14,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
-from lightning_memmap.loading import stream_layout, window_reads
+from lightning_memmap.loading import runs
 from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
@@ -152,8 +152,8 @@ def test_one_read_has_rows_of_several_files_and_what_lies_between(
     stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int
 ) -> None:
     expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
-    monkeypatch.setattr(stream_layout, "MAX_RUNS", 0)
-    monkeypatch.setattr(window_reads, "_GAP_BYTES", gap_bytes)
+    monkeypatch.setattr(runs, "MAX_RUNS", 0)
+    monkeypatch.setattr(runs, "_GAP_BYTES", gap_bytes)
     data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_memmap.loading import RowList
+from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import PerSample
 from tests.rows import CPU, image_of, make_loader
@@ -335,3 +336,28 @@ class TestInLoader:
         found, expected = PerSample(lambda sample: sample)(batch), default_collate(samples)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1]["x"], expected[1]["x"])
+
+
+class OwnRandomNumbers:
+    """Random as an Albumentations ``Compose`` is: with its own generator."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def set_random_seed(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, image: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+        turns = int(self.rng.integers(4))
+        return {"image": np.rot90(image, turns), "mask": np.rot90(mask, turns)}
+
+
+def test_callable_with_own_random_numbers_repeats_and_stays_aligned() -> None:
+    square = torch.arange(24 * 16).view(24, 4, 4)
+    batch = {"image": square[:, None], "mask": square}
+    augment = PerSample(OwnRandomNumbers(), {"image": "image", "mask": "mask"})
+    transform = DeviceTransform(augment, CPU)
+    first, again, other = transform(batch, 1), transform(batch, 1), transform(batch, 2)
+    assert torch.equal(first["image"], again["image"])
+    assert not torch.equal(first["image"], other["image"])
+    assert torch.equal(first["image"][:, 0], first["mask"])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.loading import SuperBatchLoader, window_rows
-from lightning_memmap.loading.window_rows import WindowRows
+from lightning_memmap.loading import SuperBatchLoader, places
+from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
     PickedRows,
@@ -176,7 +176,7 @@ def test_windows_too_many_for_a_table_are_the_same(
     store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency))
-    monkeypatch.setattr(window_rows, "TABLE_ROWS", 0)
+    monkeypatch.setattr(places, "TABLE_ROWS", 0)
     assert steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
 
 
@@ -187,10 +187,11 @@ def test_memory_holds_each_step_once(store: Store) -> None:
             store, WINDOWS, rank=rank, size=4, residency="host", batch_size=3
         )
         (source,) = loader._rows.sources
-        assert isinstance(source, WindowRows)
+        assert isinstance(source, Memory)
         (index,) = (i for i, (shape, _) in enumerate(source.fields) if shape == (LENGTH,))
-        steps = source._windows[index]
-        assert steps is not None
+        assert source._columns is not None
+        steps = source._columns._columns[index][0]
+        assert isinstance(steps, torch.Tensor)
         held += steps.untyped_storage().nbytes() // 4
     # Shards c with c % 4 == rank are pieces of the line: where one ends inside a series, the next
     # one begins with as many steps as windows overlap.

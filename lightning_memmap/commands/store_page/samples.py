@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_memmap.images import ImageError, decode_image
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
+from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.store import Store
 
 _NUM_SAMPLES = 24
@@ -62,7 +63,7 @@ def show(field: Field, row: Tensor) -> Value:
         field: The field.
         row: Its value.
     """
-    if field.kind == "bytes" and (pixels := _decoded(row)) is not None:
+    if field.kind == Bytes() and (pixels := _decoded(row)) is not None:
         shape = " x ".join(map(str, pixels.shape))
         return Value(field.name, _picture(pixels), f"{shape}, encoded in {len(row)} bytes")
     if field.is_text:

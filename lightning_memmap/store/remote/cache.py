@@ -1,11 +1,11 @@
 """Where the shards of stores at URLs are kept: a directory of bounded size, of one user.
 
-    .lock                  held for all bookkeeping
-    <URL>.last             the version that the server of a URL gave last: its <URL>-<manifest>
-    <URL>-<manifest>/      one version: its manifest and files, RECORDS of what was fetched, and
-      .in_use              a lock that all who have it open share, used last when it was modified
+    .lock                    held for all bookkeeping
+    <URL>/manifest.json      the manifest that the server of a URL gave last
+    <URL>/g-<manifest>/      one version: its files, RECORDS of what was fetched, and
+      .in_use                a lock that all who have it open share
 
-What changes at a URL has another manifest, and so another directory. Versions that nobody has open
+What changes at a URL has another manifest, and so another version. Versions that nobody has open
 are removed where there is no room, the one that was opened longest ago first.
 """
 
@@ -13,32 +13,30 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
+from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.manifest import MANIFEST, check_files
+from lightning_memmap.store.files import check_plain
+from lightning_memmap.store.manifest import Manifest, check_files
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.remote.files import (
-    OFFLINE,
-    UnreachableError,
-    is_offline,
-)
+from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
     RECORDS,
-    RemoteManifest,
     RemoteShards,
-    closing_fd,
+    copy_name,
     make_records,
+    read_manifest,
     read_plain,
 )
 
@@ -46,11 +44,69 @@ from lightning_memmap.store.remote.shards import (
 DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
 
 _SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
-IN_USE, _LAST, _GONE = ".in_use", ".last", ".gone"
-_VERSION = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
+_IN_USE, _GONE = ".in_use", ".gone"
 #: What a version needs on the disk beside its shards.
 _ROOM_BYTES = 2**20
+#: A fetch of fewer bytes shows no progress.
+_SHOWN_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
+
+
+class CachedShards(RemoteShards):
+    """The shards of one store at a URL, fetched into the cache when they are asked for.
+
+    The version that was opened stays in the cache as long as this object is there. `path` is its
+    directory as it was named then.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._cache, files, self._is_checked = Cache(), RemoteFiles(url), True
+        try:
+            manifest = read_manifest(files)
+        except UnreachableError as error:
+            manifest, self._is_checked = self._cache.last(url, error), False
+        with self._cache.locked():
+            self.path = self._cache.version(url, manifest, is_last=self._is_checked)
+            in_use = os.open(self.path / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            weakref.finalize(self, os.close, in_use)
+            super().__init__(files, manifest, self.path)
+            with suppress(OSError):  # A cache that cannot be written.
+                os.utime(self.path)
+                with _unused(self.path) as is_first:
+                    if is_first:  # What is still to come was for processes that were killed.
+                        self.record(np.flatnonzero(self.records() < 0).tolist(), sign=0)
+            fcntl.flock(in_use, fcntl.LOCK_SH)
+        self._known = self.records()
+
+    def require(self, fields: Collection[int], shards: Collection[int]) -> None:
+        """Fetch the shards that are not yet here, of fields by their place in the schema.
+
+        Raises:
+            StoreNotFoundError: The store is gone.
+            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
+                was removed, or cannot be written.
+        """
+        numbers = self.numbers(fields, shards)
+        if all(self._known[number] > 0 for number in numbers):
+            return
+        with self._cache.usable():
+            if missing := self.missing(numbers):
+                # Before stores are removed to make room for what cannot be fetched.
+                if not self._is_checked and (error := self.changed()):
+                    raise StoreError(
+                        f"{len(missing)} shards of fields that are needed are not in the cache at"
+                        f" {self._cache.directory}, and {error}"
+                    ) from error
+                self._is_checked = True
+                self._cache.reserve(self, missing)
+                num_bytes = self.num_bytes(missing).sum()
+                self.fetch(missing, "fetching", hidden=bool(num_bytes < _SHOWN_BYTES))
+            self._known = self.records()
+
+    @override
+    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
+        with self._cache.usable():
+            return super().verify(number, advance)
 
 
 class Cache:
@@ -62,10 +118,9 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        given = os.environ.get(DIRECTORY)
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = Path(given).expanduser() if given else home / "lightning_memmap"
-        self.directory = Path(os.path.realpath(directory))
+        given = os.environ.get(DIRECTORY) or home / "lightning_memmap"
+        self.directory = Path(os.path.realpath(Path(given).expanduser()))
         try:
             self._limit = parse_bytes(text) if (text := os.environ.get(LIMIT)) else None
         except ValueError as error:
@@ -73,7 +128,7 @@ class Cache:
         with self.usable():
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = os.lstat(self.directory)
-        if not _is_own_directory(status):
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise StoreError(
                 f"{self.directory} is no directory that belongs to this user: {_SETTING}"
             )
@@ -99,52 +154,49 @@ class Cache:
             ) from error
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if not os.access(self.directory, os.W_OK):
-            yield  # Whole stores in it are used as they are.
-            return
-        with FileLock(self.directory / ".lock"):
-            for left in self.directory.glob(f"*{_GONE}"):  # Of a process that was killed.
-                shutil.rmtree(left, ignore_errors=True)
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the cache."""
+        with self.usable(), ExitStack() as stack:
+            # Without write permission, whole versions are used as they are.
+            if os.access(self.directory, os.W_OK):
+                stack.enter_context(FileLock(self.directory / ".lock"))
+                for left in self.directory.glob(f"*{_GONE}"):  # Of a process that was killed.
+                    shutil.rmtree(left, ignore_errors=True)
             yield
 
-    @contextmanager
-    def entered(self, remote: RemoteManifest, url: StoreUrl, *, is_last: bool) -> Iterator[Path]:
-        """Find or make the directory of a version, in which nothing is removed meanwhile.
+    def version(self, url: StoreUrl, manifest: Manifest, *, is_last: bool) -> Path:
+        """Find or make the directory of a version. The lock must be held.
 
         ``is_last`` says that the server has just given this version.
         """
-        directory = self.directory / _version(url, remote.data)
-        with self.usable(), self._locked():
-            if not _is_whole(directory, remote):
-                self._make(directory, remote, url)
-            if is_last:
-                with suppress(OSError):  # A cache that cannot be written.
-                    _replace(self.directory / _last(url), directory.name.encode())
-            yield directory
+        directory = self._directory(url, manifest)
+        if not _is_whole(directory, manifest):
+            if directory.parent.is_symlink():
+                self._remove(directory.parent)
+            self._remove(directory)
+            # A name that nobody can have foreseen, and that is removed if this process is killed.
+            made = Path(tempfile.mkdtemp(suffix=_GONE, dir=self.directory))
+            # Several columns may have a file in common.
+            sizes = {name: size for c in manifest.columns for name, size in c.file_bytes.items()}
+            for name, num_bytes in sizes.items():
+                with open(made / name, "xb") as file:
+                    file.truncate(num_bytes)
+            make_records(made, manifest)
+            (made / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
+            directory.parent.mkdir(exist_ok=True)
+            os.rename(made, directory)
+        if is_last:
+            with suppress(OSError):  # A cache that cannot be written.
+                manifest.write(directory.parent)
+        return directory
 
-    def _make(self, directory: Path, remote: RemoteManifest, url: StoreUrl) -> None:
-        self._remove(directory)
-        # A name that nobody can have foreseen, and that is removed if this process is killed.
-        made = Path(tempfile.mkdtemp(suffix=_GONE, dir=self.directory))
-        # Several columns may have a file in common.
-        sizes = {name: n for c in remote.manifest.columns for name, n in c.file_bytes.items()}
-        for name, num_bytes in sizes.items():
-            with open(made / name, "xb") as file:
-                file.truncate(num_bytes)
-        make_records(made, remote.manifest)
-        (made / IN_USE).write_text(f"{url}\n", encoding="utf-8")
-        (made / MANIFEST).write_bytes(remote.data)
-        os.rename(made, directory)
-
-    def last(self, url: StoreUrl, reason: UnreachableError) -> RemoteManifest:
+    def last(self, url: StoreUrl, reason: UnreachableError) -> Manifest:
         """Find the version of a store that its server gave last, since nobody can be asked now."""
         try:
-            name = read_plain(self.directory / _last(url)).decode()
-            data = read_plain(self.directory / name / MANIFEST)
-            if name != _version(url, data):
-                raise ValueError(f"{name} has another manifest")
-        except (OSError, ValueError, StoreError) as error:
+            manifest = Manifest.read(self.directory / _digest(url))
+            if not _is_whole(self._directory(url, manifest), manifest):
+                raise StoreError("its files are gone")
+        except (OSError, MemmapError) as error:
             nothing = f"the cache at {self.directory} has nothing of it"
             if is_offline():  # What is in the cache is all that there is.
                 _log.warning("no store at %s: %s is set, and %s", url, OFFLINE, nothing)
@@ -156,37 +208,31 @@ class Cache:
             url,
             str(reason),  # Who keeps the error keeps the frames that it went through.
         )
-        return RemoteManifest(data, url)
+        return manifest
 
-    def reserve(self, shards: RemoteShards, missing: Callable[[], list[int]]) -> None:
+    def reserve(self, shards: RemoteShards, numbers: Collection[int]) -> None:
         """Make room for shards, once for all that are needed, and record that they are to come.
-
-        Args:
-            shards: Those of the version.
-            missing: Finds the numbers of those that are needed and not here.
 
         Raises:
             StoreError: There is no room, and what takes it is in use. Nothing was removed.
         """
-        with self._locked(), ExitStack() as stack:
-            known = shards.records().reshape(-1)
-            unreserved = [number for number in missing() if not known[number]]
-            needed = int(shards.num_bytes(unreserved).sum())
-            versions = [path for path in self.directory.iterdir() if _VERSION.fullmatch(path.name)]
-            records = {path: _records(path) for path in versions}
-            used = int(sum(np.abs(each).sum() for each in records.values()))
-            coming = int(sum(-each[each < 0].sum() for each in records.values()))
+        with self.locked(), ExitStack() as stack:
+            known = shards.records()
+            wanted = [number for number in numbers if not known[number]]
+            needed = int(shards.num_bytes(wanted).sum())
+            versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
+            uses = {path: _bytes_of(path) for path in versions}
+            here, coming = map(sum, zip((0, needed), *uses.values(), strict=True))
             free = shutil.disk_usage(self.directory).free
-            removed: list[Path] = []
-            for path in sorted(versions, key=_used_last_ns):
-                if self._lack(used + needed, coming + needed, free) is None:
+            removed = list[Path]()
+            for path in versions:
+                if self._lack(here, coming, free) is None:
                     break
-                if stack.enter_context(unused(path)):
+                if stack.enter_context(_unused(path)):
                     removed.append(path)
-                    used -= int(np.abs(records[path]).sum())
-                    coming += int(records[path][records[path] < 0].sum())
-                    free += int(records[path][records[path] > 0].sum())
-            if (lack := self._lack(used + needed, coming + needed, free)) is not None:
+                    here, coming = here - uses[path][0], coming - uses[path][1]
+                    free += uses[path][0]
+            if (lack := self._lack(here, coming, free)) is not None:
                 raise StoreError(
                     f"{format_bytes(needed)} of shards have no room in the cache at"
                     f" {self.directory}: {lack}, and what is in it is in use. {_SETTING}"
@@ -194,87 +240,61 @@ class Cache:
             for path in removed:
                 _log.info("removing %s from the cache", path)
                 self._remove(path)
-            shards.record(unreserved, sign=-1)
+            shards.record(wanted, sign=-1)
 
-    def _lack(self, total: int, coming: int, free: int) -> str | None:
-        """Why there is no room for all bytes that are here or to come; None where there is."""
-        if self._limit is not None and total > self._limit:
-            return f"it would have {format_bytes(total)} and may hold {format_bytes(self._limit)}"
+    def _lack(self, here: int, coming: int, free: int) -> str | None:
+        """Why there is no room for bytes that are to come; None where there is."""
+        if self._limit is not None and here + coming > self._limit:
+            total, limit = format_bytes(here + coming), format_bytes(self._limit)
+            return f"it would have {total} and may hold {limit}"
         if coming + _ROOM_BYTES > free:
             return f"{format_bytes(coming)} are to come, and its disk has {format_bytes(free)} free"
         return None
 
-    def _remove(self, directory: Path) -> None:
-        """Remove a version: all of it or nothing, as far as others see."""
+    def _directory(self, url: StoreUrl, manifest: Manifest) -> Path:
+        return self.directory / _digest(url) / copy_name(manifest)
+
+    def _remove(self, path: Path) -> None:
+        """Remove something: all of it or nothing, as far as others see."""
         gone = tempfile.mkdtemp(suffix=_GONE, dir=self.directory)
         with suppress(FileNotFoundError):
-            os.rename(directory, f"{gone}/{directory.name}")
+            os.rename(path, f"{gone}/{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _version(url: StoreUrl, manifest: bytes) -> str:
-    return f"{_digest(str(url).encode())}-{_digest(manifest)}"
+def _digest(url: StoreUrl) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
-def _last(url: StoreUrl) -> str:
-    return _digest(str(url).encode()) + _LAST
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
-def _is_whole(directory: Path, remote: RemoteManifest) -> bool:
-    """Whether a version is there, with files of the right kind and sizes that are this user's."""
-    num_records = len(remote.manifest.columns) * remote.manifest.num_shards
+def _is_whole(version: Path, manifest: Manifest) -> bool:
+    """Whether a version is there, no link leads to it, and its files are plain and have their
+    sizes."""
     try:
-        check_files(directory, remote.manifest)
-        own = [os.lstat(directory / name) for name in (RECORDS, IN_USE, MANIFEST)]
-        is_own = _is_own_directory(os.lstat(directory)) and all(
-            stat.S_ISREG(each.st_mode) and each.st_uid == os.geteuid() for each in own
-        )
+        check_files(version, manifest)
+        num_bytes = check_plain(version / RECORDS)
+        check_plain(version / _IN_USE)
     except (MemmapError, OSError):
         return False  # It is not there, or was damaged.
-    return is_own and own[0].st_size == 8 * num_records
+    is_here = os.path.realpath(version) == str(version)
+    return is_here and num_bytes == 8 * len(manifest.columns) * manifest.num_shards
 
 
-def _is_own_directory(status: os.stat_result) -> bool:
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a small file: all of it, or none."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def _records(version: Path) -> np.ndarray:
-    try:
-        return np.frombuffer(read_plain(version / RECORDS), np.int64)
-    except (OSError, ValueError, StoreError):
-        return np.empty(0, np.int64)
-
-
-def _used_last_ns(version: Path) -> int:
-    try:
-        return os.lstat(version / IN_USE).st_mtime_ns
-    except OSError:
-        return 0
+def _bytes_of(version: Path) -> tuple[int, int]:
+    """The bytes of the shards of a version that are here, and of those that are to come."""
+    with suppress(OSError, ValueError, StoreError):  # It was damaged.
+        records = np.frombuffer(read_plain(version / RECORDS), np.int64)
+        return int(records[records > 0].sum()), int(-records[records < 0].sum())
+    return 0, 0
 
 
 @contextmanager
-def unused(version: Path) -> Iterator[bool]:
+def _unused(version: Path) -> Iterator[bool]:
     """Whether nobody has a version open, nor opens it meanwhile."""
-    try:
-        # For writing: NFS has exclusive locks for no other file.
-        opened = os.open(version / IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        yield True
-        return
-    with closing_fd(opened):
+    # For writing: NFS has exclusive locks for no other file.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(version / _IN_USE, flags, 0o600), "rb") as file:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # It is in use, or nobody can say.
             yield False
         else:

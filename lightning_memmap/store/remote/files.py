@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from lightning_memmap.errors import (
     StoreNotFoundError,
     describe_error,
 )
+from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl
 
 T = TypeVar("T")
@@ -31,10 +33,14 @@ OFFLINE = "LIGHTNING_MEMMAP_OFFLINE"
 #: Times that a read is tried, beside what the library of the protocol tries itself.
 _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
-#: What a server says that will not do otherwise when it is asked again.
-_REFUSED, _TRANSIENT, _UNABLE = (401, 403), (408, 425, 429), (501, 505)
-#: What a library raises that would fail in the same way when it is called again.
-_MISTAKES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
+#: What a server says that will not do otherwise when it is asked again, and what may be over.
+_UNABLE, _TRANSIENT = (501, 505), (408, 425, 429)
+#: What a library raises that would fail in the same way when it is called again. fsspec raises
+#: NotImplementedError for what a protocol cannot do at all, such as writing to http://.
+_MISTAKES = (
+    *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
+    NotImplementedError,
+)
 #: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
 _CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
 _log = logging.getLogger(__name__)
@@ -54,8 +60,10 @@ class RemoteFiles:
 
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
+        # In ``file://`` URLs fsspec takes ``%20`` for three characters.
+        address = unquote(url) if url.lower().startswith("file:") else url
         try:
-            self._system, path = url_to_fs(_address(url), use_listings_cache=False)
+            self._system, path = url_to_fs(address, use_listings_cache=False)
         except ImportError as error:
             raise StoreError(
                 f"{url} cannot be opened: {error}: pip install 'lightning_memmap[remote]' has the"
@@ -65,6 +73,9 @@ class RemoteFiles:
             raise ValueError(f"{url}: {error}") from error
         except Exception as error:  # Each library has its own.
             raise StoreError(f"{url} cannot be opened: {describe_error(error)}") from error
+        self._is_local = isinstance(self._system, LocalFileSystem)
+        if self._is_local:  # Elsewhere there are no directories, and this might make a bucket.
+            self._system = LocalFileSystem(auto_mkdir=True)
         self._path, self._is_web = path.rstrip("/"), "http" in self._system.protocol
 
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
@@ -72,22 +83,9 @@ class RemoteFiles:
 
         After ``patience_s``, a read that failed is not tried again.
         """
-
-        def read() -> bytes:
-            if self._is_web:
-                where = self._at(name)
-                try:
-                    loop = self._system.loop
-                    part: bytes = sync(loop, _read_part, self._system, where, start, end)
-                    return part
-                except FSTimeoutError as error:
-                    raise TimeoutError(
-                        f"no bytes for {_SILENCE_S:g} s, or too few in {_READ_S:g} s"
-                    ) from error
-            found: bytes = self._system.cat_file(self._at(name), start=start, end=end)
-            return found
-
-        found = self._tried(read, name, patience_s)
+        read = self._read_web if self._is_web else self._system.cat_file
+        work: Callable[[], bytes] = partial(read, self._at(name), start=start, end=end)
+        found = self._tried(work, name, patience_s)
         if len(found) > end - start:
             raise StoreError(
                 f"{self.url / name}: asked for {end - start} bytes, and got more: the server gives"
@@ -98,63 +96,62 @@ class RemoteFiles:
 
     def read_if_there(self, name: str, max_bytes: int) -> bytes | None:
         """Read a small file to its end, or to one byte more than it may have; None without it."""
-        try:
+        with suppress(StoreNotFoundError):
             return self.read(name, 0, max_bytes + 1)
-        except StoreNotFoundError:
-            return None
+        return None
 
     def size(self, name: str) -> int | None:
         """The size of a file in bytes, where its protocol can tell it; None without it."""
         with suppress(StoreNotFoundError):
-            found = self._tried(lambda: self._system.info(self._at(name)), name)["size"]
-            return None if found is None else int(found)
+            size: int | None = self._tried(partial(self._system.info, self._at(name)), name)["size"]
+            return size
         return None
 
-    def folders(self) -> list[str]:
-        """The names of the directories in this one, without hidden ones."""
+    def stores(self) -> list[str]:
+        """The directories in this one that have a manifest, one or two levels down."""
         if self._is_web:
             raise StoreNotFoundError(f"the files at {self.url} cannot be listed")
-        found: list[dict[str, Any]] = self._tried(
-            lambda: self._system.ls(self._path, detail=True), ""
+        files = self._tried(partial(self._system.find, self._path, maxdepth=3), "")
+        names = [str(file).rstrip("/").removeprefix(f"{self._path}/") for file in files]
+        found = [name.removesuffix(f"/{MANIFEST}") for name in names if f"/{MANIFEST}" in name]
+        return sorted(name for name in found if name[:1] != "." and "/." not in name)
+
+    def write(self, name: str, source: Path | bytes) -> None:
+        """Copy a file there, or write a small one. Object stores show it once it is whole."""
+        write = self._system.put_file if isinstance(source, Path) else self._system.pipe_file
+        given = (
+            (str(source), self._at(name)) if isinstance(source, Path) else (self._at(name), source)
         )
-        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in found]
-        kinds = [entry["type"] for entry in found]
-        pairs = sorted(zip(names, kinds, strict=True))
-        return [name for name, kind in pairs if kind == "directory" and name[:1] != "."]
-
-    def put(self, path: Path, name: str) -> None:
-        """Copy a file there. Object stores show it once it is whole."""
-        self._make_directory(name)
-        self._tried(lambda: self._system.put_file(str(path), self._at(name)), name)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file; see `put`."""
-        self._make_directory(name)
-        self._tried(lambda: self._system.pipe_file(self._at(name), data), name)
+        self._tried(partial(write, *given), name)
 
     def replace(self, name: str, data: bytes, beside: str) -> None:
         """Write a small file at once: whoever reads it finds all of it, or what was there before.
 
         Where it must be renamed for that, it is written in the directory ``beside`` first.
         """
-        if not isinstance(self._system, LocalFileSystem):
+        if self._is_local:
+            self.write(f"{beside}/{name}", data)
+            os.replace(self._at(f"{beside}/{name}"), self._at(name))
+        else:
             self.write(name, data)
-            return
-        self.write(f"{beside}/{name}", data)
-        os.replace(self._at(f"{beside}/{name}"), self._at(name))
 
     def remove(self, name: str) -> None:
         """Remove a file, or a directory and all that is in it, if there is one."""
         with suppress(StoreNotFoundError):
-            self._tried(lambda: self._system.rm(self._at(name), recursive=True), name)
+            self._tried(partial(self._system.rm, self._at(name), recursive=True), name)
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def _make_directory(self, name: str) -> None:
-        # Elsewhere there are no directories, and for some protocols this would make a bucket.
-        if isinstance(self._system, LocalFileSystem):
-            self._system.makedirs(os.path.dirname(self._at(name)), exist_ok=True)
+    def _read_web(self, path: str, start: int, end: int) -> bytes:
+        try:
+            loop = self._system.loop
+            found: bytes = sync(loop, _read_part, self._system, path, start, end)
+        except FSTimeoutError as error:
+            raise TimeoutError(
+                f"no bytes for {_SILENCE_S:g} s, or too few in {_READ_S:g} s"
+            ) from error
+        return found
 
     def _tried(self, work: Callable[[], T], name: str, patience_s: float = math.inf) -> T:
         where, pause_s = self.url / name if name else self.url, _FIRST_PAUSE_S
@@ -167,7 +164,7 @@ class RemoteFiles:
             except MemmapError:
                 raise
             except Exception as error:  # Each library has its own.
-                if final := _final_error(error, str(where)):
+                if final := _final_error(error, where):
                     raise final from error
                 if not left or monotonic() > deadline:
                     raise UnreachableError(
@@ -180,11 +177,6 @@ class RemoteFiles:
             sleep(pause_s)
             pause_s *= 2
         raise AssertionError
-
-
-def _address(url: StoreUrl) -> str:
-    """A URL as fsspec reads it: in ``file://`` URLs it takes ``%20`` for three characters."""
-    return unquote(url) if url.lower().startswith("file:") else url
 
 
 async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
@@ -229,25 +221,14 @@ def _final_error(error: Exception, where: str) -> MemmapError | None:
     what, status = describe_error(error), _status(error)
     if isinstance(error, FileNotFoundError):
         return StoreNotFoundError(f"there is no {where}: {what}")
-    no_credentials = "Credentials" in type(error).__name__
-    if no_credentials or isinstance(error, PermissionError) or status in _REFUSED:
+    is_refused = 400 <= status < 500 and status not in _TRANSIENT
+    has_no_right = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
+    if is_refused or has_no_right or status in _UNABLE or isinstance(error, _MISTAKES):
         return StoreError(
-            f"{where}: access was refused: {what}: see that there are credentials (for s3:// in"
-            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws), and that they have the"
-            " right to this"
-        )
-    # fsspec's file systems raise NotImplementedError for what their protocol cannot do at all, such
-    # as writing to http://.
-    refused = 400 <= status < 500 and status not in _TRANSIENT
-    if refused or status in _UNABLE or isinstance(error, NotImplementedError):
-        return StoreError(
-            f"{where}: {what}: see that the URL is right, and that what is there can do this"
-            " (http:// and https:// can only be read)"
-        )
-    if isinstance(error, _MISTAKES):
-        return StoreError(
-            f"{where}: the library of its protocol failed: {what}: try another version of it, or"
-            " copy the store by other means"
+            f"{where} was refused: {what}: see that the URL is right, that there are credentials"
+            " with the right to this (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
+            " in ~/.aws), and that the server and the library of its protocol can do it (http://"
+            " and https:// can only be read)"
         )
     return None
 

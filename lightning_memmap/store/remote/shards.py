@@ -1,20 +1,21 @@
 """Shards of a store at a URL, fetched into files here and compared with their checksums.
 
 The files here have the sizes of the whole ones. What was not fetched is a hole in them, and must
-not be read. A file beside them, `RECORDS`, has an int64 for each field and shard: its bytes (at
+not be read. A file beside them, `RECORDS`, has an int64 for each shard of each field: its bytes (at
 least 1) once they are on the disk, the negative of that when somebody means to fetch them, and 0
 before. A fetch that was interrupted goes on with the next shard.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import random
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -25,9 +26,9 @@ import xxhash
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import FileRange
-from lightning_memmap.store.files import TEMPORARY, open_plain, write_all
+from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
 
 #: A pull needs it until its store is in place.
@@ -36,100 +37,69 @@ RECORDS = "shards" + TEMPORARY
 _NUM_THREADS = 8
 #: Bytes of one read. A connection that breaks costs one.
 _READ_BYTES = 8 * 2**20
-#: Times that a shard is fetched whose bytes are not those of its checksum: what lies between may
-#: have changed them.
-_NUM_COPIES = 2
 #: Some libraries try for as long to connect, and then everybody has waited enough.
 _PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class RemoteManifest:
-    """The manifest of a store at a URL, and its bytes."""
-
-    def __init__(self, data: bytes, url: StoreUrl) -> None:
-        self.data, self.manifest = data, Manifest.decode(data, str(url))
-
-    @classmethod
-    def read(cls, files: RemoteFiles) -> "RemoteManifest":
-        """Read it from its server. A damaged one is a StoreError."""
-        try:
-            data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, patience_s=_PATIENCE_S)
-        except StoreNotFoundError as error:
-            raise StoreNotFoundError(
-                f"no store at {files.url}: {str(error).rstrip('.')}: build it in a directory, and"
-                f" push it with `lightning-memmap store push DIRECTORY {files.url}`"
-            ) from error
-        return cls(data, files.url)
-
-
 class RemoteShards:
-    """Fetches shards of one store into the files of one directory. Several threads may use it.
+    """The shards of one store at a URL, fetched into the files of a directory.
 
-    The directory stays open, and all is opened relative to it: where it is removed, and another
+    Those of all fields are numbered, field by field. Several threads and processes may fetch into
+    one directory. It stays open, and all is opened relative to it: where it is removed, and another
     made under its name, nothing of that is taken for what was fetched here.
     """
 
-    def __init__(self, remote: RemoteManifest, files: RemoteFiles, directory: Path) -> None:
-        self.manifest = remote.manifest
-        self._remote, self._files = remote, files
+    def __init__(self, files: RemoteFiles, manifest: Manifest, directory: Path) -> None:
+        self.files, self.manifest = files, manifest
         opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         weakref.finalize(self, os.close, opened)
         #: The directory, whatever its name leads to by now.
         self.directory = Path(f"/proc/self/fd/{opened}")
-        self._records = self._open(RECORDS, os.O_RDONLY)
+        self._records = open_plain(self.directory / RECORDS)
         weakref.finalize(self, os.close, self._records)
 
-    def _open(self, name: str, flags: int) -> int:
-        return os.open(self.directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-
     def records(self) -> Integers:
-        """What is here, int64 of shape (fields, shards): see above."""
-        shape = len(self.manifest.columns), self._step
-        return self._read_records(0, shape[0] * shape[1]).reshape(shape)
+        """What is here, int64 of shape (fields x shards,): see above."""
+        return self._read_records(0, len(self.manifest.columns) * self.manifest.num_shards)
 
     def _read_records(self, first: int, count: int) -> Integers:
         data = os.pread(self._records, 8 * count, 8 * first)
         if len(data) < 8 * count:
             raise StoreError(
-                f"what was fetched of {self._files.url} is not known any more: somebody has changed"
+                f"what was fetched of {self.files.url} is not known any more: somebody has changed"
                 " its files on this machine; open the store again"
             )
         return np.frombuffer(data, np.int64)
 
-    def _is_here(self, number: int) -> bool:
-        return bool(self._read_records(number, 1)[0] > 0)
-
     @cached_property
-    def _pieces(self) -> list[list[list[FileRange]]]:
-        """The pieces of files of each field and shard."""
-        columns = self.manifest.columns
-        return [[list(pieces) for pieces in column.shard_ranges()] for column in columns]
+    def pieces(self) -> list[tuple[FileRange, ...]]:
+        """The pieces of files of each shard."""
+        return [tuple(shard) for column in self.manifest.columns for shard in column.shard_ranges()]
+
+    def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
+        """The numbers of shards of fields, which are given by their place in the schema."""
+        return [field * self.manifest.num_shards + shard for field in fields for shard in shards]
 
     def num_bytes(self, numbers: Iterable[int]) -> Integers:
-        """The bytes of each of some shards of fields, which are numbered field by field."""
-        ranges = (self._pieces[i // self._step][i % self._step] for i in numbers)
-        sums = [max(1, sum(end - start for _, start, end in pieces)) for pieces in ranges]
-        return np.array(sums, np.int64)
+        """The bytes of shards."""
+        sums = [sum(end - start for _, start, end in self.pieces[number]) for number in numbers]
+        return np.maximum(np.array(sums, np.int64), 1)
 
-    @property
-    def _step(self) -> int:
-        return self.manifest.num_shards
-
-    def missing(self, fields: Collection[int], shards: Collection[int]) -> list[int]:
-        """The numbers of the shards of fields that are not here."""
-        wanted = np.zeros((len(self.manifest.columns), self._step), bool)
-        wanted[np.ix_(np.array([*fields], np.int64), np.array([*shards], np.int64))] = True
-        return [int(number) for number in np.flatnonzero(wanted & (self.records() <= 0))]
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of some shards that are not here."""
+        records = self.records()
+        return [number for number in numbers if records[number] <= 0]
 
     def record(self, numbers: Collection[int], *, sign: int) -> None:
-        """Record that shards of fields are here (1), are to be fetched (-1), or are not (0)."""
-        with closing_fd(self._open(RECORDS, os.O_WRONLY)) as file:
+        """Record that shards are here (1), are to be fetched (-1), or are not here (0)."""
+        with closing(OpenFiles(f"{self.directory}/.")) as files:
             for number, num_bytes in zip(numbers, self.num_bytes(numbers).tolist(), strict=True):
-                write_all(file, memoryview(struct.pack("q", sign * num_bytes)), 8 * number)
+                data = memoryview(struct.pack("q", sign * num_bytes))
+                write_all(files.open(RECORDS), data, 8 * number)
 
-    def fetch(self, numbers: Collection[int], advance: Callable[[int], None]) -> None:
-        """Fetch shards of fields, several at once. Threads call ``advance`` with bytes fetched.
+    def fetch(self, numbers: Collection[int], what: str, *, hidden: bool) -> None:
+        """Fetch shards, several at once, and show the progress unless it is hidden.
 
         Raises:
             StoreNotFoundError: The store is gone.
@@ -138,8 +108,11 @@ class RemoteShards:
         """
         # In another order than other processes that fetch the same, so that they share the work.
         order = random.Random(os.getpid()).sample([*numbers], len(numbers))
-        stop = Event()
-        with ThreadPoolExecutor(min(_NUM_THREADS, max(1, len(order)))) as pool:
+        stop, num_bytes = Event(), int(self.num_bytes(numbers).sum())
+        with (
+            show_progress(what, num_bytes, 1, hidden=hidden) as advance,
+            ThreadPoolExecutor(min(_NUM_THREADS, max(1, len(order)))) as pool,
+        ):
             fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
             try:
                 done, _ = wait(fetched, return_when=FIRST_EXCEPTION)
@@ -150,108 +123,118 @@ class RemoteShards:
             future.result()
 
     def _fetch(self, number: int, advance: Callable[[int], None], stop: Event) -> None:
-        field, shard = divmod(number, self._step)
-        column = self.manifest.columns[field]
-        with self._locked(number), ExitStack() as stack:
-            if self._is_here(number):  # By another process.
+        with closing(OpenFiles(f"{self.directory}/.")) as files:
+            # Others who fetch this shard wait. The lock is of this descriptor, not of the process:
+            # threads wait for each other too.
+            lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8 * number, 8, 0)
+            fcntl.fcntl(files.open(RECORDS), fcntl.F_OFD_SETLKW, lock)
+            if self._is_here(number):
                 return
-            files: dict[str, int] = {}
 
-            def write(name: str, first: int, data: bytes) -> None:
-                if name not in files:
-                    files[name] = stack.enter_context(closing_fd(self._open(name, os.O_WRONLY)))
-                write_all(files[name], memoryview(data), first)
-
-            for left in reversed(range(_NUM_COPIES)):
-                digest = xxhash.xxh3_64()
+            def written() -> Iterator[bytes]:
                 for name, first, data in self._read(number):
                     if stop.is_set():
-                        return
-                    digest.update(data)
-                    write(name, first, data)
-                    advance(len(data))
-                if digest.hexdigest() == self.manifest.checksums[column.field.name][shard]:
-                    break
-                if (error := self._changed()) or not left:
-                    raise error or self._damaged(number)
-                _log.warning(
-                    "the bytes of field %r, shard %s are not those of its checksum: fetching them"
-                    " again",
-                    column.field.name,
-                    shard,
-                )
-            for name, first, data in column.edge_bytes(shard):
-                write(name, first, data)
-            for file in files.values():
-                os.fsync(file)
+                        raise CancelledError
+                    write_all(files.open(name), memoryview(data), first)
+                    yield data
+
+            if not self._is_right(number, written(), advance):
+                if error := self.changed():
+                    raise error
+                # What lies between may have changed them.
+                _log.warning("%s: other bytes than those of its checksum", self._name(number))
+                if not self._is_right(number, written(), advance):
+                    raise self.changed() or self._damaged(number)
+            field, shard = divmod(number, self.manifest.num_shards)
+            for name, first, data in self.manifest.columns[field].edge_bytes(shard):
+                write_all(files.open(name), memoryview(data), first)
+            files.sync()
             self.record([number], sign=1)
 
-    @contextmanager
-    def _locked(self, number: int) -> Iterator[None]:
-        """Keep other threads and processes from fetching a shard of a field at the same time."""
-        with closing_fd(self._open(RECORDS, os.O_RDWR)) as file:
-            # Of this descriptor, not of the process: threads wait for each other too.
-            lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8 * number, 8, 0)
-            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, lock)
-            yield
-
-    def _read(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        """Read the bytes of a shard of a field from its server: file, first byte, bytes."""
-        try:
-            for name, start, end in self._pieces[number // self._step][number % self._step]:
-                for first in range(start, end, _READ_BYTES):
-                    last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
-                    yield name, first, self._files.read(at, first, last)
-        except StoreNotFoundError as error:
-            raise self._changed() or self._damaged(number) from error
-
     def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """Whether a shard of a field has the bytes of its checksum: those here, or if there are
-        none, those of its server. Of damaged bytes here it is then recorded that they are not."""
-        field, shard = divmod(number, self._step)
-        is_here, digest = self._is_here(number), xxhash.xxh3_64()
-        for _, _, data in self._read_here(number) if is_here else self._read(number):
-            digest.update(data)
-            advance(len(data))
-        column = self.manifest.columns[field]
-        is_right = digest.hexdigest() == self.manifest.checksums[column.field.name][shard]
-        if not is_right and (error := None if is_here else self._changed()):
-            raise error
-        if is_here and not is_right:
+        """Whether a shard has the bytes of its checksum: those here, or if there are none, those of
+        its server. Of damaged bytes here it is then recorded that they are not."""
+        is_here = self._is_here(number)
+        pieces = self._read_here(number) if is_here else self._read(number)
+        is_right = self._is_right(number, (data for _, _, data in pieces), advance)
+        if not is_right and is_here:
             self.record([number], sign=0)
+        elif not is_right and (error := self.changed()):
+            raise error
         return is_right
 
-    def _read_here(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        for name, start, end in self._pieces[number // self._step][number % self._step]:
-            with closing_fd(self._open(name, os.O_RDONLY)) as file:
-                for first in range(start, end, _READ_BYTES):
-                    yield name, first, os.pread(file, min(_READ_BYTES, end - first), first)
+    def _is_here(self, number: int) -> bool:
+        return bool(self._read_records(number, 1)[0] > 0)
 
-    def _changed(self) -> MemmapError | None:
-        """What has become of the store since its manifest was read; None where it is the same."""
-        url = self._files.url
+    def _is_right(
+        self, number: int, pieces: Iterable[bytes], advance: Callable[[int], None]
+    ) -> bool:
+        digest = xxhash.xxh3_64()
+        for data in pieces:
+            digest.update(data)
+            advance(len(data))
+        field, shard = divmod(number, self.manifest.num_shards)
+        name = self.manifest.columns[field].field.name
+        return digest.hexdigest() == self.manifest.checksums[name][shard]
+
+    def _read(self, number: int) -> Iterator[tuple[str, int, bytes]]:
+        """Read the bytes of a shard from its server: file, first byte, bytes."""
         try:
-            is_same = RemoteManifest.read(self._files).data == self._remote.data
+            for name, start, end in self.pieces[number]:
+                for first in range(start, end, _READ_BYTES):
+                    last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
+                    yield name, first, self.files.read(at, first, last)
+        except StoreNotFoundError as error:
+            raise self.changed() or self._damaged(number) from error
+
+    def _read_here(self, number: int) -> Iterator[tuple[str, int, bytes]]:
+        for name, start, end in self.pieces[number]:
+            with open(open_plain(self.directory / name), "rb", buffering=0) as file:
+                for first in range(start, end, _READ_BYTES):
+                    size = min(_READ_BYTES, end - first)
+                    yield name, first, os.pread(file.fileno(), size, first)
+
+    def changed(self) -> MemmapError | None:
+        """What has become of the store since its manifest was read; None where it is the same."""
+        url = self.files.url
+        try:
+            if read_manifest(self.files) == self.manifest:
+                return None
         except UnreachableError as error:
             return error
-        except StoreError:
-            is_same = False
         except StoreNotFoundError:
-            return StoreNotFoundError(f"the store at {url} was removed while it was being fetched")
-        if not is_same:
-            return StoreError(
-                f"the store at {url} was replaced while it was being fetched: open it again"
-            )
-        return None
+            return StoreNotFoundError(f"the store at {url} was removed meanwhile")
+        except StoreError:
+            pass
+        return StoreError(f"the store at {url} was replaced meanwhile: open it again")
 
     def _damaged(self, number: int) -> StoreError:
-        field, shard = divmod(number, self._step)
         return StoreError(
-            f"the store at {self._files.url} is damaged: the bytes of field"
-            f" {self.manifest.columns[field].field.name!r}, shard {shard} are not those of its"
-            " checksum: check the store that was pushed (`lightning-memmap store verify`), and push"
-            " it again, with overwrite=True"
+            f"the store at {self.files.url} is damaged: the bytes of {self._name(number)} are not"
+            " those of its checksum: check the store that was pushed (`lightning-memmap store"
+            " verify`), and push it again, with overwrite=True"
         )
+
+    def _name(self, number: int) -> str:
+        field, shard = divmod(number, self.manifest.num_shards)
+        return f"field {self.manifest.columns[field].field.name!r}, shard {shard}"
+
+
+def read_manifest(files: RemoteFiles) -> Manifest:
+    """Read the manifest of a store from its server. A damaged one is a StoreError."""
+    try:
+        data = files.read(MANIFEST, 0, MAX_MANIFEST_BYTES + 1, patience_s=_PATIENCE_S)
+    except StoreNotFoundError as error:
+        raise StoreNotFoundError(
+            f"no store at {files.url}: {str(error).rstrip('.')}: build it in a directory, and"
+            f" push it with `lightning-memmap store push DIRECTORY {files.url}`"
+        ) from error
+    return Manifest.decode(data, str(files.url))
+
+
+def copy_name(manifest: Manifest, replaced: bytes | None = None) -> str:
+    """The name of the generation of a copy, which is the same when the copy is begun again."""
+    return f"g-{hashlib.sha256(manifest.encode() + (replaced or b'')).hexdigest()[:16]}"
 
 
 def make_records(directory: Path, manifest: Manifest) -> None:
@@ -264,12 +247,3 @@ def read_plain(path: Path) -> bytes:
     """Read a small file that others may have put there, and never a link or a pipe."""
     with open(open_plain(path), "rb") as file:
         return file.read(MAX_MANIFEST_BYTES)
-
-
-@contextmanager
-def closing_fd(descriptor: int) -> Iterator[int]:
-    """Close a descriptor afterwards."""
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -1,11 +1,7 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
-import fcntl
-import os
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,92 +10,11 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.remote.cache import IN_USE, Cache, unused
-from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
-from lightning_memmap.store.remote.shards import RemoteManifest, RemoteShards
+from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store
-
-#: A fetch of fewer bytes shows no progress.
-_SHOWN_BYTES = 64 * 2**20
-
-
-class CachedShards:
-    """The shards of one store at a URL, fetched into the cache when they are asked for.
-
-    The version that was opened stays in the cache as long as this object is there. `path` is its
-    directory as it was named then, `directory` the same whatever has become of the name.
-    """
-
-    def __init__(self, url: StoreUrl) -> None:
-        self.url, self._cache = url, Cache()
-        self._files, self._is_checked = RemoteFiles(url), True
-        try:
-            remote = RemoteManifest.read(self._files)
-        except UnreachableError as error:
-            remote, self._is_checked = self._cache.last(url, error), False
-        with self._cache.entered(remote, url, is_last=self._is_checked) as self.path:
-            in_use = os.open(self.path / IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            weakref.finalize(self, os.close, in_use)
-            self._shards = RemoteShards(remote, self._files, self.path)
-            with suppress(OSError):  # A cache that cannot be written.
-                os.utime(in_use)
-                with unused(self.path) as is_first:
-                    if is_first:  # What is still to come was for processes that were killed.
-                        numbers = np.flatnonzero(self._shards.records() < 0)
-                        self._shards.record([int(number) for number in numbers], sign=0)
-            fcntl.flock(in_use, fcntl.LOCK_SH)
-        self._remote, self.manifest = remote, remote.manifest
-        self.directory = self._shards.directory
-        self._known = self._shards.records()
-
-    def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here, of fields by their place in the schema.
-
-        Raises:
-            StoreNotFoundError: The store is gone.
-            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
-                was removed, or cannot be written.
-        """
-        if all(self._known[field, shard] > 0 for field in fields for shard in shards):
-            return
-        with self._cache.usable():
-            if missing := self._shards.missing(fields, shards):
-                # Before stores are removed to make room for what cannot be fetched.
-                self._check(len(missing))
-                self._cache.reserve(self._shards, lambda: self._shards.missing(fields, shards))
-                num_bytes = int(self._shards.num_bytes(missing).sum())
-                hidden = num_bytes < _SHOWN_BYTES
-                with show_progress("fetching", num_bytes, 1, hidden=hidden) as advance:
-                    self._shards.fetch(missing, advance)
-            self._known = self._shards.records()
-
-    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """See `RemoteShards.verify`."""
-        with self._cache.usable():
-            return self._shards.verify(number, advance)
-
-    def _check(self, num_missing: int) -> None:
-        """Compare the manifest with the server's, if it is from the cache."""
-        if self._is_checked:
-            return
-        try:
-            found = RemoteManifest.read(self._files).data
-        except UnreachableError as error:
-            raise UnreachableError(
-                f"{num_missing} shards of fields that are needed are not in the cache at"
-                f" {self._cache.directory}, and {error}"
-            ) from error
-        if found != self._remote.data:
-            raise StoreError(
-                f"the store at {self.url} is another one by now than that in the cache, and shards"
-                " of that are missing: open it again"
-            )
-        self._is_checked = True
 
 
 class RemoteStore(Store):
@@ -121,7 +36,7 @@ class RemoteStore(Store):
     @property
     @override
     def location(self) -> str:
-        return str(self._shards.url)
+        return str(self._shards.files.url)
 
     @override
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
@@ -137,8 +52,9 @@ class RemoteStore(Store):
             Field and shard of those that are damaged. What was here is fetched again when it is
             next needed.
         """
-        names = [field.name for field in self.schema.fields]
-        pairs = [(name, shard) for name in names for shard in range(self.num_shards)]
+        pairs = [
+            (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
+        ]
         with ThreadPoolExecutor(num_threads) as pool:
             verify = partial(self._shards.verify, advance=advance)
             are_right = list(pool.map(verify, range(len(pairs))))
@@ -146,7 +62,7 @@ class RemoteStore(Store):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteStore, (self._shards.url,)
+        return RemoteStore, (self._shards.files.url,)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ What is copied gets a generation of its own, named after the store and after wha
 no two copies of different stores write to the same files, and what one removes no other needs.
 """
 
-import hashlib
 import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.store.building import allocate_files
@@ -25,9 +25,10 @@ from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.remote.shards import (
-    RemoteManifest,
     RemoteShards,
+    copy_name,
     make_records,
+    read_manifest,
     read_plain,
 )
 from lightning_memmap.store.store import Store, open_directory
@@ -64,16 +65,17 @@ def push_store(
     check_files(files, manifest)
     there = RemoteFiles(_url(url))
     before = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
-    old = None if before is None else _decoded(before, url)
-    if old is not None and _are_same(old, manifest):
-        _remove_replaced(there, old.generation)  # By a push that was killed before its end.
+    old = _decoded(before, url)
+    if _are_same(old, manifest):
+        # What a push had replaced that was killed before its end.
+        _remove_replaced(there, old.generation)
         return
     if before is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
-    new = replace(manifest, generation=_generation(manifest, before))
+    new = replace(manifest, generation=copy_name(manifest, before))
     sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
@@ -81,7 +83,7 @@ def push_store(
             if there.size(at) != num_bytes:
                 if not os.path.lexists(files / name):
                     raise StoreError(f"the store at {directory} was replaced: push it again")
-                there.put(files / name, at)
+                there.write(at, files / name)
             advance(num_bytes)
     if there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES) != before:
         raise StoreError(f"another process has pushed another store to {url} meanwhile")
@@ -118,27 +120,22 @@ def pull_store(
     """
     place = StoreDirectory(store_directory(path))
     files = RemoteFiles(_url(url))
-    remote = RemoteManifest.read(files)
-    manifest = remote.manifest
+    manifest = read_manifest(files)
     check_free(place.path, "path")
     make_parent(place.path)
     with place.locked():
-        before = None
-        if is_store(place.path):
-            before = read_plain(place.path / MANIFEST)
-            if _are_same(_decoded(before, str(place.path)), manifest):
-                return open_directory(place.path)
-            if not overwrite:
-                raise StoreError(
-                    f"{place.path} has another store: replace it with overwrite=True (--overwrite),"
-                    " or choose another directory"
-                )
-        generation = _begin(place, remote, _generation(manifest, before))
-        shards = RemoteShards(remote, files, generation)
-        numbers = shards.missing(range(len(manifest.columns)), range(manifest.num_shards))
-        num_bytes = int(shards.num_bytes(numbers).sum())
-        with show_progress("pulling", num_bytes, 1, hidden=not progress) as advance:
-            shards.fetch(numbers, advance)
+        before = read_plain(place.path / MANIFEST) if is_store(place.path) else None
+        if _are_same(_decoded(before, str(place.path)), manifest):
+            return open_directory(place.path)
+        if before is not None and not overwrite:
+            raise StoreError(
+                f"{place.path} has another store: replace it with overwrite=True (--overwrite), or"
+                " choose another directory"
+            )
+        generation = _begin(place, manifest, copy_name(manifest, before))
+        shards = RemoteShards(files, manifest, generation)
+        numbers = shards.numbers(range(len(manifest.columns)), range(manifest.num_shards))
+        shards.fetch(shards.missing(numbers), "pulling", hidden=not progress)
         place.commit(replace(manifest, generation=generation.name))
     return open_directory(place.path)
 
@@ -155,33 +152,19 @@ def stores_at(url: str) -> dict[str, str]:
         StoreError: The URL cannot be reached.
     """
     place = _url(url)
-    if _has_store(place):
+    files = RemoteFiles(place)
+    if files.read_if_there(MANIFEST, 0) is not None:
         return {"": place}
-    found = {}
     try:
-        names = RemoteFiles(place).folders()
+        found = files.stores()
     except StoreNotFoundError as error:
         raise StoreNotFoundError(
             f"no store at {url}, and no directory that can be listed: give the URL of one store,"
             f" such as {place / 'train'}: {error}"
         ) from error
-    for name in names:
-        if _has_store(place / name):
-            found[name] = str(place / name)
-            continue
-        within = RemoteFiles(place / name).folders()
-        found |= {f"{name}/{each}": str(place / name / each) for each in within}
-    found = {name: each for name, each in found.items() if "/" not in name or _has_store(each)}
     if not found:
         raise StoreNotFoundError(f"no store at {url}, nor in the directories there")
-    return found
-
-
-def _has_store(url: str) -> bool:
-    try:
-        return bool(RemoteFiles(StoreUrl(url)).read(MANIFEST, 0, 1))
-    except StoreNotFoundError:
-        return False
+    return {name: str(place / name) for name in found}
 
 
 def _url(given: str) -> StoreUrl:
@@ -191,21 +174,16 @@ def _url(given: str) -> StoreUrl:
     return place
 
 
-def _decoded(data: bytes, where: str) -> Manifest | None:
-    """What a manifest says; None where it is damaged, or of another version."""
+def _decoded(data: bytes | None, where: str) -> Manifest | None:
+    """What a manifest says; None where there is none, or it is damaged or of another version."""
     with suppress(StoreError):
-        return Manifest.decode(data, where)
+        return None if data is None else Manifest.decode(data, where)
     return None
 
 
-def _are_same(one: Manifest | None, other: Manifest) -> bool:
+def _are_same(one: Manifest | None, other: Manifest) -> TypeGuard[Manifest]:
     """Whether two stores are the same but for the names of their generations."""
     return one is not None and replace(one, generation=other.generation) == other
-
-
-def _generation(manifest: Manifest, before: bytes | None) -> str:
-    """The name of the generation of a copy, which is the same when the copy is begun again."""
-    return f"g-{hashlib.sha256(manifest.encode() + (before or b'')).hexdigest()[:16]}"
 
 
 def _remove_replaced(there: RemoteFiles, generation: str) -> None:
@@ -217,19 +195,19 @@ def _remove_replaced(there: RemoteFiles, generation: str) -> None:
         there.remove(note)
 
 
-def _begin(place: StoreDirectory, remote: RemoteManifest, name: str) -> Path:
+def _begin(place: StoreDirectory, manifest: Manifest, name: str) -> Path:
     """The generation of a pull: that of the same pull, which was interrupted, or a new one."""
-    generation = place.path / name
+    generation, key = place.path / name, manifest.encode()
     for unfinished in place.unfinished(KEY):
-        if unfinished == generation and read_plain(unfinished / KEY) == remote.data:
+        if unfinished == generation and read_plain(unfinished / KEY) == key:
             return generation
         remove_tree(unfinished)
     place.begin(name)
-    allocate_files(generation, remote.manifest.columns, place.path)
-    make_records(generation, remote.manifest)
+    allocate_files(generation, manifest.columns, place.path)
+    make_records(generation, manifest)
     # Its name says that everything else is there.
     temporary = generation / (KEY + TEMPORARY)
-    temporary.write_bytes(remote.data)
+    temporary.write_bytes(key)
     sync_path(temporary)
     os.rename(temporary, generation / KEY)
     return generation

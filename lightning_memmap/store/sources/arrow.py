@@ -4,19 +4,39 @@ A row of a column is what a sample has: a number or time of numpy, in the dtype 
 or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
+from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node
-from lightning_memmap.schema.stack import as_tensor, stack_items, stack_rows, stack_samples
+from lightning_memmap.schema import Field, Node, Values
+from lightning_memmap.schema.kinds import Bytes, Text
+from lightning_memmap.schema.leaves import as_tensor
+from lightning_memmap.schema.stack import fit_items, fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF
-from lightning_memmap.schema.values import Values
 
 
-class ArrowColumn:
+class TableColumn(ABC):
+    """A column of a table, whose rows can be taken as an array of Arrow."""
+
+    @abstractmethod
+    def take(self, rows: range | Integers) -> Any:
+        """Rows in a range of step 1 or in any order."""
+
+    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
+        """What taken rows have for each field; see `arrow_values`."""
+        return arrow_values(found, node, fields)
+
+    def pieces(self, rows: Integers) -> Integers | None:
+        """As of `lightning_memmap.store.sources.Source`."""
+        return None
+
+
+class ArrowColumn(TableColumn):
     """A column of an Arrow table, whose item ``i`` is what sample ``i`` has.
 
     Args:
@@ -41,8 +61,8 @@ class ArrowColumn:
         """Whether rows have no value."""
         return bool(self.column.null_count)
 
+    @override
     def take(self, rows: range | Integers) -> Any:
-        """Rows in any order, as an array of Arrow."""
         return take(self.column, rows)
 
 
@@ -117,11 +137,12 @@ def _is_list(kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in lists)
 
 
-def _lists(array: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """The numbers of all lists, and how many each has.
+def _lists(array: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all lists, and how many each has. Lists of fixed length within lists are
+    further dimensions of the numbers.
 
-    Lists of fixed length within lists are further dimensions of the numbers. None for other lists,
-    and where a number is missing.
+    Raises:
+        SchemaError: They are other lists, or a number is missing.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -134,7 +155,7 @@ def _lists(array: Any) -> tuple[np.ndarray, np.ndarray] | None:
         items = items.flatten()
     numbers = None if items.null_count else _numbers(items)
     if numbers is None:
-        return None
+        raise _UnlikeError("lists")
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     return numbers.reshape(-1, *shape), lengths
 
@@ -165,10 +186,10 @@ def to_objects(column: Any) -> list[Any]:
 def _list_objects(array: Any, shape: Any) -> list[Any]:
     import pyarrow.compute as pc
 
-    if (found := _lists(array)) is not None:
-        items: Any = found[0]
-        lengths = found[1]
-    else:
+    items: Any
+    try:
+        items, lengths = _lists(array)
+    except SchemaError:
         items = to_objects(_one(array.flatten()))
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(lengths).tolist()
@@ -177,89 +198,99 @@ def _list_objects(array: Any, shape: Any) -> list[Any]:
 
 
 def arrow_values(
-    column: Any, node: Node, fields: Sequence[Field], wanted: Any = None
-) -> list[Values] | None:
+    column: Any, node: Node, fields: Sequence[Field], convert: Any = None
+) -> list[Values]:
     """The values of the fields that a column has.
 
     Args:
         column: Rows of it.
         node: The structure of a row.
         fields: The fields in it.
-        wanted: Converts numbers to what samples have, given the field; by default they have those
-            of the table.
+        convert: Makes of numbers what samples have, given the field, where these are not as in the
+            table. Then only what lies in arrays is read.
 
     Returns:
-        The values of each field; None where the rows must be read one by one.
+        The values of each field.
+
+    Raises:
+        SchemaError: The rows must be read one by one, as some may not fit.
     """
+    try:
+        return _array_values(column, node, fields, convert)
+    except SchemaError:
+        if convert is not None:
+            raise
+        return stack_samples(to_objects(column), node, fields)
+
+
+def _array_values(column: Any, node: Node, fields: Sequence[Field], convert: Any) -> list[Values]:
     import pyarrow as pa
 
-    convert = wanted or (lambda field, numbers: numbers)
     if isinstance(column.type, pa.FixedShapeTensorType):
-        return None if wanted else _stacked_objects(column, node, fields)
+        raise _UnlikeError("tensors")
     array = _one(column)
     part = node.children[0] if node.kind == "optional" else node
     if array.null_count and part is node:
-        return None
-    found: list[Values] | None = None
+        raise _UnlikeError("rows without a value")
     if part.is_field:
-        one = _field_values(array, fields[0], convert)
-        found = None if one is None else [one]
+        found = [_field_values(array, fields[0], convert)]
     elif part.kind == "dict" and pa.types.is_struct(array.type):
-        found = _struct_values(array, part, fields, wanted)
+        found = _struct_values(array, part, fields, convert)
     elif part.is_list and _is_list(array.type) and all(child == LEAF for child in part.children):
         found = _item_values(array, fields[: part.num_fields], convert)
-    if found is None:
-        return None if wanted else _stacked_objects(column, node, fields)
+    else:
+        raise _UnlikeError(part.kind)
     if part is not node:
         found.append(Values(as_tensor(array.is_valid().to_numpy(zero_copy_only=False))))
     return found
 
 
-def _stacked_objects(column: Any, node: Node, fields: Sequence[Field]) -> list[Values] | None:
-    return stack_samples(to_objects(column), node, fields) if len(column) else None
+class _UnlikeError(SchemaError):
+    """A column has not the arrays that its fields need."""
 
 
-def _struct_values(
-    array: Any, node: Node, fields: Sequence[Field], wanted: Any
-) -> list[Values] | None:
+def _struct_values(array: Any, node: Node, fields: Sequence[Field], convert: Any) -> list[Values]:
     names, found = [field.name for field in array.type], list[Values]()
     if array.null_count or set(names) != set(node.keys):
-        return None
+        raise _UnlikeError("structs")
     for key, child in zip(node.keys, node.children, strict=True):
-        part = array.field(names.index(str(key)))
-        within = arrow_values(part, child, fields[: child.num_fields], wanted)
-        if within is None:
-            return None
-        found += within
-        fields = fields[child.num_fields :]
+        within = fields[len(found) : len(found) + child.num_fields]
+        found += arrow_values(array.field(names.index(str(key))), child, within, convert)
     return found
 
 
-def _field_values(array: Any, field: Field, convert: Any) -> Values | None:
+def _field_values(array: Any, field: Field, convert: Any) -> Values:
     import pyarrow as pa
 
-    texts = {pa.string(): "text", pa.large_string(): "text"}
-    texts |= {pa.binary(): "bytes", pa.large_binary(): "bytes"}
     if field.is_text:
-        return _text_values(array) if texts.get(array.type) == field.kind else None
+        texts = {pa.string(): Text(), pa.large_string(): Text()}
+        texts |= {pa.binary(): Bytes(), pa.large_binary(): Bytes()}
+        if texts.get(array.type) != field.kind:
+            raise _UnlikeError(str(array.type))
+        return _text_values(array)
     if not _is_list(array.type):
         numbers = _numbers(array)
-        return None if numbers is None else stack_rows(field, convert(field, numbers))
-    if (found := _lists(array)) is None:
-        return None
-    items, lengths = found
-    items = convert(field, items)
+        if numbers is None:
+            raise _UnlikeError(str(array.type))
+        return fit_rows(field, _converted(convert, field, numbers))
+    items, lengths = _lists(array)
+    items = _converted(convert, field, items)
     if field.num_variable:
-        return stack_items(field, items, lengths)
+        return fit_items(field, items, lengths)
     given = array.is_valid().to_numpy(zero_copy_only=False)
-    if not field.shape or (lengths[given] != field.shape[0]).any():
-        return None
-    rows = np.zeros((len(array), field.shape[0], *items.shape[1:]), items.dtype)
+    if not field.shape or (lengths[given] != field.item_shape[0]).any():
+        raise _UnlikeError("lists")
+    rows = items.reshape(int(given.sum()), field.item_shape[0], *items.shape[1:])
     if array.null_count:
-        rows[given] = items.reshape(int(given.sum()), *rows.shape[1:])
-    else:
-        rows = items.reshape(rows.shape)
-    return stack_rows(field, rows)
+        spread = np.zeros((len(array), *rows.shape[1:]), items.dtype)
+        spread[given] = rows
+        rows = spread
+    return fit_rows(field, rows)
+
+
+def _converted(convert: Any, field: Field, numbers: np.ndarray) -> np.ndarray:
+    found: np.ndarray = numbers if convert is None else convert(field, numbers)
+    return found
 
 
 def _text_values(array: Any) -> Values:
@@ -281,15 +312,11 @@ def _text_values(array: Any) -> Values:
     return Values(as_tensor(items), np.diff(ends).astype(np.int64)[:, None])
 
 
-def _item_values(array: Any, fields: Sequence[Field], convert: Any) -> list[Values] | None:
+def _item_values(array: Any, fields: Sequence[Field], convert: Any) -> list[Values]:
     """Short lists of numbers, of which each is a field of its own."""
-    found = None if array.null_count else _lists(array)
-    if found is None or (found[1] != len(fields)).any() or found[0].ndim != 1:
-        return None
-    rows, values = found[0].reshape(-1, len(fields)), list[Values]()
-    for index, field in enumerate(fields):
-        one = stack_rows(field, convert(field, rows[:, index]))
-        if one is None:
-            return None
-        values.append(one)
-    return values
+    items, lengths = _lists(array)
+    if array.null_count or (lengths != len(fields)).any() or items.ndim != 1:
+        raise _UnlikeError("lists")
+    columns = items.reshape(-1, len(fields)).T
+    pairs = zip(fields, columns, strict=True)
+    return [fit_rows(field, _converted(convert, field, column)) for field, column in pairs]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
-from lightning_memmap.schema.leaves import is_missing
+from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources.arrow import ArrowColumn, simple_array
 from lightning_memmap.store.sources.parquet import ParquetColumn, chosen, parquet_columns

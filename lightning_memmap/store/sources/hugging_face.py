@@ -5,33 +5,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node
-from lightning_memmap.schema.leaves import TO_NUMPY
-from lightning_memmap.schema.values import Values
-from lightning_memmap.store.sources.arrow import arrow_values
+from lightning_memmap.schema import Field, Node, Values
+from lightning_memmap.schema.fields import TO_NUMPY
+from lightning_memmap.schema.kinds import Duration
+from lightning_memmap.store.sources.arrow import TableColumn, arrow_values
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
 _FORMATS = {None, "numpy", "torch"}
 
 
 @dataclass(frozen=True, eq=False)
-class HuggingFaceColumn:
+class HuggingFaceColumn(TableColumn):
     """One column of a dataset of this column alone, which gives tables."""
 
     dataset: Any
     name: str
 
+    @override
     def take(self, rows: range | Integers) -> Any:
-        """Rows in any order, as an array of Arrow."""
         found = (
             self.dataset[rows.start : rows.stop] if isinstance(rows, range) else self.dataset[rows]
         )
         return found.column(self.name)
 
-    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values] | None:
-        """The values of the fields; see `arrow_values`."""
+    @override
+    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
         return arrow_values(found, node, fields, _wanted)
 
 
@@ -84,9 +85,8 @@ def _wanted(field: Field, values: np.ndarray) -> np.ndarray:
     What does not fit is left as it is, and then read item by item.
     """
     wanted = TO_NUMPY[field.sample_dtype]
-    if values.dtype.kind in "mM" and ":" in field.kind:
-        unit = field.kind.partition(":")[2].removesuffix(";UTC")
-        times = np.dtype(f"{values.dtype.str[1:3]}[{unit}]")
+    if values.dtype.kind in "mM" and isinstance(field.kind, Duration):
+        times = field.kind.numpy_dtype
         return values.astype(times) if np.can_cast(values.dtype, times, "safe") else values
     kinds = values.dtype.kind + wanted.kind
     fits = kinds in ("bb", "ff") or (

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.arrow import ArrowColumn, take
+from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, take
 
 #: Files that are open at once.
 _MAX_OPEN_FILES = 16
@@ -179,7 +180,7 @@ class _Files:
         return {"states": self.states, "_names": self._names, "_open": {}, "_last": {}}
 
 
-class ParquetColumn:
+class ParquetColumn(TableColumn):
     """One column of Parquet files, whose item ``i`` is what sample ``i`` has."""
 
     def __init__(self, files: _Files, name: str) -> None:
@@ -200,12 +201,13 @@ class ParquetColumn:
         group = int(self.pieces(np.array([row]))[0])
         return ArrowColumn(self._files.group(group, self.name))[row - self._start(group)]
 
+    @override
     def pieces(self, rows: Integers) -> Integers:
-        """The row group of each row."""
+        # A row group is read as a whole.
         return np.searchsorted(self._files.ends, rows, side="right")
 
+    @override
     def take(self, rows: range | Integers) -> Any:
-        """Rows in any order, as an array of Arrow. Each row group is read once."""
         import pyarrow as pa
 
         numbers = np.asarray(rows, np.int64)

@@ -20,21 +20,15 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Schema
+from lightning_memmap.schema import Field, Node, Schema, Values
 from lightning_memmap.schema.fields import field_name
-from lightning_memmap.schema.stack import (
-    join_values,
-    stack_rows,
-    stack_samples,
-    take_rows,
-    take_values,
-)
+from lightning_memmap.schema.kinds import Image
+from lightning_memmap.schema.stack import fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF, children_of
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema.values import join_values, take_rows
 from lightning_memmap.store.sources import hugging_face
-from lightning_memmap.store.sources.arrow import ArrowColumn, arrow_values
+from lightning_memmap.store.sources.arrow import TableColumn
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
-from lightning_memmap.store.sources.parquet import ParquetColumn
 from lightning_memmap.store.sources.stream import Spool
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
@@ -48,12 +42,16 @@ Rows = range | Integers
 class Source(Protocol):
     """The rows of a dataset."""
 
-    def read(self, rows: Rows) -> list[Values] | None:
+    def read(self, rows: Rows) -> list[Values]:
         """Read rows, in a range of step 1 or in any order, int64 of shape (n,).
 
         Returns:
             The rows of each field, in the order of the fields and in the dtypes in which they are
-            kept; None where these rows must be read one by one, as some may not fit.
+            kept.
+
+        Raises:
+            SchemaError: These rows must be read one by one, as some may not fit.
+            DatasetError: They cannot be read.
         """
 
     def pieces(self, rows: Integers) -> Integers | None:
@@ -84,7 +82,7 @@ def source_of(dataset: Any, schema: Schema) -> Source | None:
     """
     if isinstance(dataset, Spool):
         return dataset
-    if any(field.kind.startswith("image") for field in schema.fields):
+    if any(isinstance(field.kind, Image) for field in schema.fields):
         return None
     try:
         return _source_of(dataset, schema.structure, schema.fields)
@@ -142,7 +140,8 @@ def _columns(
     for values, part in _walk(columns, node, any_array=any_array):
         if values is None:
             return None
-        found.append(_Column(values, part, tuple(fields[: part.num_fields])))
+        column = values if isinstance(values, TableColumn) else _Array(values)
+        found.append(_OfColumn(column, part, tuple(fields[: part.num_fields])))
         fields = fields[part.num_fields :]
     return _Stacked(found)
 
@@ -150,7 +149,7 @@ def _columns(
 def _walk(values: Any, node: Node, *, any_array: bool) -> Iterator[tuple[Any, Node]]:
     """The columns of a dataset, and the structure of their rows. One that is no array is None."""
     if (
-        isinstance(values, (ArrowColumn, ParquetColumn, hugging_face.HuggingFaceColumn))
+        isinstance(values, TableColumn)
         or _is_array(values)
         or (any_array and is_array_like(values))
     ):
@@ -173,60 +172,78 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
-@dataclass(frozen=True, eq=False)
-class _Column(Source):
-    """One column, whose rows have one field or several.
+class Column(Protocol):
+    """Rows that lie in an array or a column of a table, with one field or several."""
 
-    Args:
-        rows: A tensor or array, one in a file, which is read by slices, or a column of a table.
-        node: The structure of a row.
-        fields: The fields in it.
-    """
+    def take(self, rows: Rows) -> Any:
+        """Rows in a range of step 1 or in any order, as this kind of column has them."""
+
+    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
+        """What taken rows, of a structure, have for each of its fields.
+
+        Raises:
+            SchemaError: The rows must be read one by one, as some may not fit.
+        """
+
+    def pieces(self, rows: Integers) -> Integers | None:
+        """As of `Source`."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Array(Column):
+    """A tensor or array, or one in a file, which is read by slices."""
 
     rows: Any
-    node: Node
-    fields: Sequence[Field]
 
     @override
-    def read(self, rows: Rows) -> list[Values] | None:
-        try:
-            found = self._take(rows)
-        except Exception as error:
-            raise DatasetError(
-                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
-                f" {self.fields[0].name!r}: {describe_error(error)}"
-            ) from error
-        if isinstance(self.rows, hugging_face.HuggingFaceColumn):
-            return self.rows.values(found, self.node, self.fields)
-        if isinstance(self.rows, (ArrowColumn, ParquetColumn)):
-            return arrow_values(found, self.node, self.fields)
-        if isinstance(found, np.ndarray) and found.dtype.kind in "OUS":
-            is_one_each = found.ndim == 1
-            return stack_samples(found.tolist(), self.node, self.fields) if is_one_each else None
-        is_optional = self.node.kind == "optional" and self.node.children[0] == LEAF
-        if not is_optional and self.node != LEAF:
-            return None
-        values = stack_rows(self.fields[0], found)
-        if values is None:
-            return None
-        if not is_optional:
-            return [values]
-        return [values, Values(torch.ones(len(rows), dtype=torch.bool))]
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        return self.rows.pieces(rows) if isinstance(self.rows, ParquetColumn) else None
-
-    def _take(self, rows: Rows) -> Any:
+    def take(self, rows: Rows) -> Any:
         values = self.rows
-        if isinstance(values, (ArrowColumn, ParquetColumn, hugging_face.HuggingFaceColumn)):
-            return values.take(rows)
         if isinstance(rows, range):
             found = values[rows.start : rows.stop]
             return found if type(values) in _MEMORY_TYPES else np.asarray(found)
         if isinstance(values, Tensor):
             return take_rows(values, rows)
         return values[rows] if type(values) in _MEMORY_TYPES else _take_of_file(values, rows)
+
+    @override
+    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
+        if isinstance(found, np.ndarray) and found.dtype.kind in "OUS" and found.ndim == 1:
+            return stack_samples(found.tolist(), node, fields)
+        is_optional = node.kind == "optional" and node.children[0] == LEAF
+        if not is_optional and node != LEAF:
+            raise SchemaError(f"field {fields[0].name!r}: an array has one field")
+        values = [fit_rows(fields[0], found)]
+        return (
+            [*values, Values(torch.ones(len(found), dtype=torch.bool))] if is_optional else values
+        )
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _OfColumn(Source):
+    """The rows of one column, of a structure with some fields."""
+
+    column: Column
+    node: Node
+    fields: Sequence[Field]
+
+    @override
+    def read(self, rows: Rows) -> list[Values]:
+        try:
+            found = self.column.take(rows)
+        except Exception as error:
+            raise DatasetError(
+                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
+                f" {self.fields[0].name!r}: {describe_error(error)}"
+            ) from error
+        return self.column.values(found, self.node, self.fields)
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        return self.column.pieces(rows)
 
 
 def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
@@ -248,7 +265,7 @@ class _Picked(Source):
     rows: Integers
 
     @override
-    def read(self, rows: Rows) -> list[Values] | None:
+    def read(self, rows: Rows) -> list[Values]:
         picked = self.rows[rows.start : rows.stop] if isinstance(rows, range) else self.rows[rows]
         if len(picked) and (np.diff(picked) == 1).all():
             return self.source.read(range(int(picked[0]), int(picked[-1]) + 1))
@@ -267,7 +284,7 @@ class _Joined(Source):
     ends: Integers
 
     @override
-    def read(self, rows: Rows) -> list[Values] | None:
+    def read(self, rows: Rows) -> list[Values]:
         numbers = np.asarray(rows, np.int64)
         parts, order = np.searchsorted(self.ends, numbers, side="right"), None
         if (np.diff(parts) < 0).any():
@@ -279,13 +296,9 @@ class _Joined(Source):
             within = numbers[places] - (int(self.ends[part - 1]) if part else 0)
             is_range = isinstance(rows, range)
             one = range(int(within[0]), int(within[-1]) + 1) if is_range else within
-            if (values := self.sources[part].read(one)) is None:
-                return None
-            found.append(values)
+            found.append(self.sources[part].read(one))
         joined = [join_values(values) for values in zip(*found, strict=True)]
-        return (
-            joined if order is None else [take_values(each, np.argsort(order)) for each in joined]
-        )
+        return joined if order is None else [each.take(np.argsort(order)) for each in joined]
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:
@@ -307,13 +320,8 @@ class _Stacked(Source):
     sources: Sequence[Source]
 
     @override
-    def read(self, rows: Rows) -> list[Values] | None:
-        found = []
-        for source in self.sources:
-            if (values := source.read(rows)) is None:
-                return None
-            found += values
-        return found
+    def read(self, rows: Rows) -> list[Values]:
+        return [values for source in self.sources for values in source.read(rows)]
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:

@@ -20,10 +20,9 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.forms import FieldOptions
-from lightning_memmap.schema.stack import join_rows, join_values, stack_samples
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.probes import (
     MAX_PROBES,
@@ -33,7 +32,7 @@ from lightning_memmap.store.probes import (
     warn_of_mixed_numbers,
 )
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import flatten_row, infer_schema
+from lightning_memmap.store.samples import infer_schema, stack_rows
 
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
@@ -137,29 +136,15 @@ class Spool:
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
-        return hash_row(
-            [
-                each.data[0]
-                if each.sizes is None
-                else each.data.view(*each.sizes[0].tolist(), *each.data.shape[1:])
-                for each in self.read(range(row, row + 1))
-            ]
-        )
+        return hash_row([next(each.rows()) for each in self.read(range(row, row + 1))])
 
     def close(self) -> None:
         """Remove the files."""
         self._files.close()
 
     def _append(self, samples: list[Any]) -> None:
-        schema = self.schema
-        stacked = stack_samples(samples, schema.structure, schema.fields)
-        if stacked is None:
-            rows = [
-                flatten_row(sample, row, schema, lambda: self._first)
-                for row, sample in enumerate(samples, len(self))
-            ]
-            leaves = zip(schema.fields, zip(*rows, strict=True), strict=True)
-            stacked = [join_rows(*each) for each in leaves]
+        rows = range(len(self), len(self) + len(samples))
+        stacked = stack_rows(samples, rows, self.schema, lambda: self._first)
         for column, values in zip(self._columns, stacked, strict=True):
             column.append(values)
         self._num_rows += len(samples)

@@ -12,10 +12,8 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanSquaredError
 
 from lightning_memmap import MemmapDataModule
@@ -173,22 +171,6 @@ class PenalisedDeep(Penalised, Deep):
     pass
 
 
-class Anchored(Deep):
-    """Stays near zero, by tensors that are not sharded."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + sum((p - torch.zeros(p.shape)).square().sum() for p in self.parameters())
-
-
-class Flattened(Deep):
-    """Has a penalty on all parameters as one vector."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + nn.utils.parameters_to_vector(self.parameters()).norm()
-
-
 class Watch(L.Callback):
     """Whether gradients are sharded after each backward pass."""
 
@@ -330,24 +312,14 @@ def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
 
 def mixed(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     bf16 = {"trainer_options": {"precision": "bf16-mixed"}}
-    own = {"param_dtype": "bfloat16", "output_dtype": "float32"}
     found = {
         "bf16-mixed": report(fit(out, "bf16-mixed", **blocks, **bf16)),
-        "own policy": report(fit(out, "own policy", **blocks, **own)),
-        "uncast batch": report(fit(out, "uncast batch", cast_batch=False, **blocks, **bf16)),
         "bf16-true": report(
             fit(out, "bf16-true", **blocks, trainer_options={"precision": "bf16-true"})
         ),
     }
     normed = fit(out, "normed", Normed, **bf16)
     found["normed"] = {name: buffer.dtype for name, buffer in normed.named_buffers()}
-    module = Deep()
-    loader = DataLoader(
-        Points(24), 6, collate_fn=lambda rows: TensorDict(default_collate(rows), [len(rows)])
-    )
-    strategy = FSDP2Strategy(**blocks)
-    make_trainer(out, strategy=strategy, devices=2, precision="bf16-mixed").fit(module, loader)
-    found["tensordict"] = report(module)
     return found
 
 
@@ -401,8 +373,6 @@ def errors(out: Path, sharded: Deep) -> dict[str, str]:
         "sync_batchnorm": (Normed, {"trainer_options": {"sync_batchnorm": True}}),
         "lbfgs": (Lbfgs, {}),
         "penalty": (PenalisedDeep, {"wrap_classes": ["Block"]}),
-        "anchor": (Anchored, {"wrap_classes": ["Block"]}),
-        "vector": (Flattened, {"wrap_classes": ["Block"]}),
         "class": (Deep, {"wrap_classes": ["Block", "Decoder"]}),
         "recompute": (Deep, {"activation_checkpointing": True}),
         "own parameter": (by_hand, {}),

@@ -52,6 +52,7 @@ def fit_and_test(
     rows: int,
     num_nodes: int = 1,
     strategy_options: dict[str, Any] | None = None,
+    skip_steps: list[int] | None = None,
 ) -> dict[str, Any]:
     """Train for two epochs and test once."""
     data = MemmapDataModule(
@@ -60,6 +61,7 @@ def fit_and_test(
         Points(rows - 3, 5000),
         store_dir=out / "stores",
         batch_size=batch_size,
+        skip_steps=skip_steps,
     )
     trainer = make_trainer(
         out,

@@ -143,12 +143,15 @@ def test_run_summary_fit_and_test_shows_stores_placement_speed_and_metrics(
     }
 
 
-def test_run_summary_residencies_stand_apart(
+def test_run_summary_of_a_test_alone_shows_residency_and_no_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = trainer(tmp_path, RunSummary(), devices=1)
     program.test(Model(), datamodule=data(tmp_path, residency="device"), verbose=False)
-    assert lines(capsys.readouterr().out)["placed 0: cpu"] == "device: 24 test shards, 216 B"
+    found = lines(capsys.readouterr().out)
+    assert found["placed 0: cpu"] == "device: 24 test shards, 216 B"
+    assert found["test test_rows"] == "9"
+    assert not [name for name in found if name.startswith("samples/s")]
 
 
 def test_run_summary_uneven_epochs_gives_median_and_spread(
@@ -186,25 +189,6 @@ def test_run_summary_several_fits_shows_the_last(
     assert "stored test" not in found
     assert found["stored train"].startswith("48 rows")
     assert found["samples/s later epochs"] == "8 (median of 5; 8 to 8)"
-
-
-def test_run_summary_fast_dev_run_prints(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = trainer(tmp_path, RunSummary(), fast_dev_run=True)
-    program.fit(Model(clock), datamodule=data(tmp_path))
-    found = lines(capsys.readouterr().out)
-    assert found["samples/s first epoch"] == "8 (warm-up)"
-    assert "samples/s later epochs" not in found
-
-
-def test_run_summary_test_alone_shows_no_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer(tmp_path, RunSummary()).test(Model(), datamodule=data(tmp_path), verbose=False)
-    found = lines(capsys.readouterr().out)
-    assert found["test test_rows"] == "9"
-    assert not [name for name in found if name.startswith("samples/s")]
 
 
 def test_run_summary_without_memmap_data_module_is_refused(tmp_path: Path) -> None:

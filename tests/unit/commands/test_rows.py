@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from matplotlib.image import imread
 from torch.utils.data import Dataset
 
@@ -142,6 +143,32 @@ def test_checkpoint_tells_what_it_has_seen_and_what_comes_next(
     command.write(seed=3)
     assert command("--ckpt_path", tmp_path / "one.ckpt") == 2
     assert "which has seed=3 instead of seed=0: give a config with seed=0" in command.err
+
+
+def test_steps_that_are_left_out_are_shown_as_such(command: Command, tmp_path: Path) -> None:
+    # 15 steps in an epoch.
+    command.write(skip_steps=[*range(3, 5), 16])
+    whole, module = Regression(), Regression()
+    options: dict[str, Any] = {"store_dir": tmp_path / "stores", "batch_size": BATCH}
+    data = MemmapDataModule(Points(ROWS), **options)
+    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(whole, data)
+    assert command("--step", 3) == 0
+    assert "step 3 of the run, left out by skip_steps" in command.out
+    (found,) = command.steps("--epoch", 1, "--step", 1)
+    assert (found["run_step"], found["is_skipped"]) == (16, True)
+    assert found["rows"] == whole.seen["train"][16]
+    # A checkpoint tells of them where the config does not.
+    data = MemmapDataModule(Points(ROWS), skip_steps=[3, 4, 16], **options)
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"callbacks": [saver], "enable_checkpointing": True, "limit_val_batches": 0}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.fit(module, data)
+    command.write()
+    for step, (last, following) in {3: (2, 5), 4: (5, 6)}.items():
+        seen, coming = command.steps("--ckpt_path", tmp_path / f"step={step}.ckpt")
+        assert (seen["step"], coming["step"]) == (last, following)
+        assert seen["rows"] == whole.seen["train"][last]
+        assert coming["rows"] == whole.seen["train"][following]
 
 
 def test_checkpoint_of_something_else_is_refused(command: Command, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_samples_are_spread_over_the_rows(tmp_path: Path) -> None:
     ],
 )
 def test_images_are_shown(row: torch.Tensor, size: tuple[int, int], mode: str) -> None:
-    address = show(Field("image", row.dtype, tuple(row.shape), "tensor"), row).picture
+    address = show(Field("image", row.dtype, tuple(row.shape)), row).picture
     picture = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
     assert (picture.size, picture.mode) == (size, mode)
 
@@ -129,7 +129,7 @@ def test_images_are_shown(row: torch.Tensor, size: tuple[int, int], mode: str) -
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (5, 20, 20), (3, 0, 9), (2, 2, 20, 20)])
 def test_other_rows_are_written_out(shape: tuple[int, ...]) -> None:
     row = torch.ones(shape)
-    value = show(Field("x", row.dtype, shape, "tensor"), row)
+    value = show(Field("x", row.dtype, shape), row)
     assert not value.picture
     assert value.text == "" if 0 in shape else "1" in value.text
 

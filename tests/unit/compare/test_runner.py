@@ -26,7 +26,9 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
     config.write_text(yaml.safe_dump({"model": {"class_path": "M"}, "data": {"class_path": "D"}}))
 
     def compare(variants: str, fault: Fault) -> Report:
-        def run(spec: RunSpec, timeout_s: float, on_step: Callable[[int], None]) -> list[Rank]:
+        def run(
+            spec: RunSpec, timeout_s: float, on_step: Callable[[int], None], started: object
+        ) -> list[Rank]:
             out = spec.write().parent
             if spec.kind == "prepare":
                 facts = {"environment": ENVIRONMENT, "data": DATA, "model": MODEL}
@@ -38,6 +40,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
             return [timed_rank(), check_rank(parameters=["weight"])][spec.kind == "check" :][:1]
 
         monkeypatch.setattr(runner, "run", run)
+        monkeypatch.setattr(runner, "launch", lambda out: None)
         monkeypatch.setattr(runner, "ConfigCheck", lambda spec: None)
         options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))
         return Comparison(options, Console(quiet=True)).run()

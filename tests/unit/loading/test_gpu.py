@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
+from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.loading.nested import named_leaves, rebuilt
-from lightning_memmap.loading.upload import Uploader
 from lightning_memmap.loading.variable_leaves import dense_tensors, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
 from lightning_memmap.sampling import ShuffledSampler

@@ -24,8 +24,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
-    stream_layout,
-    window_reads,
+    runs,
 )
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
@@ -171,9 +170,9 @@ class TestRows:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, block_bytes: int
     ) -> None:
         # As much room as it takes, and several pieces a lane.
-        monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
-        monkeypatch.setattr(window_reads, "_READ_BYTES", 4 * 4096)
-        read_pieces = window_reads._read_pieces
+        monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
+        monkeypatch.setattr(runs, "_READ_BYTES", 4 * 4096)
+        read_pieces = runs._read_pieces
         monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
         if block_bytes == 1:
             monkeypatch.delattr(os, "O_DIRECT")
@@ -184,7 +183,7 @@ class TestRows:
             # Rows that are striped again lie apart.
             is_apart = 7 % (num_devices * size)
             reads = read_pieces if is_apart else not_called
-            monkeypatch.setattr(window_reads, "_read_pieces", reads)
+            monkeypatch.setattr(runs, "_read_pieces", reads)
             streamed, mapped = (
                 make_loader(
                     store,

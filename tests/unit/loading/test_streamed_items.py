@@ -17,12 +17,11 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import (
     FormedCollate,
     SuperBatchLoader,
-    stream_layout,
-    window_reads,
+    runs,
 )
+from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.split import largest_window_bytes
-from lightning_memmap.loading.store_offsets import StoreOffsets
-from lightning_memmap.loading.streamed import StreamedRows
+from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
@@ -154,7 +153,7 @@ def test_each_epoch_has_each_row_once_and_is_read_window_by_window(
     stores: dict[tuple[int, int], Store],
 ) -> None:
     loader = make(stores[400, 24], "stream", num_devices=3)
-    assert isinstance(loader._rows.sources[0], StreamedRows)
+    assert isinstance(loader._rows.sources[0], Stream)
     for epoch in range(2):
         loader.set_epoch(epoch)
         found = [batch.to(CPU) for batch in loader]
@@ -195,7 +194,7 @@ def test_items_are_read_to_their_places_wherever_their_blocks_begin(
 ) -> None:
     # Several pieces a run, and room for whatever it takes.
     read_in_blocks(monkeypatch, block_bytes, 4 * 4096)
-    monkeypatch.setattr(stream_layout, "_MAX_FREE", math.inf)
+    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
     for window, size in ((20, 1), (3, 1), (1000, 7)):
         options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
         streamed, mapped = (
@@ -208,8 +207,8 @@ def test_items_are_read_to_their_places_wherever_their_blocks_begin(
 def test_items_that_lie_apart_are_read_in_pieces(
     stores: dict[tuple[int, int], Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
+    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
     subset = StridedRows(1, 3)
     for num_devices in (1, 5):
         streamed, mapped = (
@@ -236,13 +235,13 @@ class TestMemory:
         every: Rows = StoreRows(stored)
         ends = np.cumsum(lengths[every.on_line(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
-        rows = ItemRows(Field("x", torch.uint8, (None,), "array"), stored, items, ends[:, None])
+        rows = ItemRows(Field("x", torch.uint8, (None,)), stored, items, ends[:, None])
         if is_subset and num_rows > 1:
             every = PickedRows(every, StridedRows(0, 2))
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
-        offsets = StoreOffsets(pool, num_rows)
-        most = largest_window(rows, offsets, held, min(window, pool.longest))
+        places = Places(pool, pool.begins)
+        most = largest_window(rows, places, held, min(window, pool.longest))
         sampler, found = ShuffledSampler(pool, seed, window), [0]
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
@@ -267,12 +266,12 @@ class TestMemory:
         pool = make_split(store).pool
         column = store.columns[0]
         assert isinstance(column, ItemRows)
-        largest = largest_window(column, StoreOffsets.into(store, pool), range(4), 100)
+        largest = largest_window(column, Places.in_store(store, pool), range(4), 100)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
-        assert isinstance(source, StreamedRows)
-        memory = source._layout.allocate().ragged[0].items.nbytes
+        assert isinstance(source, Stream)
+        memory = source.layout.allocate().ragged[0].items.nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader, stream_layout, window_reads
-from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading import SuperBatchLoader, runs
+from lightning_memmap.loading.places import SeriesPlaces
+from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamLayout, located_steps
-from lightning_memmap.loading.streamed import StreamedRows
 from lightning_memmap.loading.window_sizes import largest_window_steps
 from lightning_memmap.sampling import (
     Bucketed,
@@ -258,10 +258,10 @@ def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
 def test_steps_that_lie_apart_are_read_in_pieces(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(window_reads, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(window_reads, "_GAP_BYTES", read_bytes // 2)
-    monkeypatch.setattr(stream_layout, "_MAX_FREE", 0)
-    monkeypatch.setattr(stream_layout, "_MAX_FREE_BYTES", 0)
+    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
+    monkeypatch.setattr(runs, "_MAX_FREE", 0)
+    monkeypatch.setattr(runs, "_MAX_FREE_BYTES", 0)
     for num_devices in (1, 5):
         streamed, mapped = (
             make_window_loader(
@@ -322,9 +322,9 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     options: dict[str, Any] = {"fields": ("tokens",), "residency": "stream", "window": 10_000}
     loader = make_window_loader(store, Windows(64, 1), **options)
     (source,) = loader._rows.sources
-    assert isinstance(source, StreamedRows)
-    layout = source._layout
-    steps = layout.allocate()._items[0]
+    assert isinstance(source, Stream)
+    layout = source.layout
+    steps = layout.allocate().items[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
@@ -360,9 +360,11 @@ def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
     pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
-    series: Any = SimpleNamespace(line=pool.rows, is_cut=[True], num_places=2**40, row_bytes=1)
     windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
-    fields, offsets = [Field("x", torch.uint8, (None,), "array")], StoreOffsets(pool, 2**40)
+    begins = np.zeros(1, np.int64)
+    line: Any = pool.rows
+    series = SeriesPlaces(line, begins, begins, begins, torch.device("cpu"))
+    columns: Any = [(Field("x", torch.uint8, (None,)), None)]
     options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
     with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        StreamLayout(fields, [None], {}, offsets, **options)
+        StreamLayout(columns, [None], series.places(pool), series.num_slots, **options)

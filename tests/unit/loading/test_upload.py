@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader
-from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.upload import Uploader
+from lightning_memmap.loading.device_streams import Uploader, send
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store
@@ -140,7 +139,7 @@ class TestLoading:
     ) -> None:
         if has_streams:
             request.getfixturevalue("device")
-        monkeypatch.setattr("lightning_memmap.loading.resident._READ_ROWS", 3)
+        monkeypatch.setattr("lightning_memmap.loading.memory._LOOKUP_ROWS", 3)
         store, topology = numbered_store(181, 24), DataTopology((CPU,) * 2)
         subset = StridedRows(1, 3, excluded=True)
         split = split_with(store, topology, (Residency.DEVICE,) * 24, subset)

@@ -17,7 +17,7 @@ from lightning_memmap.loading import (
     RowList,
     SplitRows,
     SuperBatchLoader,
-    variable_steps,
+    variable_rows,
 )
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_padding import padded as padded_rows
@@ -275,12 +275,12 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
     shapes: list[list[int]], num_variable: int, multiple: int, data: Any
 ) -> None:
     shape = (None,) * num_variable + (2,) * (3 - num_variable)
-    field = Field("x", torch.int32, shape, "tensor")
+    field = Field("x", torch.int32, shape)
     tensors = []
     for sizes in shapes:
         full = (*sizes[:num_variable], *shape[num_variable:], 3)
         tensors.append(torch.randint(1, 99, full, dtype=torch.int32))
-    field = Field("x", torch.int32, (*shape, 3), "tensor")
+    field = Field("x", torch.int32, (*shape, 3))
     rows = rows_in_memory(field, tensors)
     order = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=9))
     chosen = rows.index_select(0, torch.tensor(order))
@@ -299,9 +299,9 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
 def test_steps_packed_together_have_their_own_rows(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, inference: bool
 ) -> None:
-    monkeypatch.setattr(variable_steps, "_TOGETHER_BYTES", most_bytes)
+    monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
     tensors = [torch.full((size,), float(row)) for row, size in enumerate([3, 0, 2, 5, 1, 0, 4, 2])]
-    rows = rows_in_memory(Field("x", torch.float32, (None,), "tensor"), tensors)
+    rows = rows_in_memory(Field("x", torch.float32, (None,)), tensors)
     asked: list[int] = []
 
     def allocate(num_bytes: int) -> Tensor:
@@ -327,11 +327,11 @@ def test_steps_packed_together_have_their_own_rows(
 def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     monkeypatch: pytest.MonkeyPatch, longest: int, num_variable: int, value: int, most_bytes: int
 ) -> None:
-    monkeypatch.setattr(variable_steps, "_TOGETHER_BYTES", most_bytes)
+    monkeypatch.setattr(variable_rows, "_TOGETHER_BYTES", most_bytes)
     random = np.random.default_rng(longest)
     shapes = random.integers(0, longest, (60, num_variable))
     tensors = [torch.from_numpy(random.integers(1, 2**40, (*shape, 2))) for shape in shapes]
-    field = Field("x", torch.int64, (*[None] * num_variable, 2), "tensor")
+    field = Field("x", torch.int64, (*[None] * num_variable, 2))
     rows = rows_in_memory(field, tensors)
     sizes = [20, 1, 0, 19, 20]
     steps = list(zip(rows.split_with_sizes(sizes), torch.arange(60).split(sizes), strict=True))
@@ -349,7 +349,7 @@ def test_steps_padded_together_are_padded_as_wide_as_each_needs(
 
 @pytest.mark.parametrize("num_variable", [1, 2])
 def test_padding_that_no_memory_can_hold_is_refused(num_variable: int) -> None:
-    field = Field("x", torch.float32, (None,) * num_variable, "tensor")
+    field = Field("x", torch.float32, (None,) * num_variable)
     (step,) = rows_in_memory(field, [torch.ones((3,) * num_variable)]).split_with_sizes([1])
     with pytest.raises(ValueError, match=r"1 rows of field 'x', .* a smaller multiple than 4611"):
         padded_step(step, 2**62, 0, fresh_memory)

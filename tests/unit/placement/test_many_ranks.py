@@ -37,7 +37,7 @@ class ManyRows:
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
-        column = FixedColumn(Field("x", torch.int64, (), "array"), Shards(ROWS, RANKS))
+        column = FixedColumn(Field("x", torch.int64, ()), Shards(ROWS, RANKS))
         parts = pool or column.shards
         return np.array([rows_bytes([column], parts.rows_of(c)) for c in range(RANKS)], np.int64)
 

@@ -3,15 +3,14 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Pad, Schema
 from lightning_memmap.schema.forms import FieldOptions
-from lightning_memmap.schema.leaves import native_tensor
-from lightning_memmap.schema.stack import stack_samples
 from tests.datasets import texts
 
 SIZES = st.integers(0, 4)
@@ -38,27 +37,27 @@ def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> Non
         *("text", "array", "tensor", "bytes")
     }
     one_by_one = [schema.flatten(sample) for sample in samples]
-    stacked = stack_samples(samples, schema.structure, schema.fields)
-    assert stacked is not None
+    stacked = schema.stack(samples)
     for field, found, *expected in zip(schema.fields, stacked, *one_by_one, strict=True):
         rows = [np.asarray(row) for row in expected]
-        items, sizes = found
+        items, sizes, _ = found
         if sizes is None:
             np.testing.assert_array_equal(np.asarray(items), np.stack(rows))
             continue
         assert sizes.tolist() == [[*row.shape[: field.num_variable]] for row in rows]
         flat = [row.reshape(-1, *field.item_shape) for row in rows]
         np.testing.assert_array_equal(np.asarray(items), np.concatenate(flat))
-        shared = [leaf for leaf in expected if isinstance(leaf, Tensor)]
+        given = [leaf for sample in samples for leaf in (sample["array"], sample["tensor"])]
+        shared = [np.asarray(leaf) for leaf in given if leaf is not None]
         assert not any(np.shares_memory(items, leaf) for leaf in shared)
 
 
-def test_samples_that_may_not_fit_are_not_stacked() -> None:
+def test_samples_of_which_one_does_not_fit_are_not_stacked() -> None:
     schema = Schema.infer([a_sample(2, 3, "ab", True)], FieldOptions({"array": Pad()}))
     wrong = {**a_sample(2, 3, "ab", True), "array": np.zeros((2, 4), ">i2")}
     for other in (wrong, {**wrong, "array": [1, 2]}, {**wrong, "array": torch.zeros(2, 3)}):
-        samples = [a_sample(2, 3, "ab", True), other]
-        assert stack_samples(samples, schema.structure, schema.fields) is None
+        with pytest.raises(SchemaError, match="'array"):
+            schema.stack([a_sample(2, 3, "ab", True), other])
 
 
 @settings(max_examples=15, deadline=None)
@@ -71,15 +70,19 @@ def test_leaves_are_stacked_in_given_memory_only_where_all_fit(
     sizes: list[int], dtype: str, are_tensors: bool
 ) -> None:
     arrays = [np.full((size, 3), row, dtype) for row, size in enumerate(sizes)]
-    leaves: Any = [native_tensor(array) for array in arrays] if are_tensors else arrays
+    leaves: Any = (
+        [torch.from_numpy(a.astype(a.dtype.newbyteorder("="))) for a in arrays]
+        if are_tensors
+        else arrays
+    )
     schema = Schema.infer([np.zeros((2, 3), "i2")])
     # Their sizes may add up all the same.
     room = torch.full((len(sizes), 2, 3), -1, dtype=torch.int16)
-    stacked = stack_samples(leaves, schema.structure, schema.fields, [room])
     if set(sizes) != {2} or dtype == "f4":
-        assert stacked is None
+        with pytest.raises(SchemaError, match="field 'value': found"):
+            schema.stack(leaves, {"value": room})
         return
-    assert stacked is not None
+    stacked = schema.stack(leaves, {"value": room})
     np.testing.assert_array_equal(np.asarray(stacked[0].data), np.stack(arrays))
     if are_tensors or dtype == "i2":
         assert np.shares_memory(np.asarray(stacked[0].data), room.numpy())

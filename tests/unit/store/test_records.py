@@ -21,8 +21,8 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.schema import read_schema
-from lightning_memmap.schema.fields import join_texts, split_texts
+from lightning_memmap.schema import kinds, read_schema
+from lightning_memmap.schema.kinds import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
     append_store,
@@ -333,13 +333,13 @@ LEAF = {"kind": "leaf"}
         edit_column("objects.label", index_of=3),
         edit_column("objects.label", shard_items=[0] * 7),
         edit_column("objects.mask", index_of="objects.box"),
-        edit_field("captions", kind="text"),
-        edit_field("title", kind="text:list"),
-        edit_field("age.mask", kind="tensor"),
+        edit_field("captions", kind={"type": "text"}),
+        edit_field("title", kind={"type": "text", "many": True}),
+        edit_field("age.mask", kind={"type": "numbers"}),
         edit_field("age.mask", dtype="uint8"),
-        edit_field("age", kind="mask"),
-        edit_field("at", kind="datetime:weeks"),
-        edit_field("at", kind="datetime:us", dtype="float64"),
+        edit_field("age", kind={"type": "mask"}),
+        edit_field("at", kind={"type": "time", "unit": "weeks"}),
+        edit_field("at", kind={"type": "time", "unit": "us"}, dtype="float64"),
         edit_node("captions", children=[]),
         edit_node("captions", children=[{"kind": "records", "children": [LEAF]}]),
         edit_node("captions", kind="optional"),
@@ -508,18 +508,18 @@ DAY = datetime.date(2024, 5, 1)
 @pytest.mark.parametrize(
     ("value", "kind", "number"),
     [
-        (datetime.datetime(1970, 1, 2), "datetime:us", 86_400_000_000),
-        (datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999), "datetime:us", -1),
-        (datetime.datetime(1970, 1, 1, 2, tzinfo=OSLO), "datetime:us;UTC", 0),
-        (datetime.datetime(1970, 1, 1, 2, tzinfo=UTC), "datetime:us;UTC", 7_200_000_000),
-        (datetime.date(1970, 1, 11), "datetime:D", 10),
-        (datetime.timedelta(microseconds=-5), "timedelta:us", -5),
-        (np.datetime64("1970-01-01T00:00:01", "ns"), "datetime:ns", 10**9),
-        (np.datetime64("1971", "Y"), "datetime:Y", 1),
-        (np.timedelta64(3, "s"), "timedelta:s", 3),
+        (datetime.datetime(1970, 1, 2), kinds.Time("us"), 86_400_000_000),
+        (datetime.datetime(1969, 12, 31, 23, 59, 59, 999_999), kinds.Time("us"), -1),
+        (datetime.datetime(1970, 1, 1, 2, tzinfo=OSLO), kinds.Time("us", utc=True), 0),
+        (datetime.datetime(1970, 1, 1, 2, tzinfo=UTC), kinds.Time("us", utc=True), 7_200_000_000),
+        (datetime.date(1970, 1, 11), kinds.Time("D"), 10),
+        (datetime.timedelta(microseconds=-5), kinds.Duration("us"), -5),
+        (np.datetime64("1970-01-01T00:00:01", "ns"), kinds.Time("ns"), 10**9),
+        (np.datetime64("1971", "Y"), kinds.Time("Y"), 1),
+        (np.timedelta64(3, "s"), kinds.Duration("s"), 3),
     ],
 )
-def test_times_are_integers(tmp_path: Path, value: Any, kind: str, number: int) -> None:
+def test_times_are_integers(tmp_path: Path, value: Any, kind: kinds.Kind, number: int) -> None:
     store = build(tmp_path / "s", [{"x": value}] * 9)
     (field,) = store.schema.fields
     assert (field.kind, field.dtype, field.shape) == (kind, torch.int64, ())
@@ -553,8 +553,8 @@ def test_times_of_pandas_have_their_own_unit(tmp_path: Path, unit: str) -> None:
     zoned = time.tz_localize("Europe/Oslo")
     duration = pandas.Timedelta(90, "s").as_unit(unit)
     store = build(tmp_path / "s", [{"t": time, "z": zoned, "d": duration}] * 9)
-    kinds = [field.kind for field in store.schema.fields]
-    assert kinds == [f"datetime:{unit}", f"datetime:{unit};UTC", f"timedelta:{unit}"]
+    found = [field.kind for field in store.schema.fields]
+    assert found == [kinds.Time(unit), kinds.Time(unit, utc=True), kinds.Duration(unit)]
     found = store[0]
     assert found["t"].item() == time.asm8.astype(np.int64)
     assert found["t"] - found["z"] == 2 * 3600 * 10 ** {"s": 0, "ms": 3, "us": 6, "ns": 9}[unit]
@@ -567,7 +567,7 @@ def test_arrays_of_times_are_integers(tmp_path: Path) -> None:
     assert store[0]["x"].tolist() == times.astype("datetime64[s]").astype(np.int64).tolist()
     lists = [{"i": 1, "x": [times[0], times[1]][: row % 3]} for row in range(9)]
     store = build(tmp_path / "t", lists)
-    assert store.schema.fields[1].kind == "datetime:D"
+    assert store.schema.fields[1].kind == kinds.Time("D")
     assert [len(store[row]["x"]) for row in range(9)] == [0, 1, 2] * 3
 
 

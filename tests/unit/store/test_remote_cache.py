@@ -49,9 +49,7 @@ def empty(cache: Path) -> None:
 
 
 def remove_files(cache: Path) -> None:
-    for path in cache.glob("*/*.memmap"):
-        path.unlink()
-    for path in cache.glob("*/files/*.memmap"):
+    for path in cache.rglob("*.memmap"):
         path.unlink()
 
 
@@ -88,10 +86,11 @@ def test_cache_that_others_may_write_to_is_not_supported(
     assert holds(open_store(there.url), there.dataset)
 
 
-def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("pattern", ["*/g-*", "*/"], ids=["version", "url"])
+def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path, pattern: str) -> None:
     there = far(tmp_path / "far")
     assert holds(open_store(there.url), there.dataset)
-    (version,) = (path for path in cache.iterdir() if path.is_dir())
+    (version,) = (path for path in cache.glob(pattern) if path.is_dir())
     elsewhere = tmp_path / "elsewhere"
     version.rename(elsewhere)
     # Where the version was, and where a process that makes it again might write.

@@ -108,8 +108,8 @@ def test_answer_that_is_spoilt_once_is_asked_for_again(
         (CUT, "x.memmap cannot be reached: ", None),
         (SHORT, "is damaged: the bytes of field 'x', shard 0 are not those of its checksum", 2),
         (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
-        (403, r"x\.memmap: access was refused: ", 1),
-        (410, "x.memmap: ClientResponseError: 410, .* see that the URL is right", 1),
+        (403, r"x\.memmap was refused: .*403.* credentials", 1),
+        (410, "x.memmap was refused: ClientResponseError: 410, .* see that the URL is right", 1),
         (WHOLE, "asked for 640 bytes, and got more: the server gives whole files", 1),
     ],
 )
@@ -177,7 +177,9 @@ def test_mistake_of_a_library_is_not_tried_again(
         raise TypeError("an argument too many")
 
     monkeypatch.setattr(fsspec.get_filesystem_class("file"), "cat_file", fail)
-    with pytest.raises(StoreError, match=r"library of its protocol failed: TypeError: an arg"):
+    with pytest.raises(
+        StoreError, match=r"was refused: TypeError: an arg.* library of its protocol"
+    ):
         open_store((tmp_path / "far" / "train").as_uri())
     assert len(calls) == 1
 
@@ -283,7 +285,10 @@ def test_shards_of_a_version_that_its_server_no_longer_has_are_an_error(
     opened = open_store(url)
     store(tmp_path / "far" / "train", 1)
     monkeypatch.setenv(OFFLINE, "0")
-    with pytest.raises(StoreError, match=r"is another one by now .* open it again"):
+    with pytest.raises(
+        StoreError,
+        match=r"^1 shards .* not in the cache at .* was replaced meanwhile: open it again",
+    ):
         opened[0]
     assert opened[1]["x"][0] == 4
     assert holds(open_store(url), Numbered(NUM_ROWS, 1))
@@ -443,7 +448,7 @@ def test_push_that_another_comes_between_mixes_nothing(
     one, other = store(tmp_path / "1", 1), store(tmp_path / "2", 2)
     url, far = (tmp_path / "far").as_uri(), files.RemoteFiles
     push_store(store(tmp_path / "0", 0).path, url, progress=False)
-    method = {"an upload": "put", "the manifest": "replace", "a removal": "remove"}[moment]
+    method = {"an upload": "write", "the manifest": "replace", "a removal": "remove"}[moment]
     original = getattr(far, method)
 
     def interrupted(self: files.RemoteFiles, *arguments: Any) -> None:
@@ -466,14 +471,14 @@ def test_push_of_a_store_that_is_replaced_meanwhile_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, url = store(tmp_path / "1", 1), (tmp_path / "far").as_uri()
-    put = files.RemoteFiles.put
+    write = files.RemoteFiles.write
 
-    def interrupted(self: files.RemoteFiles, path: Path, name: str) -> None:
-        put(self, path, name)
-        monkeypatch.setattr(files.RemoteFiles, "put", put)
+    def interrupted(self: files.RemoteFiles, *arguments: Any) -> None:
+        write(self, *arguments)
+        monkeypatch.setattr(files.RemoteFiles, "write", write)
         store(one.path, 2)
 
-    monkeypatch.setattr(files.RemoteFiles, "put", interrupted)
+    monkeypatch.setattr(files.RemoteFiles, "write", interrupted)
     with pytest.raises(StoreError, match="was replaced: push it again"):
         push_store(one.path, url, progress=False)
     with pytest.raises(StoreNotFoundError):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.resident import ResidentRows
+from lightning_memmap.loading.memory import Columns, Memory
+from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.row_source import EpochRows
-from tests.rows import make_sampler
+from tests.rows import CPU, pool_of
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
@@ -28,10 +29,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def resident(tensors: list[Tensor]) -> EpochRows:
     """Rows in memory, of one shard, in the order of an epoch."""
-    num_rows = len(tensors[0])
-    rows = ResidentRows(tensors, torch.device("cpu"), np.array([0]))
-    with rows.epoch(make_sampler(num_rows, 1), 0, 0) as epoch:
-        return epoch
+    return Memory(Columns(tensors, CPU), Places(pool_of(len(tensors[0]), 1), np.array([0])))
 
 
 def raw(tensor: Tensor) -> bytes:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.loading import store_offsets
-from lightning_memmap.loading.store_offsets import StoreOffsets
+from lightning_memmap.loading import places
+from lightning_memmap.loading.places import Places
 from lightning_memmap.sampling import (
     ChosenRows,
     Integers,
@@ -33,7 +33,7 @@ def moved(locations: Integers) -> Integers:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[StoreOffsets, Sampler]:
+def cases(draw: st.DrawFn) -> tuple[Places, Sampler]:
     num_rows, num_shards = draw(st.integers(12, 90)), draw(st.integers(1, 6))
     stored = StoreRows(Shards(num_rows, num_shards))
     kind = draw(st.sampled_from(["chosen", "strided", "striped", "joined", "weighted"]))
@@ -54,25 +54,27 @@ def cases(draw: st.DrawFn) -> tuple[StoreOffsets, Sampler]:
         weights[:3] = 1, 0, 4
         fields: Any = SimpleNamespace(num_rows=num_rows)
         sampler = Weighted(weights, 50).make(pool, seed, fields)
-    return StoreOffsets(sampler.pool, num_rows, moved if kind == "joined" else None), sampler
+    pool = sampler.pool
+    if kind == "joined":
+        return Places(pool, None, moved), sampler
+    return Places(pool, pool.begins), sampler
 
 
 @given(cases(), st.integers(0, 3), st.data())
 @settings(max_examples=25)
 def test_rows_are_found_where_they_lie_with_a_table_or_without(
-    case: tuple[StoreOffsets, Sampler], epoch: int, data: st.DataObject
+    case: tuple[Places, Sampler], epoch: int, data: st.DataObject
 ) -> None:
-    offsets, sampler = case
+    found_at, sampler = case
     begin = data.draw(st.integers(0, sampler.num_positions))
     positions = range(begin, sampler.num_positions)
     rows = sampler.dataset_rows(epoch, positions)
-    every = offsets.pool.rows
+    every = found_at.pool.rows
     expected = (every.of if isinstance(every, PickedRows) else every).places(rows)
-    if offsets.in_memory is not None:
-        expected = offsets.in_memory(expected)
-    found = offsets.locate(sampler, epoch, positions)
+    expected = found_at.moved(expected)
+    found = found_at.locate(sampler, epoch, positions)
     assert found.dtype == np.int64
     assert found.tolist() == expected.tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_offsets, "TABLE_ROWS", 0)
-        assert offsets.locate(sampler, epoch, positions).tolist() == expected.tolist()
+        patch.setattr(places, "TABLE_ROWS", 0)
+        assert found_at.locate(sampler, epoch, positions).tolist() == expected.tolist()

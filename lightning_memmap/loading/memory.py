@@ -1,0 +1,344 @@
+"""Rows in memory: in the file mapping of a store, or copied to the host or to a device.
+
+Every field has something at each slot: a row, the items of a row that differs in length, or the
+window that begins there. Steps that windows have in common are there once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.loading.buffers import Buffers, copy_rows, copy_windows
+from lightning_memmap.loading.device_streams import Uploader, has_streams, send
+from lightning_memmap.loading.places import Places, SeriesPlaces
+from lightning_memmap.loading.row_source import (
+    Leaf,
+    RandomAccessRows,
+    fixed_fields,
+    released_error,
+)
+from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
+from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
+from lightning_memmap.schema import Field
+from lightning_memmap.store import Store
+from lightning_memmap.store.columns import ItemRows, Located, OpenColumn, packed_index
+from lightning_memmap.store.segments import pack_segments
+from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
+
+#: Rows that are looked up at once, and bytes of items that lie apart and are copied at once.
+_LOOKUP_ROWS, _COPY_BYTES = 2**18, 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of a field that differ in length, by their places in memory.
+
+    Args:
+        field: The field.
+        items: Memory with their items, of shape (items, *item shape).
+        at: Finds rows among the items.
+        allocate: Gives memory for copies where that of the items will be written over.
+    """
+
+    field: Field
+    items: Tensor
+    at: Callable[[Integers], Located]
+    allocate: Allocate | None = None
+
+    def take(self, places: Integers) -> VariableRows:
+        """The rows at some places."""
+        starts, sizes = self.at(places)
+        rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
+        return rows if self.allocate is None else rows.copied(self.allocate)
+
+
+class Columns:
+    """The fields of rows in one place in memory.
+
+    Args:
+        columns: For each field a tensor with a row for each place, of shape (places, *field shape),
+            a view of all windows where it is cut into them, or its rows where they differ in
+            length.
+        device: Where they are. Text is on the CPU even so.
+        series: Where the series are, for windows over series. The fields that are not cut then have
+            one row for each series.
+        is_cut: Which fields are cut into windows.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Tensor | Ragged],
+        device: torch.device,
+        series: SeriesPlaces | None = None,
+        is_cut: Sequence[bool] = (),
+    ) -> None:
+        self.device = device
+        self.fields = [
+            (each.field.shape, each.field.dtype)
+            if isinstance(each, Ragged)
+            else (tuple(each.shape[1:]), each.dtype)
+            for each in columns
+        ]
+        self._fixed = fixed_fields(self.fields)
+        self.row_bytes = sum(torch.Size(shape).numel() * d.itemsize for shape, d in self._fixed)
+        self._series = series
+        cut = is_cut or [False] * len(columns)
+        self._columns = [*zip(columns, cut, strict=True)]
+        dense = [c for c, is_cut in self._columns if isinstance(c, Tensor) and not is_cut]
+        #: The rows of the fields that have one shape, and are not cut into windows.
+        self._dense = Buffers.of(dense)
+
+    def empty(self, num_rows: int, pin_memory: bool = False) -> Buffers:
+        """Memory for rows of the fields whose rows have one shape, on the CPU."""
+        return Buffers.empty(self._fixed, num_rows, pin_memory=pin_memory)
+
+    def take(
+        self, places: Tensor, slots: Tensor, out: Buffers | None, pin_memory: bool = False
+    ) -> list[Leaf]:
+        """Copy rows into one batch.
+
+        Args:
+            places: Where they lie in the memory, int64 of shape (B,).
+            slots: How series are found that they are windows over; otherwise the places.
+            out: As for `EpochRows.fetch`.
+            pin_memory: As there.
+        """
+        rows = places
+        if self._series is not None:
+            slots = send(slots, self.device)
+            rows = self._series.rows_of(slots)
+        if self.device.type == "cpu":
+            return self._take_on_cpu(places, rows, out or self.empty(len(places), pin_memory))
+        here, rows_here = send(places, self.device), send(rows, self.device)
+        return [
+            column.take(rows.cpu().numpy())
+            if isinstance(column, Ragged)
+            else column.index_select(0, here if is_cut else rows_here)
+            for column, is_cut in self._columns
+        ]
+
+    def _take_on_cpu(self, places: Tensor, rows: Tensor, out: Buffers) -> list[Leaf]:
+        if self._series is None:
+            copy_rows(self._dense, places, out)
+            leaves: list[Leaf] = [*out.tensors]
+            for index, (column, _) in enumerate(self._columns):
+                if isinstance(column, Ragged):
+                    leaves.insert(index, column.take(places.numpy()))
+            return leaves
+        targets, leaves, dense = iter(range(len(out.tensors))), [], list[int]()
+        for column, is_cut in self._columns:
+            if isinstance(column, Ragged):
+                leaves.append(column.take(rows.numpy()))
+                continue
+            index = next(targets)
+            leaves.append(out.tensors[index])
+            if is_cut:
+                copy_windows(column, places, out.tensors[index])
+            else:
+                dense.append(index)
+        chosen = Buffers([out.tensors[i] for i in dense], [out.rows[i] for i in dense])
+        copy_rows(self._dense, rows, chosen)
+        return leaves
+
+
+class Memory(RandomAccessRows):
+    """Rows of some shards in one place in memory.
+
+    Args:
+        columns: Their fields.
+        places: Where they lie.
+    """
+
+    def __init__(self, columns: Columns, places: Places) -> None:
+        self.device, self.fields = columns.device, columns.fields
+        self.row_bytes = columns.row_bytes
+        self._columns: Columns | None = columns
+        self._places = places
+
+    @override
+    def release(self) -> None:
+        super().release()
+        self._columns = None
+
+    @override
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        return self._places.locate(sampler, epoch, positions)
+
+    @override
+    def fetch(
+        self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> list[Leaf]:
+        if self._columns is None:
+            raise released_error()
+        return self._columns.take(slots, slots, out, pin_memory)
+
+
+def mapped_rows(opened: Sequence[OpenColumn], places: Places) -> Memory:
+    """The rows in the file mapping of a store. Nothing is read yet."""
+    return Memory(Columns([*map(in_place, opened)], torch.device("cpu")), places)
+
+
+def in_place(column: OpenColumn) -> Tensor | Ragged:
+    """The rows of an open column where they are."""
+    if isinstance(column, ItemRows):
+        return Ragged(column.field, column.items, column.at)
+    return column.tensor.as_subclass(Tensor)
+
+
+def copied_rows(
+    opened: Sequence[OpenColumn], places: Places, shards: list[int], device: torch.device
+) -> Memory:
+    """Rows of a store that are copied to the host or to a device, in long reads."""
+    pool = places.pool
+    sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
+    starts[shards] = np.cumsum(sizes) - sizes
+
+    def found() -> Iterator[Integers]:
+        for shard, size in zip(shards, sizes.tolist(), strict=True):
+            for first in range(0, size, _LOOKUP_ROWS):
+                offsets = np.arange(first, min(first + _LOOKUP_ROWS, size), dtype=np.int64)
+                yield places.of(np.full_like(offsets, shard), offsets)
+
+    with _Copies(device) as copies:
+        columns = [copies.rows(column, found(), int(sizes.sum())) for column in opened]
+    return Memory(Columns(columns, device), Places(pool, starts))
+
+
+def series_in(store: Store, pool: Pool) -> SeriesPlaces:
+    """Where the series of a split are in the file mapping of its store."""
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    begins = read_series(store, line.fields, line.series).begins
+    rows = store.in_memory(series_places(line.series))
+    return SeriesPlaces(line, begins, begins, rows, torch.device("cpu"))
+
+
+def mapped_windows(
+    columns: Sequence[tuple[Field, OpenColumn]], series: SeriesPlaces, pool: Pool
+) -> Memory:
+    """Windows over series in the file mapping of a store."""
+    length, is_cut = series.line.length, [series.is_cut(field) for field, _ in columns]
+    found = [
+        windows_over(steps_of(column), length) if cut else in_place(column)
+        for (_, column), cut in zip(columns, is_cut, strict=True)
+    ]
+    return Memory(Columns(found, series.device, series, is_cut), series.places(pool))
+
+
+def copied_windows(
+    columns: Sequence[tuple[Field, OpenColumn]],
+    mapped: SeriesPlaces,
+    pool: Pool,
+    shards: list[int],
+    device: torch.device,
+) -> Memory:
+    """Windows over series whose steps are copied to the host or to a device, each of them once."""
+    line = mapped.line
+    firsts, counts = spans_of(pool, shards)
+    used = np.flatnonzero(counts)
+    lengths = (counts[used] - 1) * line.stride + line.length
+    starts, rows = np.zeros_like(mapped.begins), np.full_like(mapped.begins, -1)
+    starts[used] = np.cumsum(lengths) - lengths
+    rows[used] = np.arange(len(used))
+    series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
+    pieces = mapped.begins[used] + firsts[used] * line.stride, lengths
+    found, is_cut = list[Tensor | Ragged](), [series.is_cut(field) for field, _ in columns]
+    with _Copies(device) as copies:
+        for (_, column), cut in zip(columns, is_cut, strict=True):
+            if cut:
+                steps = copies.items(steps_of(column), [pieces], int(lengths.sum()))
+                found.append(windows_over(steps, line.length))
+            else:
+                found.append(copies.rows(column, [mapped.rows[used]], len(used)))
+    return Memory(Columns(found, device, series, is_cut), series.places(pool))
+
+
+class _Copies(ExitStack):
+    """Copies rows of a store to the host or to a device. At its end all copies are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        # From a file mapping, which is not pinned, a device would copy through the driver's own
+        # small buffers, and not begin before the pages are read.
+        self._uploader = self.enter_context(Uploader(device)) if has_streams(device) else None
+
+    def rows(self, column: OpenColumn, slots: Iterable[Integers], count: int) -> Tensor | Ragged:
+        """Copy rows of a column, of which some are given at once."""
+        if not isinstance(column, ItemRows):
+            pieces = ((each, np.ones_like(each)) for each in slots)
+            return self.items(column.tensor.as_subclass(Tensor), pieces, count)
+        found = [column.at(each) for each in slots]
+        lengths = [each.sizes.prod(axis=1) for each in found]
+        pairs = zip((each.starts for each in found), lengths, strict=True)
+        num_items = sum(int(each.sum()) for each in lengths)
+        items = self.items(column.items, pairs, num_items, is_here=column.field.is_text)
+        none = np.zeros((0, column.field.num_variable), np.int64)
+        index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
+        rows = ItemRows(column.field, column.shards, items, index)
+        return Ragged(rows.field, items, rows.at)
+
+    def items(
+        self,
+        source: Tensor,
+        pieces: Iterable[tuple[Integers, Integers]],
+        count: int,
+        *,
+        is_here: bool = False,
+    ) -> Tensor:
+        """Copy pieces of items, given by where they begin and how long they are, one after another.
+
+        Args:
+            source: All items.
+            pieces: Where some of them begin, and how long they are.
+            count: Items of all pieces.
+            is_here: Whether they go to the CPU, whatever the device.
+        """
+        device = torch.device("cpu") if is_here else self.device
+        target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
+        if not target.nbytes:
+            return target
+        done = 0
+        for begins, lengths in pieces:
+            for part in _parts(source, begins, lengths):
+                piece = target[done : done + len(part)]
+                if self._uploader is None or is_here:
+                    piece.copy_(part)
+                else:
+                    self._uploader.copy(piece, partial(_read_slice, part))
+                done += len(part)
+        return target
+
+
+def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tensor]:
+    """Pieces of items: long ones as they lie, and short ones packed together."""
+    # Pieces that follow one another are one.
+    firsts = np.flatnonzero(np.append(True, begins[1:] != begins[:-1] + lengths[:-1]))
+    firsts = firsts[: len(begins)]
+    begins, lengths = begins[firsts], np.add.reduceat(lengths, firsts) if len(firsts) else lengths
+    ends, size = np.cumsum(lengths), source[:1].nbytes
+    first = done = 0
+    while first < len(ends):
+        most = done + max(1, _COPY_BYTES // size)
+        end = max(first + 1, int(np.searchsorted(ends, most, side="right")))
+        if end == first + 1:
+            yield source[int(begins[first]) : int(begins[first] + lengths[first])]
+        else:
+            packed = torch.empty((int(ends[end - 1]) - done, *source.shape[1:]), dtype=source.dtype)
+            here = slice(first, end)
+            memory = source.view(-1).view(torch.uint8).numpy()
+            target = packed.view(-1).view(torch.uint8).numpy()
+            pack_segments(memory, begins[here] * size, target, lengths[here] * size)
+            yield packed
+        first, done = end, int(ends[end - 1])
+
+
+def _read_slice(source: Tensor, first: int, out: Tensor) -> None:
+    """Fill a tensor with consecutive rows."""
+    out.copy_(source[first : first + len(out)])

@@ -1,0 +1,269 @@
+"""Runs of items: where they lie in memory, and the reads that bring them there.
+
+Whatever is read are items of a file: rows of one shape, the items of rows that differ in length, or
+the steps of series. Items that follow one another in a file are a run, and do so in memory too.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
+from lightning_memmap.sampling import Integers
+from lightning_memmap.store.columns import Located
+from lightning_memmap.store.segments import copy_segments
+
+#: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
+_READ_BYTES = 4 * 2**20
+#: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
+_GAP_BYTES = 128 * 2**10
+#: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
+MAX_RUNS = 6
+#: In a table of runs, so many begin in one bucket at most.
+_MAX_BEGINS = 6
+#: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
+#: a share of the memory.
+_MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
+
+#: Reads rows to their places; the argument is scratch memory.
+Read: TypeAlias = Callable[[memoryview], None]
+
+
+def scratch_memory(row_bytes: int) -> memoryview:
+    """Scratch memory for the reads of one thread, aligned for direct reads."""
+    return aligned_memory(max(_READ_BYTES, row_bytes) + 2 * MAX_BLOCK_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of items of a file, and where they are in memory.
+
+    Args:
+        begins: The first item of each run, int64 of shape (runs,), ascending.
+        ends: One past its last one.
+        places: Where it begins in memory.
+    """
+
+    begins: Integers
+    ends: Integers
+    places: Integers
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def __getitem__(self, which: slice) -> "Runs":
+        return Runs(self.begins[which], self.ends[which], self.places[which])
+
+    def of(self, items: Integers) -> Integers:
+        """Where items of the runs are in memory."""
+        shifts = self.places - self.begins
+        if len(shifts) <= 1:
+            return items + shifts
+        first, bits, runs_before, most = self._buckets
+        if most > _MAX_BEGINS:
+            runs = np.searchsorted(self.begins, items, side="right") - 1
+        else:
+            runs = runs_before.take((items - first) >> bits, mode="clip")
+            following = np.append(self.begins[1:], np.iinfo(np.int64).max)
+            for _ in range(most):
+                runs += items >= following.take(runs)
+        found: Integers = items + shifts.take(runs)
+        return found
+
+    @cached_property
+    def _buckets(self) -> tuple[int, int, Integers, int]:
+        """A table of the run in which each bucket of items begins: the first item, the bits of a
+        bucket's size, the table, and how many runs begin within a bucket at most.
+
+        To search for the run of an item that may be anywhere takes eight times as long.
+        """
+        first, last = int(self.begins[0]), int(self.begins[-1])
+        bits = max(0, ((last - first) // (4 * len(self.begins))).bit_length())
+        edges = np.arange(first, last + 2 + (1 << bits), 1 << bits)
+        before = np.searchsorted(self.begins, edges, side="right") - 1
+        return first, bits, before, int(np.diff(before).max(initial=0))
+
+
+class ItemSpace:
+    """The memory of a window for items of some files, at the same places in each of them.
+
+    Where runs are few, each begins as far from the beginning of a block in memory as it does in the
+    file, so that a disk can write it directly. Otherwise items are copied there, read together with
+    those near them.
+
+    Args:
+        name: The field, for messages.
+        files: The files of the items; None for one without bytes.
+        max_items: Items in a window at most.
+        num_shards: The shards that they are of; 0 where they lie apart.
+    """
+
+    def __init__(
+        self, name: str, files: Sequence[RowFile | None], max_items: int, num_shards: int
+    ) -> None:
+        self._name, self._files = name, files
+        self._max_runs = max_runs = MAX_RUNS * num_shards
+        opened = [file for file in files if file is not None]
+        limit = _MAX_FREE_BYTES // max(1, sum(file.row_bytes for file in opened))
+        of_share = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
+        blocks = [block_rows(file) for file in opened]
+        #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
+        self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
+        #: Items that there is room for.
+        self.num_items = max_items + 2 * (self._unit - 1) * max_runs
+
+    def place(self, found: Located) -> Runs:
+        """Find places for items."""
+        begins, ends = runs_of(found)
+        unit = self._unit if len(begins) <= self._max_runs else 1
+        free = begins % unit
+        taken = -(-(free + ends - begins) // unit) * unit
+        if int(taken.sum()) > self.num_items:
+            raise ValueError(
+                f"residency='stream': a window has {int((ends - begins).sum())} items of field"
+                f" {self._name!r}, and windows of rows that follow one another have"
+                f" {self.num_items} at most: let window_runs of the sampler return such rows"
+            )
+        return Runs(begins, ends, np.cumsum(taken) - taken + free)
+
+    def reads(self, runs: Runs, memory: Sequence[Tensor]) -> Iterator[Read]:
+        """The reads that bring the items of all files to their places."""
+        for file, items in zip(self._files, memory, strict=True):
+            if file is None or not items.numel():
+                continue
+            target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
+            if len(runs) > self._max_runs:
+                yield from reads_of_pieces(file, runs, target)
+                continue
+            for index, place in enumerate(runs.places.tolist()):
+                run = runs[index : index + 1]
+                if self._unit % block_rows(file):
+                    yield from reads_of_pieces(file, run, target)
+                    continue
+                rows = range(int(run.begins[0]), int(run.ends[0]))
+                yield from reads_in_place(file, rows, place, target)
+
+    def allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that a disk can write items to, of shape (num_items, *item_shape)."""
+        num_bytes = self.num_items * math.prod(item_shape) * dtype.itemsize
+        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+        return flat.view(dtype).view(self.num_items, *item_shape)
+
+    def share_used(self, found: Located, item_bytes: int) -> float:
+        """The share of the items read that are wanted, where gaps between runs are read too."""
+        begins, ends = runs_of(found)
+        pieces = Pieces.of(begins, ends, item_bytes)
+        if len(begins) <= self._max_runs or not pieces.num_read:
+            return 1.0
+        return pieces.num_used / pieces.num_read
+
+
+def runs_of(found: Located) -> tuple[Integers, Integers]:
+    """The first item of each run, and one past its last one, ascending."""
+    lengths = found.sizes.prod(axis=1)
+    order = np.argsort(found.starts, kind="stable")
+    begins = found.starts[order]
+    ends = np.maximum.accumulate(begins + lengths[order])
+    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
+    return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
+
+
+def block_rows(file: RowFile) -> int:
+    """The least number of rows that are whole blocks: a power of two."""
+    return file.block_bytes // math.gcd(file.block_bytes, file.row_bytes)
+
+
+def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> Iterator[Read]:
+    """Reads of whole blocks straight to the places of rows."""
+    begin, end = rows.start * file.row_bytes, rows.stop * file.row_bytes
+    skip = begin % file.block_bytes
+    memory = target.view(-1).numpy().data[place * file.row_bytes - skip :]
+    begin -= skip
+    for first in range(begin, end, _READ_BYTES):
+        last = min(first + _READ_BYTES, end)
+        block = memory[first - begin : file.whole_blocks(last) - begin]
+        yield partial(_read_in_place, file, first, last, block)
+
+
+class Pieces(NamedTuple):
+    """Runs of rows of a file, in ascending order, divided into those that are read together."""
+
+    begins: Integers
+    """The first row of each, int64 of shape (n,)."""
+    ends: Integers
+    """One past its last row."""
+    sources: Integers
+    """Which of the runs that were given it is of."""
+    edges: list[int]
+    """The first piece of each read, and the number of all pieces."""
+
+    @classmethod
+    def of(cls, begins: Integers, ends: Integers, row_bytes: int) -> "Pieces":
+        """Divide runs of rows."""
+        step = max(1, _READ_BYTES // row_bytes)
+        # Runs are cut where a read would be too long.
+        counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
+        sources = np.repeat(np.arange(len(begins)), counts)
+        cuts = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+        cuts = (cuts + (begins // step)[sources]) * step
+        begins = np.maximum(begins[sources], cuts)
+        ends = np.minimum(ends[sources], cuts + step)
+        is_far = (begins[1:] - ends[:-1]) * row_bytes > _GAP_BYTES
+        is_long = np.diff(begins // step) > 0
+        edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(begins)]
+        return cls(begins, ends, sources, edges if len(begins) else [])
+
+    @property
+    def num_used(self) -> int:
+        """Rows that are wanted."""
+        return int((self.ends - self.begins).sum())
+
+    @property
+    def num_read(self) -> int:
+        """Rows that are read: those that are wanted, and small gaps between them."""
+        spans = pairwise(self.edges)
+        return sum(int(self.ends[last - 1] - self.begins[first]) for first, last in spans)
+
+
+def reads_of_pieces(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
+    """Reads of runs of rows, and of small gaps between them, to scratch memory."""
+    pieces = Pieces.of(runs.begins, runs.ends, file.row_bytes)
+    places = pieces.begins + (runs.places - runs.begins)[pieces.sources]
+    memory = target.view(-1).numpy()
+    for first, last in pairwise(pieces.edges):
+        here = slice(first, last)
+        yield partial(
+            _read_pieces, file, pieces.begins[here], pieces.ends[here], places[here], memory
+        )
+
+
+def _read_in_place(
+    file: RowFile, begin: int, end: int, memory: memoryview, _scratch: memoryview
+) -> None:
+    file.read_bytes(begin, end, memory)
+
+
+def _read_pieces(
+    file: RowFile,
+    begins: Integers,
+    ends: Integers,
+    places: Integers,
+    memory: np.ndarray,
+    scratch: memoryview,
+) -> None:
+    first, size = int(begins[0]), file.row_bytes
+    data = np.frombuffer(file.read_rows(first, int(ends[-1]) - first, scratch), np.uint8)
+    lengths = (ends - begins) * size
+    if len(lengths) == 1:
+        # numpy lets other threads run meanwhile.
+        place = int(places[0]) * size
+        memory[place : place + len(data)] = data
+        return
+    copy_segments(data, (begins - first) * size, memory, places * size, lengths)

@@ -1,0 +1,410 @@
+"""Kinds: what the rows of a field mean, beyond their dtype and shape.
+
+A new kind is a class here and its place in `AnyKind` and `_KINDS`.
+"""
+
+import datetime
+import enum
+import sys
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import SchemaError, StoreError, with_article
+
+#: Of the numbers of Python itself. A bool is an int too.
+FROM_PYTHON: dict[type, np.dtype[Any]] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    complex: np.dtype(np.complex128),
+}
+#: Several texts of one row are kept as one string of bytes: their number, the length of each in
+#: bytes, as uint32 in little-endian order, and then one after the other. No texts have no bytes.
+_LENGTH = np.dtype("<u4")
+_MAX_BYTES = np.iinfo(_LENGTH).max
+
+Array = Tensor | np.ndarray
+Unit = Literal["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]
+
+
+class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
+    """What the rows of a field mean. As JSON, it is its name under ``type`` beside its values."""
+
+    #: Whether rows are given back as Python objects and not as tensors.
+    is_text: ClassVar[bool] = False
+    #: The dtype and shape that its rows have in the dataset; None where that is open.
+    dtype: ClassVar[torch.dtype | None] = None
+    shape: ClassVar[tuple[int | None, ...] | None] = None
+
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """A leaf of this kind as a dense CPU array, and what it is; None for any other leaf.
+
+        Raises:
+            SchemaError: The leaf cannot be stored. The message names the field.
+        """
+        raise NotImplementedError
+
+    def takes(self, other: "Kind") -> bool:
+        """Whether a leaf of another kind may be a row."""
+        return self == other
+
+    def takes_rows(self, other: "Kind") -> bool:
+        """Whether an array of another kind may have rows of this one."""
+        return self.takes(other)
+
+    def words(self, number: int | float | complex | bool) -> str:
+        """A value as a person would write it."""
+        return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+class Numbers(Kind, frozen=True):
+    """Tensors, arrays, numbers and bools."""
+
+    @override
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        if isinstance(leaf, Tensor):
+            check_dense(name, leaf)
+            leaf = leaf.detach()
+            if leaf.is_conj() or leaf.is_neg():
+                leaf = leaf.resolve_conj().resolve_neg()
+            return leaf.cpu(), cls()
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            return np.asarray(leaf), cls()
+        dtype = python_dtype(type(leaf))
+        return None if dtype is None else (number_array(name, leaf, dtype), cls())
+
+    @override
+    def takes(self, other: Kind) -> bool:
+        return isinstance(other, Numbers)
+
+
+class Mask(Numbers, frozen=True):
+    """Says which rows of another field are not None."""
+
+
+class Text(Kind, frozen=True):
+    """Texts, kept as UTF-8."""
+
+    #: Whether each row is a list of texts.
+    many: bool = False
+
+    is_text = True
+    dtype, shape = torch.uint8, (None,)
+    #: The types that are encoded without another look.
+    types: ClassVar[set[type]] = {str, np.str_}
+
+    @override
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        if not isinstance(leaf, (str, PurePath)):
+            return None
+        return np.frombuffer(cls.encode(str(leaf)), np.uint8), cls()
+
+    @staticmethod
+    def encode(text: Any) -> bytes:
+        """The bytes of a text."""
+        return text.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
+
+    def decode(self, name: str, data: bytes) -> Any:
+        """What a store gives back for the bytes of a row, which have not been checked."""
+        if not self.many:
+            return self._decode(name, data)
+        try:
+            return [self._decode(name, text) for text in split_texts(data)]
+        except ValueError as error:
+            raise _damaged(name, f"a row is not a list of texts ({error})") from None
+
+    def _decode(self, name: str, data: bytes) -> Any:
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise _damaged(name, f"a row is not UTF-8 ({error.reason})") from None
+
+    @override
+    def __str__(self) -> str:
+        return f"list of {super().__str__()}" if self.many else super().__str__()
+
+
+class Bytes(Text, frozen=True):
+    """Strings of bytes."""
+
+    types = {bytes, bytearray, np.bytes_}
+
+    @override
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        return (
+            (np.frombuffer(leaf, np.uint8), cls()) if isinstance(leaf, (bytes, bytearray)) else None
+        )
+
+    @override
+    @staticmethod
+    def encode(text: Any) -> bytes:
+        return text  # type: ignore[no-any-return]
+
+    @override
+    def _decode(self, name: str, data: bytes) -> Any:
+        return data
+
+
+class Duration(Kind, frozen=True):
+    """Durations, kept as integers in a unit."""
+
+    unit: Unit
+
+    dtype = torch.int64
+    _numpy: ClassVar[str] = "timedelta64"
+
+    @override
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        zoned = False
+        if isinstance(leaf, (datetime.date, datetime.timedelta)):
+            zoned = isinstance(leaf, datetime.datetime) and leaf.tzinfo is not None
+            leaf = _numpy_time(name, leaf)
+        if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype.kind not in "mM":
+            return None
+        times = np.asarray(leaf)
+        unit, count = np.datetime_data(times.dtype)
+        if unit not in Unit.__args__ or count != 1:  # type: ignore[attr-defined]
+            raise SchemaError(
+                f"field {name!r}: found times of dtype {times.dtype}: convert them to a unit of"
+                " numpy, such as with astype('datetime64[us]') or astype('timedelta64[us]')"
+            )
+        if np.isnat(times).any():
+            raise SchemaError(
+                f"field {name!r}: found NaT in an array, for which there is no integer: give a mask"
+                " beside it, or leave the row out"
+                if times.ndim
+                else f"field {name!r}: found NaT"
+            )
+        kind = Time(unit, zoned) if times.dtype.kind == "M" else Duration(unit)  # type: ignore[arg-type]
+        return times.astype(times.dtype.newbyteorder("=")).view(np.int64), kind
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of numpy that has these times."""
+        return np.dtype(f"{self._numpy}[{self.unit}]")
+
+    @override
+    def words(self, number: int | float | complex | bool) -> str:
+        is_kept = isinstance(number, int)  # And not as another dtype.
+        return str(np.array(number).astype(self.numpy_dtype)) if is_kept else super().words(number)
+
+    @override
+    def __str__(self) -> str:
+        return f"{super().__str__()} in {self.unit}"
+
+
+class Time(Duration, frozen=True):
+    """Times, kept as integers that count from 1970 in a unit; in UTC where they had a zone."""
+
+    utc: bool = False
+
+    _numpy = "datetime64"
+
+    @override
+    def takes_rows(self, other: Kind) -> bool:
+        # An array has no time zone.
+        return other in (self, Time(self.unit))
+
+    @override
+    def __str__(self) -> str:
+        return f"{super().__str__()}{', UTC' * self.utc}"
+
+
+class Image(Kind, frozen=True):
+    """Images of Pillow, decoded, channels first."""
+
+    mode: str
+
+    @override
+    @classmethod
+    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is None or not isinstance(leaf, pillow.Image):
+            return None
+        if leaf.mode in ("P", "PA"):
+            raise SchemaError(
+                f"field {name!r}: found an image of mode {leaf.mode!r}, whose palette would be"
+                " lost. For its colours give image.convert('RGB'), or 'RGBA' where it has"
+                " transparency; for its palette indices, such as class labels,"
+                " numpy.asarray(image)"
+            )
+        try:
+            pixels = np.asarray(leaf)
+        except Exception as error:  # Files are decoded here; each format has its own errors.
+            raise SchemaError(
+                f"field {name!r}: the image cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        found = (
+            pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
+        )
+        return found, cls(leaf.mode)
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.mode} image"
+
+
+AnyKind = Numbers | Mask | Text | Bytes | Duration | Time | Image
+NUMBERS = Numbers()
+#: In the order in which they are asked for a leaf: numpy's strings and times are its scalars too.
+_KINDS: tuple[type[Kind], ...] = (Text, Bytes, Duration, Numbers, Image)
+
+
+def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
+    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it.
+
+    Args:
+        name: Name of the field, for messages.
+        leaf: The value in one sample.
+
+    Raises:
+        SchemaError: The leaf cannot be stored. The message names the field and the way out.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise SchemaError(
+            f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
+            " the mask as two arrays"
+        )
+    # Before numbers and text, which members of an enum may be as well.
+    if isinstance(leaf, enum.Enum):
+        raise SchemaError(
+            f"field {name!r}: found {leaf!r}, a member of an enum, whose class a store does not"
+            " keep: give its .value or its .name in the dataset"
+        )
+    for kind in _KINDS:
+        if (found := kind.read(name, leaf)) is not None:
+            return found
+    if is_missing(leaf):
+        raise SchemaError(f"field {name!r}: found {leaf}")
+    raise SchemaError(
+        f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
+        " numpy array, a PIL image, a number, a bool, a str, bytes or a time"
+    )
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value stands for one that is missing: None, NaT, pandas' NA. NaN is a number."""
+    if value is None:
+        return True
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    kind = type(value)
+    return kind.__name__ in ("NAType", "NaTType") and kind.__module__.startswith("pandas.")
+
+
+def check_dense(name: str, leaf: Tensor) -> None:
+    """Check that a tensor has a value in each place, and nothing else.
+
+    Raises:
+        SchemaError: It has not. The message names the field.
+    """
+    if leaf.is_nested:
+        found, remedy = "a nested tensor", "pad it to one shape"
+    elif leaf.layout is not torch.strided:
+        found, remedy = f"a {leaf.layout} tensor", "convert it with to_dense()"
+    elif leaf.is_quantized:
+        found, remedy = "a quantized tensor", "give its int_repr(), or dequantize() it"
+    elif leaf.is_meta:
+        found, remedy = "a tensor on the meta device, which has no values", "move it to the CPU"
+    # Subclasses with their own dispatch contain more than values, such as a mask.
+    elif type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        found, remedy = with_article(type(leaf).__name__), "give what it holds as plain tensors"
+    else:
+        return
+    raise SchemaError(f"field {name!r}: found {found}; only dense tensors are stored: {remedy}")
+
+
+def python_dtype(kind: type) -> np.dtype[Any] | None:
+    """The dtype of Python's own numbers of a type, or None where it is not of numbers."""
+    return next((dtype for base, dtype in FROM_PYTHON.items() if issubclass(kind, base)), None)
+
+
+def number_array(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Numbers of Python as an array.
+
+    Raises:
+        SchemaError: An integer does not fit into the dtype. The message names the field.
+    """
+    try:
+        return np.asarray(value, dtype)
+    except OverflowError:
+        raise SchemaError(
+            f"field {name!r}: found an integer that does not fit into {dtype}: give it as a float,"
+            " or split it into several"
+        ) from None
+
+
+def _numpy_time(name: str, time: Any) -> Any:
+    """A time of Python or pandas as one of numpy, in UTC."""
+    if hasattr(time, "asm8"):  # Of pandas, in its own unit.
+        return np.asarray(time.asm8)
+    if isinstance(time, datetime.timedelta):
+        # numpy would wrap around what int64 does not hold.
+        microseconds = time // datetime.timedelta(microseconds=1)
+        if abs(microseconds) >= 2**63:
+            raise SchemaError(
+                f"field {name!r}: found {time!r}, which has more microseconds than an int64 holds:"
+                " give numpy.timedelta64 in a coarser unit, such as seconds"
+            )
+        return np.asarray(np.timedelta64(microseconds, "us"))
+    if not isinstance(time, datetime.datetime):
+        return np.asarray(time, "datetime64[D]")
+    if time.tzinfo is not None:
+        time = time.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+    return np.asarray(time, "datetime64[us]")
+
+
+def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the bytes of texts, uint8 of shape (bytes,) each, to what `split_texts` takes.
+
+    Raises:
+        ValueError: A text has 2**32 bytes or more.
+    """
+    if not texts:
+        return np.empty(0, np.uint8)
+    numbers = [len(texts), *map(len, texts)]
+    if max(numbers) > _MAX_BYTES:
+        raise ValueError(
+            f"a text of {max(numbers)} bytes is too long for a list: at most 2**32 - 1"
+        )
+    return np.concatenate([np.array(numbers, _LENGTH).view(np.uint8), *texts])
+
+
+def split_texts(data: bytes) -> list[bytes]:
+    """Divide what `join_texts` has joined, which has not been checked.
+
+    Raises:
+        ValueError: They are no texts that were joined.
+    """
+    if not data:
+        return []
+    size = _LENGTH.itemsize
+    count = int(np.frombuffer(data, _LENGTH, 1)[0]) if len(data) >= size else 0
+    first = (1 + count) * size
+    if not count or first > len(data):
+        raise ValueError("they end before their lengths do")
+    lengths = np.frombuffer(data, _LENGTH, count, offset=size)
+    ends = first + np.cumsum(lengths, dtype=np.int64)
+    if ends[-1] != len(data):
+        raise ValueError("their lengths do not add up")
+    starts = [first, *ends[:-1].tolist()]
+    return [data[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+
+
+def _damaged(name: str, what: str) -> StoreError:
+    return StoreError(f"field {name!r}: {what}: its store is damaged, build it again")
