@@ -36,30 +36,13 @@ class ImageMissingError(ImageError):
 
 
 def check_mode(mode: object) -> None:
-    """Check the mode that images are decoded to.
-
-    Args:
-        mode: The value.
-
-    Raises:
-        ValueError: It is none of `CHANNELS`.
-    """
+    """Check the mode that images are decoded to."""
     if mode not in CHANNELS:
         raise ValueError(f"mode={mode!r}: choose one of {', '.join(CHANNELS)}")
 
 
 def checked_size(size: Any) -> tuple[int, int] | None:
-    """Check the size that images are scaled to.
-
-    Args:
-        size: Height and width in pixels, one number for both, or None.
-
-    Returns:
-        Height and width; None where images keep their sizes.
-
-    Raises:
-        ValueError: It is none of these, or out of range.
-    """
+    """Check the size that images are scaled to."""
     if size is None:
         return None
     both = (size, size) if isinstance(size, int) else size
@@ -72,18 +55,7 @@ def checked_size(size: Any) -> tuple[int, int] | None:
 
 
 def checked_decoding(mode: object, size: Any) -> tuple[int, int] | None:
-    """Check how a dataset gives images, which may stay encoded.
-
-    Args:
-        mode: The mode that they are decoded to; None where they are not.
-        size: As of `checked_size`.
-
-    Returns:
-        What `checked_size` returns.
-
-    Raises:
-        ValueError: One of them is out of range, or there is a size without a mode.
-    """
+    """Check how a dataset gives images, which may stay encoded."""
     if mode is not None:
         check_mode(mode)
     elif size is not None:

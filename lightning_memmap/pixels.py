@@ -15,13 +15,6 @@ def pixels_of(row: Tensor) -> NDArray[np.uint8] | None:
 
     Values of other dtypes than uint8 are scaled so that the least one is black and the largest one
     is white.
-
-    Args:
-        row: A row of any dtype, of any shape, on the CPU.
-
-    Returns:
-        uint8 of shape (height, width, channels), with 1, 3 or 4 channels; None where the row has
-        not two dimensions, or three of which the first or the last is of channels.
     """
     if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
         return None

@@ -10,12 +10,7 @@ from typing_extensions import override
 
 
 class BatchIndices(_IndexBatchSamplerWrapper):
-    """Where Lightning looks for the rows of a batch, for prediction writers.
-
-    Args:
-        sampler: The object on which Lightning calls ``set_epoch``.
-        rows: The dataset rows of each step, by step.
-    """
+    """Where Lightning looks for the rows of a batch, for prediction writers."""
 
     def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:
         self.sampler = sampler
@@ -56,11 +51,6 @@ def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> 
     It does so once per fit. That is not enough if an epoch has another number of steps than the
     next one: it is resumed from a checkpoint of another number of data devices, or one of them
     leaves steps out.
-
-    Args:
-        trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
-        epoch: The epoch after which it does, from 0.
-        num_steps: The steps of the next epoch.
     """
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
 
@@ -71,9 +61,6 @@ def validate_anew(trainer: Any) -> None:
     The Trainer would resume it, and skip as many batches as were done before. But it does not
     restore their metrics, and the loader begins at the first row: the metrics would be over the
     wrong rows.
-
-    Args:
-        trainer: The Trainer, when it gets the validation loader.
     """
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
 
@@ -91,9 +78,6 @@ class TrainerProgress:
 
     A checkpoint may be saved at any time: by a callback after a step or inside one, or on an error
     or a signal.
-
-    Args:
-        trainer: The Trainer, which is fitting. Only a weak reference to it is kept.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -103,13 +87,7 @@ class TrainerProgress:
         self._is_watching = False
 
     def counts(self) -> _Counts | None:
-        """The Trainer's counts, to be noted when a batch is delivered.
-
-        Returns:
-            Batches that were processed, optimizer steps as the Trainer counts them, and calls of
-            the optimizers' own ``step``. None if the Trainer does not train on the batch, or no
-            longer exists.
-        """
+        """The Trainer's counts, noted when a batch is delivered; None where it does not train."""
         trainer: Any = self._trainer()
         if trainer is None or not trainer.training:
             return None
@@ -128,12 +106,6 @@ class TrainerProgress:
         These are the current batch, until an optimizer steps or its step ends, and the batches
         whose gradients wait for the rest of their group (``accumulate_grad_batches``), since a
         checkpoint has no gradients.
-
-        Args:
-            noted: The `counts` at the last delivery.
-
-        Returns:
-            The number of batches; 0 if the Trainer no longer exists.
         """
         trainer: Any = self._trainer()
         if trainer is None:
@@ -152,15 +124,7 @@ class TrainerProgress:
         return waiting + int(not is_processed)
 
     def num_trained(self, noted: _Counts) -> int | None:
-        """The number of batches of the epoch that the weights were trained on.
-
-        Args:
-            noted: The `counts` at the last delivery.
-
-        Returns:
-            All delivered batches of the epoch without those of `num_untrained`; None if the Trainer
-            no longer exists.
-        """
+        """The batches of the epoch that the weights were trained on; None without a Trainer."""
         trainer: Any = self._trainer()
         if trainer is None:
             return None
@@ -202,10 +166,6 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
 
     Where an optimizer had stepped in the interrupted batch, the batch counts as complete, and the
     schedulers step. Otherwise the Trainer's counts are reduced to the trained batches.
-
-    Args:
-        trainer: The Trainer, when it gets the training loader, after it has loaded a checkpoint.
-        num_batches: What `TrainerProgress.num_trained` returned when the checkpoint was saved.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -234,15 +194,7 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
 
 
 def make_trainer_proxy(trainer: Any, results: Callable[[], Any]) -> Any:
-    """A Trainer that shares all of its state with another one, but for what ``self.log`` writes to.
-
-    Args:
-        trainer: The Trainer.
-        results: Returns what takes the place of Lightning's results, each time they are needed.
-
-    Returns:
-        An instance of a new subclass of the Trainer's class.
-    """
+    """A Trainer that shares all state with another one, but for what ``self.log`` writes to."""
     kind: Any = type(
         type(trainer).__name__,
         (type(trainer),),

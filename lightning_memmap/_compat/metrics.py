@@ -10,16 +10,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 
 def copy_metric(metric: nn.Module, device: torch.device) -> Any:
-    """An empty copy of a torchmetrics metric or collection on a device.
-
-    Args:
-        metric: A ``Metric`` or ``MetricCollection``, which does not change.
-        device: The device of the copy's states.
-
-    Returns:
-        A deep copy with its states reset. Metrics of a copied collection share no states, so that
-        each can be merged by itself.
-    """
+    """An empty copy of a torchmetrics metric or collection on a device."""
     copied: Any = copy.deepcopy(metric).to(device)
     for child in copied.modules():
         if isinstance(child, MetricCollection):
@@ -30,11 +21,7 @@ def copy_metric(metric: nn.Module, device: torch.device) -> Any:
 
 
 def states_without_reduction(metric: Metric) -> list[str]:
-    """The tensor states of a metric that cannot be merged.
-
-    Returns:
-        Names of the tensor states that were added without a ``dist_reduce_fx``.
-    """
+    """The tensor states of a metric that cannot be merged."""
     return [
         name
         for name, reduction in metric._reductions.items()
@@ -46,11 +33,6 @@ def merge_metric(target: Metric, sources: list[Metric]) -> None:
     """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``.
 
     Means are weighted by the number of updates, as in torchmetrics.
-
-    Args:
-        target: The metric that gets the merged states, on its own device.
-        sources: Metrics of the same class and arguments, on any devices; they do not change. Those
-            that were never updated are left out.
     """
     updated = [metric for metric in (target, *sources) if metric._update_count]
     # Metrics overload comparison: they must be compared by identity.

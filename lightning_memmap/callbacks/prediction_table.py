@@ -87,8 +87,7 @@ class PredictionTable(BasePredictionWriter):
         for (path, loader), num_batches in zip(
             loaders.items(), trainer.num_predict_batches, strict=True
         ):
-            table = _Table(path, self.overwrite, *_rows_and_shards(loader))
-            table.loader = _super_batch_loader(loader)
+            table = _Table(path, self.overwrite, loader)
             check_place(path, overwrite=self.overwrite)
             if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
                 raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
@@ -106,11 +105,7 @@ class PredictionTable(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Write the rows of a batch. At the first batch, all ranks make the table together."""
-        table = self._tables[dataloader_idx]
-        if batch_indices and table.loader is not None:
-            # The rows of the table are those of the loader, which may have a part of the dataset.
-            batch_indices = table.loader.step_positions(batch_idx)
-        table.write(trainer, prediction, batch_indices, batch_idx)
+        self._tables[dataloader_idx].write(trainer, prediction, batch_indices, batch_idx)
 
     @override
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -137,20 +132,20 @@ class PredictionTable(BasePredictionWriter):
 
 
 class _Table:
-    """The table of one loader, as one rank writes it.
+    """The table of one loader, as one rank writes it."""
 
-    Args:
-        path: Its directory.
-        overwrite: Replace a store that is there.
-        num_rows: Rows that all ranks together write.
-        num_shards: Shards of the store.
-    """
-
-    def __init__(self, path: Path, overwrite: bool, num_rows: int, num_shards: int) -> None:
+    def __init__(self, path: Path, overwrite: bool, loader: Any) -> None:
         self._path, self._overwrite = path, overwrite
-        self._num_rows, self._num_shards = num_rows, num_shards
-        #: The loader of the rows, where it is this package's.
-        self.loader: SuperBatchLoader | None = None
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        self._loader = sampler if isinstance(sampler, SuperBatchLoader) else None
+        if self._loader is not None:
+            order = self._loader.order
+            self._num_rows, self._num_shards = order.num_positions, order.num_shards
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            self._num_rows = len(loader.dataset)  # type: ignore[arg-type]
+            self._num_shards = default_shards(self._num_rows)
+        else:
+            raise _unknown_rows(loader)
         self._schema: Schema | None = None
         self._build: TableBuild | None = None
         self._writer: TableWriter | None = None
@@ -170,6 +165,9 @@ class _Table:
             raise SchemaError(f"predict_step, batch {batch_idx}: {error}") from error
         if not batch_indices:
             raise _unknown_rows(trainer.predict_dataloaders)
+        if self._loader is not None:
+            # The rows of the table are those of the loader, which may have a part of the dataset.
+            batch_indices = self._loader.step_positions(batch_idx)
         if len(leaves[0]) != len(batch_indices):
             raise ValueError(
                 f"predict_step, batch {batch_idx}: it returned {len(leaves[0])} rows for a batch of"
@@ -209,7 +207,12 @@ class _Table:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
         plan = StorePlan(self._path, self._num_rows, self._num_shards, schema)
         check_ranks_match({"the table": plan})
-        writes = _is_first_of_its_rank(trainer)
+        rank, _ = data_parallel_rank(trainer.strategy)
+        own = torch.tensor(rank, device=trainer.strategy.root_device)
+        # Over all processes: by default a strategy gathers over the data-parallel ones only.
+        ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
+        # Of processes with the same data-parallel rank, and so the same rows, the first writes.
+        writes = rank not in ranks[: trainer.global_rank]
         with _all_or_none():
             if trainer.is_global_zero:
                 self._build = TableBuild(plan, overwrite=self._overwrite)
@@ -247,21 +250,6 @@ def _path_of_member(path: Path, trainer: L.Trainer) -> Path:
     return Path(str(path).replace("{member}", str(member)))
 
 
-def _super_batch_loader(loader: Any) -> SuperBatchLoader | None:
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return sampler if isinstance(sampler, SuperBatchLoader) else None
-
-
-def _rows_and_shards(loader: Any) -> tuple[int, int]:
-    """The number of rows of a loader's dataset, and the number of shards for them."""
-    if (ours := _super_batch_loader(loader)) is not None:
-        return ours.order.num_positions, ours.order.num_shards
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        num_rows = len(loader.dataset)  # type: ignore[arg-type]
-        return num_rows, default_shards(num_rows)
-    raise _unknown_rows(loader)
-
-
 def _unknown_rows(loader: Any) -> ValueError:
     return ValueError(
         f"PredictionTable: the rows in the batches of {with_article(type(loader).__name__)} are"
@@ -275,18 +263,6 @@ def _incomplete(trainer: L.Trainer, what: str) -> ValueError:
         f"limit_predict_batches={trainer.limit_predict_batches}: {what} would be predicted, and a"
         " table has a row for each row of the dataset: predict all, or leave PredictionTable out"
     )
-
-
-def _is_first_of_its_rank(trainer: L.Trainer) -> bool:
-    """Whether no lower rank has the same data-parallel rank, and so the same rows.
-
-    All ranks must call this.
-    """
-    rank, _ = data_parallel_rank(trainer.strategy)
-    own = torch.tensor(rank, device=trainer.strategy.root_device)
-    # Over all processes: by default a strategy gathers over the data-parallel ones only.
-    ranks = trainer.strategy.all_gather(own, group=dist.group.WORLD).flatten().tolist()
-    return rank not in ranks[: trainer.global_rank]
 
 
 @contextmanager

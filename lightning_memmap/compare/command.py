@@ -12,9 +12,14 @@ from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
 from lightning_memmap.compare.config import ComparisonOptions
-from lightning_memmap.compare.report import Report, check_regression, read_report
+from lightning_memmap.compare.report import (
+    Report,
+    all_tables,
+    check_regression,
+    read_report,
+    regression_table,
+)
 from lightning_memmap.compare.runner import Comparison
-from lightning_memmap.compare.tables import all_tables, regression_table
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.tables import print_table
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as TorchSampler
 from typing_extensions import override
 
+from lightning_memmap.compare.config import Variant
 from lightning_memmap.compare.rows import (
     PlainCollate,
     PlainRows,
@@ -18,7 +19,6 @@ from lightning_memmap.compare.rows import (
     hash_batch,
     plain_samples,
 )
-from lightning_memmap.compare.variants import Variant
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading import has_streams

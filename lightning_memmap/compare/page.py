@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_memmap.compare.metrics import METRICS, PARTS, SPEED, STATE
-from lightning_memmap.compare.report import Report, VariantResult
-from lightning_memmap.compare.tables import all_tables, parity_table
+from lightning_memmap.compare.report import Report, VariantResult, all_tables, parity_table
 from lightning_memmap.pages import templates
 from lightning_memmap.tables import Cell, Column, Table
 

@@ -19,11 +19,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_memmap.arguments import read_config
-from lightning_memmap.compare.config import ComparisonOptions, RunKind, RunSpec, shared_config
+from lightning_memmap.compare.config import (
+    ComparisonOptions,
+    RunKind,
+    RunSpec,
+    Variant,
+    parse_variants,
+    shared_config,
+)
 from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity, default_tolerance
 from lightning_memmap.compare.report import Report, Status, VariantResult
-from lightning_memmap.compare.variants import Variant, parse_variants
 from lightning_memmap.compare.worker import ConfigCheck
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import Launched

@@ -24,8 +24,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memmap.arguments import TrainingParser, shortened
-from lightning_memmap.compare.clock import StepClock
-from lightning_memmap.compare.config import RunSpec
+from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
     batch_size_of,
@@ -33,9 +32,8 @@ from lightning_memmap.compare.loaders import (
     normalized_datamodule,
     prepare_store,
 )
-from lightning_memmap.compare.measure import CheckCallback, RunCallback, TimedCallback
+from lightning_memmap.compare.measure import CheckCallback, RunCallback, StepClock, TimedCallback
 from lightning_memmap.compare.rows import HashedTransform, hash_batch
-from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 

@@ -93,17 +93,7 @@ SAMPLE = Nesting(_list, _or_none)
 
 
 def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = BATCH) -> Build:
-    """Make a function that puts leaves back into a structure; see `Schema.builder`.
-
-    Args:
-        node: The structure.
-        sample: A sample of the dataset, for its classes, or None.
-        indices: The indices that the leaves from here on have; as many as needed are taken.
-        nesting: How lists of records, and what may be None, are put together.
-
-    Returns:
-        A function from the tensors of all fields to the nested value.
-    """
+    """Make a function that puts leaves back into a structure; see `Schema.builder`."""
     if node.kind == "records":
         within = list(islice(indices, node.num_fields))
         first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None

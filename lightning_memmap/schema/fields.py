@@ -130,19 +130,11 @@ class Field:
 
     def value(self, row: Tensor) -> Any:
         """What a store gives back for a row on the CPU: the row itself, text as str or bytes, or
-        lists of them.
-
-        Raises:
-            StoreError: The row is no text.
-        """
+        lists of them."""
         return self.decode(row.numpy().tobytes()) if self.is_text else row
 
     def decode(self, data: bytes) -> Any:
-        """Convert the bytes of a row of text to what a store gives back for it.
-
-        Raises:
-            StoreError: The bytes are no text.
-        """
+        """Convert the bytes of a row of text to what a store gives back for it."""
         assert isinstance(self.kind, Text)
         return self.kind.decode(self.name, data)
 
@@ -186,11 +178,7 @@ def _encode(key: str | int) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check that each field's name leads to a file of its own.
-
-    Raises:
-        SchemaError: A name is too long, or two names differ at most in upper and lower case.
-    """
+    """Check that each field's name leads to a file of its own."""
     seen: dict[str, str] = {}
     for name in names:
         if len(name) > MAX_NAME_LENGTH:

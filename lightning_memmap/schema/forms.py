@@ -383,12 +383,7 @@ class FieldOptions:
         variable: Mapping[str, Any] | None,
         store_dtypes: Mapping[str, str | torch.dtype] | None,
     ) -> "FieldOptions":
-        """Check what a user gives; see `lightning_memmap.store.build_store`.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: There is no such form or dtype.
-        """
+        """Check what a user gives; see `lightning_memmap.store.build_store`."""
         return cls(read_forms(variable), check_store_dtypes(store_dtypes))
 
     @property
@@ -398,18 +393,7 @@ class FieldOptions:
 
 
 def check_store_dtypes(given: Any) -> dict[str, torch.dtype]:
-    """Check the dtypes in which a user wants fields to be kept.
-
-    Args:
-        given: Names of dtypes, or dtypes, by name of the field; None for none.
-
-    Returns:
-        The dtypes by name of the field.
-
-    Raises:
-        TypeError: It is not a mapping.
-        ValueError: A store has no such dtype.
-    """
+    """Check the dtypes in which a user wants fields to be kept."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"store_dtypes={given!r}: give a dict such as {{'image': 'uint8'}}")
     dtypes = {}

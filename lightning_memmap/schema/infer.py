@@ -40,26 +40,12 @@ Part = tuple[Node, list[Field]]
 
 def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
     """Find what samples have. They may differ in the lengths of lists, in the sizes of fields, in
-    what is None, and in the order of a dict's keys.
-
-    Args:
-        samples: The samples, at least one. The order of keys is that of the first one.
-        forms: The form of each field and list that may differ in length, or be None, in other
-            samples.
-
-    Raises:
-        MismatchError: They differ in more than that.
-        SchemaError: A sample cannot be stored. The message names the field.
-    """
+    what is None, and in the order of a dict's keys."""
     return _Inference(forms).part(samples, ())
 
 
 def infer_batch(batch: Any) -> Part:
-    """Find what the rows of a batch have.
-
-    Raises:
-        SchemaError: They cannot be stored. The message names the field.
-    """
+    """Find what the rows of a batch have."""
     return _Inference({}, is_batch=True).part([batch], ())
 
 
@@ -78,14 +64,7 @@ class _Inference:
     def part(
         self, values: Sequence[Any], path: Path, *, in_record: bool = False, is_record: bool = False
     ) -> Part:
-        """What values have.
-
-        Args:
-            values: What samples have at the path.
-            path: Where that is.
-            in_record: Whether they are in the records of a list.
-            is_record: Whether they are such records, which have the path of the list.
-        """
+        """What values have."""
         if len(path) > MAX_DEPTH:
             raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
         # A batch has no rows that are missing.
@@ -120,9 +99,9 @@ class _Inference:
         if lengths == {0}:
             return Node(containers[0][0]), []
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
-            field = self._numbers(
-                [each for each in lists if len(each)], path, differ or is_declared
-            )
+            # In a tuple of a record, numbers of several dtypes are a field each.
+            must_agree = differ or is_declared or (in_record and containers[0][0] == "list")
+            field = self._numbers([each for each in lists if len(each)], path, must_agree)
             if field is not None:
                 return SEQUENCE, [replace(field, shape=(None,)) if differ else field]
             if differ and in_record:
@@ -139,6 +118,11 @@ class _Inference:
                         f"{field_name(path)!r} is a list of parts that differ in more than their"
                         " values: give all of them the same fields"
                     ) from error
+                if not fields:
+                    raise SchemaError(
+                        f"field {field_name(path)!r}: the parts of a list have no values: give"
+                        " their number, or leave it out"
+                    )
                 return Node("records", (), (record,)), [field.in_list for field in fields]
         return self._container(containers, (), path, in_record)
 
@@ -155,7 +139,7 @@ class _Inference:
         found = " and ".join(sorted(dtype_name(dtype) for dtype in numbers if dtype is not None))
         raise SchemaError(
             f"rows of {name!r} are lists of {found}: give all numbers one dtype, such as"
-            " [1.0, 2.0], or arrays in place of the lists"
+            " [1.0, 2.0], or arrays in place of the lists; in records, a tuple has a field for each"
         )
 
     def _container(

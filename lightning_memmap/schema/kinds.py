@@ -45,11 +45,7 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """A leaf of this kind as a dense CPU array, and what it is; None for any other leaf.
-
-        Raises:
-            SchemaError: The leaf cannot be stored. The message names the field.
-        """
+        """A leaf of this kind as a dense CPU array, and what it is; None for any other leaf."""
         raise NotImplementedError
 
     def takes(self, other: "Kind") -> bool:
@@ -266,15 +262,7 @@ _KINDS: tuple[type[Kind], ...] = (Text, Bytes, Duration, Numbers, Image)
 
 
 def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
-    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it.
-
-    Args:
-        name: Name of the field, for messages.
-        leaf: The value in one sample.
-
-    Raises:
-        SchemaError: The leaf cannot be stored. The message names the field and the way out.
-    """
+    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise SchemaError(
             f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
@@ -308,11 +296,7 @@ def is_missing(value: Any) -> bool:
 
 
 def check_dense(name: str, leaf: Tensor) -> None:
-    """Check that a tensor has a value in each place, and nothing else.
-
-    Raises:
-        SchemaError: It has not. The message names the field.
-    """
+    """Check that a tensor has a value in each place, and nothing else."""
     if leaf.is_nested:
         found, remedy = "a nested tensor", "pad it to one shape"
     elif leaf.layout is not torch.strided:
@@ -335,11 +319,7 @@ def python_dtype(kind: type) -> np.dtype[Any] | None:
 
 
 def number_array(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Numbers of Python as an array.
-
-    Raises:
-        SchemaError: An integer does not fit into the dtype. The message names the field.
-    """
+    """Numbers of Python as an array."""
     try:
         return np.asarray(value, dtype)
     except OverflowError:
@@ -370,11 +350,7 @@ def _numpy_time(name: str, time: Any) -> Any:
 
 
 def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the bytes of texts, uint8 of shape (bytes,) each, to what `split_texts` takes.
-
-    Raises:
-        ValueError: A text has 2**32 bytes or more.
-    """
+    """Join the bytes of texts, uint8 of shape (bytes,) each, to what `split_texts` takes."""
     if not texts:
         return np.empty(0, np.uint8)
     numbers = [len(texts), *map(len, texts)]
@@ -386,11 +362,7 @@ def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def split_texts(data: bytes) -> list[bytes]:
-    """Divide what `join_texts` has joined, which has not been checked.
-
-    Raises:
-        ValueError: They are no texts that were joined.
-    """
+    """Divide what `join_texts` has joined, which has not been checked."""
     if not data:
         return []
     size = _LENGTH.itemsize

@@ -31,24 +31,14 @@ class RowList(list[Any]):
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
-    """Describe the field that a leaf of a sample belongs to.
-
-    Raises:
-        SchemaError: The leaf has a type or dtype that cannot be stored. The message names the
-            field.
-    """
+    """Describe the field that a leaf of a sample belongs to."""
     array, kind = to_array(name, leaf)
     return Field(name, array_dtype(name, array), kind.shape or tuple(array.shape), kind)
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
     """Describe the field whose rows a leaf of a batch holds: a dense tensor, a nested tensor, or a
-    `RowList` of tensors, str or bytes.
-
-    Raises:
-        SchemaError: The leaf is no such thing, or its dtype cannot be stored. The message names
-            the field.
-    """
+    `RowList` of tensors, str or bytes."""
     if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is not torch.jagged:
         raise SchemaError(
             f"field {name!r}: found a nested tensor of layout {leaf.layout}: make it with"
@@ -86,12 +76,7 @@ def rows_apart(leaf: Any) -> list[Any] | None:
 
 
 def leaf_array(field: Field, leaf: Any) -> Array:
-    """Check a leaf of any type, and convert it to what is stored of it.
-
-    Raises:
-        SchemaError: The leaf does not fit. The message names the field, what was found and what was
-            expected.
-    """
+    """Check a leaf of any type, and convert it to what is stored of it."""
     try:
         array, kind = to_array(field.name, leaf)
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
@@ -121,11 +106,7 @@ def as_tensor(values: Array) -> Tensor:
 
 
 def array_dtype(name: str, array: Array) -> torch.dtype:
-    """The dtype in which a dense array or tensor is stored, in either byte order.
-
-    Raises:
-        SchemaError: A store has no such dtype. The message names the field.
-    """
+    """The dtype in which a dense array or tensor is stored, in either byte order."""
     if isinstance(array, Tensor):
         if array.dtype in DTYPES.values():
             return array.dtype
@@ -145,8 +126,12 @@ def array_dtype(name: str, array: Array) -> torch.dtype:
 def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
     """The dtype that numbers share, of Python, numpy or tensors; None if a value is no number, if
     dtypes differ, or if a store has no such dtype."""
+    return _shared_dtype(values, set(map(type, values)))
+
+
+def _shared_dtype(values: Sequence[Any], kinds: set[type]) -> torch.dtype | None:
     dtypes: set[torch.dtype | None] = set()
-    for kind in set(map(type, values)):
+    for kind in kinds:
         if kind is Tensor:
             tensors = [value for value in values if isinstance(value, Tensor)]
             is_number = all(each.layout is torch.strided and not each.ndim for each in tensors)
@@ -159,17 +144,14 @@ def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
 
 
 def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
-    """The numbers of lists, one list after the other, in an array of one dimension.
-
-    Raises:
-        SchemaError: They are not all numbers of one dtype. The message names the field.
-    """
+    """The numbers of lists, one list after the other, in an array of one dimension."""
     values = list(chain.from_iterable(lists))
-    dtype = numbers_dtype(values)
+    kinds = set(map(type, values))
+    dtype = _shared_dtype(values, kinds)
     if dtype is None:
-        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-        raise SchemaError(f"field {name!r}: found a list of {kinds}, expected numbers of one dtype")
-    if not any(isinstance(value, Tensor) for value in values):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise SchemaError(f"field {name!r}: found a list of {found}, expected numbers of one dtype")
+    if Tensor not in kinds:
         return number_array(name, values, TO_NUMPY[dtype])
     try:
         return torch.stack([torch.as_tensor(value, dtype=dtype) for value in values])
@@ -178,15 +160,7 @@ def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
 
 
 def narrowed(field: Field, values: Array) -> Array:
-    """Convert values to the dtype in which a field is kept.
-
-    Args:
-        field: The field.
-        values: Rows or one row of it, in the dtype in which the dataset gives it.
-
-    Raises:
-        SchemaError: A value would change. The message names the first one.
-    """
+    """Convert values to the dtype in which a field is kept."""
     if field.given is None:
         return values
     tensor = as_tensor(values)

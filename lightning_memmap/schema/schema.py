@@ -14,7 +14,6 @@ from lightning_memmap.schema.build import BATCH, Nesting, builder
 from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import FieldOptions, Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
-from lightning_memmap.schema.kinds import NUMBERS
 from lightning_memmap.schema.leaves import (
     RowList,
     as_tensor,
@@ -43,25 +42,7 @@ class Schema:
 
     @classmethod
     def infer(cls, samples: Sequence[Any], options: FieldOptions = _NO_OPTIONS) -> "Schema":
-        """Find the schema that samples have in common.
-
-        Args:
-            samples: At least one; each any nesting of the containers above around tensors, numpy
-                arrays and scalars, PIL images, numbers, bools, text, bytes and times.
-            options: The form of each field and list that may differ in length, or be None, in other
-                samples, and the dtypes in which fields are kept.
-
-        Returns:
-            The schema. Leading dimensions in which samples differ are None, lists of numbers that
-            do are fields, other lists that do are lists of records, and what is None in some
-            samples is optional.
-
-        Raises:
-            MismatchError: The samples differ in more than that. The message names the field.
-            SchemaError: A leaf has a type or dtype that cannot be stored, a sample has no leaf or
-                is nested too deeply, the name of a field cannot be the name of a file, or the
-                options name a field that is not there, or has fewer dimensions than may differ.
-        """
+        """Find the schema that samples have in common."""
         structure, fields = infer_samples(samples, options.forms)
         found = cls(tuple(fields), structure)
         if not fields and not found.unknown.keys() - {"value"}:
@@ -123,18 +104,6 @@ class Schema:
         }
 
     @property
-    def mixed_numbers(self) -> dict[str, tuple[str, ...]]:
-        """Lists of numbers in records that differ in dtype, by name, with the fields of these."""
-        numbers = {f.name for f in self.fields if f.kind == NUMBERS and f.shape == (None,)}
-        found = dict[str, tuple[str, ...]]()
-        for path, node in self.structure.walk():
-            for inner, part in node.walk(path) if node.kind == "records" else ():
-                names = [field_name(each) for each in part.paths(inner)]
-                if part.kind == "list" and part.keys and numbers.issuperset(names):
-                    found[field_name(inner)] = tuple(names)
-        return found
-
-    @property
     def optional(self) -> dict[str, tuple[str, ...]]:
         """What may be None, by name, with the names of its fields and last of the one that says
         where it is not."""
@@ -154,11 +123,7 @@ class Schema:
         return found
 
     def arguments(self) -> dict[str, Any]:
-        """The argument ``variable`` that admits all samples of this schema.
-
-        Returns:
-            By name, the name of a form, or a dict with it and its arguments.
-        """
+        """The argument ``variable`` that admits all samples of this schema."""
         lists, found = self.lists, dict[str, dict[str, Any]]()
         in_lists = {name for names in lists.values() for name in names}
         for name in lists:
@@ -192,20 +157,7 @@ class Schema:
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
-        """Describe the rows of a batch.
-
-        Args:
-            batch: Any nesting of tensors whose first dimension is the rows, of nested tensors, and
-                of `RowList`.
-
-        Returns:
-            The schema of one row.
-
-        Raises:
-            SchemaError: A leaf is not a tensor, has no dimension, or has a dtype that cannot be
-                stored, or the name of a field cannot be the name of a file. The message names the
-                field.
-        """
+        """Describe the rows of a batch."""
         structure, fields = infer_batch(batch)
         if not fields:
             raise SchemaError(f"{batch!r} holds no tensor")
@@ -214,20 +166,16 @@ class Schema:
     @classmethod
     def _checked(cls, structure: Node, fields: list[Field]) -> "Schema":
         check_names(field.name for field in fields)
+        for field in fields:
+            if field.num_variable and not field.item_bytes:
+                raise SchemaError(
+                    f"field {field.name!r}: its rows are {field}, which have a length and no"
+                    " values: give the length as a number, or leave the field out"
+                )
         return cls(tuple(fields), structure)
 
     def stored_as(self, dtypes: Mapping[str, torch.dtype]) -> "Schema":
-        """Return this schema with other dtypes in which fields are kept.
-
-        Args:
-            dtypes: The dtypes by name of the field.
-
-        Returns:
-            The schema, which takes the same samples.
-
-        Raises:
-            SchemaError: There is no such field, or a complex one would lose its imaginary part.
-        """
+        """Return this schema with other dtypes in which fields are kept."""
         names = [field.name for field in self.fields]
         for name in dtypes:
             if name not in names and not self._is_unknown(name):
@@ -258,20 +206,7 @@ class Schema:
     def stack(
         self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
     ) -> list[Values]:
-        """Check samples against this schema and stack their leaves.
-
-        Args:
-            samples: Samples of the dataset.
-            room: See `lightning_memmap.schema.stack.stack_samples`.
-
-        Returns:
-            The rows of each field.
-
-        Raises:
-            SchemaError: A sample has another structure, or a leaf another dtype, shape or image
-                mode. The message names the field, what was found and what was expected, and not
-                the row.
-        """
+        """Check samples against this schema and stack their leaves."""
         return stack_samples(samples, self.structure, self.fields, room or {})
 
     def flatten(self, sample: Any) -> list[Tensor]:
@@ -279,20 +214,7 @@ class Schema:
         return [next(values.rows()) for values in self.stack([sample])]
 
     def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
-        """Check a batch of rows against this schema and return its leaves, one per field.
-
-        Args:
-            batch: A batch with the structure of this schema, which is one of `from_batch`.
-
-        Returns:
-            One tensor of shape (B, *field shape) per field, detached, on the device of the given
-            one; for rows that differ in length, a dense tensor of each on the CPU.
-
-        Raises:
-            SchemaError: The batch has another structure, a leaf another dtype or row shape, or
-                leaves differ in their number of rows. The message names the field, what was found
-                and what was expected.
-        """
+        """Check a batch of rows against this schema and return its leaves, one per field."""
         leaves = _batch_leaves(batch, self.structure, ())
         found_leaves = list[Tensor | RowList]()
         for field, leaf in zip(self.fields, leaves, strict=True):
@@ -320,24 +242,11 @@ class Schema:
 
         Tuples become lists; every other container keeps its kind. A list of numbers becomes a list
         of tensors.
-
-        Args:
-            sample: A sample of the dataset, from which the classes of named tuples and dataclasses
-                are taken. Without it, classes with the same names and fields are made.
-            nesting: How lists of records, and what may be None, are put together.
-
-        Returns:
-            A function that takes one tensor, or what stands in its place, per field, in the order
-            of the fields, and returns the nested sample or batch.
         """
         return builder(self.structure, sample, count(), nesting)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this schema to JSON values.
-
-        Returns:
-            A dict with the keys ``fields`` and ``structure``, as `read_schema` reads it.
-        """
+        """Convert this schema to JSON values."""
         return {
             "fields": [field.to_json() for field in self.fields],
             "structure": self.structure.to_json(),

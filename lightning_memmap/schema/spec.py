@@ -36,18 +36,7 @@ class _Schema:
 
 
 def read_schema(value: Any) -> Schema:
-    """Read a schema from JSON values that have not been checked, as `Schema.to_json` makes them.
-
-    Args:
-        value: A dict with the keys ``fields`` and ``structure``, or its JSON. Other keys are
-            ignored.
-
-    Returns:
-        The schema.
-
-    Raises:
-        SchemaError: The values describe no schema that `Schema.infer` could have made.
-    """
+    """Read a schema from JSON, or its values, that have not been checked: see `Schema.to_json`."""
     try:
         read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
         found = read(value, type=_Schema, dec_hook=_dtype)

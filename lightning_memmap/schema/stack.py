@@ -158,11 +158,7 @@ def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
 
 
 def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None) -> Values:
-    """Stack the leaves of one field, at least one, where there is room for them if possible.
-
-    Raises:
-        SchemaError: A leaf does not fit. The message names the field.
-    """
+    """Stack the leaves of one field, at least one, where there is room for them if possible."""
     if isinstance(field.kind, Text):
         return _stack_texts(field, field.kind, leaves)
     if not isinstance(field.kind, Image):
@@ -183,7 +179,7 @@ def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Va
     if issubclass(kind, np.generic):
         return fit_rows(field, np.array(leaves, dtype))
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
-        raise ValueError("the leaves are to be converted one by one")
+        raise TypeError("the leaves are to be converted one by one")
     data, sizes = _joined(field, leaves, room)
     return _fitting(field, data, sizes)
 
@@ -196,12 +192,13 @@ def _joined(
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
         leaves = [leaf.reshape(-1, *field.item_shape) for leaf in leaves]
-    are_arrays = not any(issubclass(kind, Tensor) for kind in set(map(type, leaves)))
+    kinds = set(map(type, leaves))
+    are_arrays = not any(issubclass(kind, Tensor) for kind in kinds)
     dtype = FROM_NUMPY.get(leaves[0].dtype) if are_arrays else leaves[0].dtype
     if count or room is None or room.dtype != dtype:
         room = None
     if not are_arrays:
-        tensors = list(map(as_tensor, leaves))
+        tensors = tuple(leaves if kinds == {Tensor} else map(as_tensor, leaves))
         with torch.no_grad():
             data = torch.cat(tensors) if count else torch.stack(tensors, out=room)
             return data.resolve_conj().resolve_neg(), sizes
@@ -230,11 +227,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 
 def fit_rows(field: Field, rows: Any) -> Values:
     """The rows of a field that lie in one array, along its first dimension, in the memory in which
-    they lie where that is possible.
-
-    Raises:
-        SchemaError: They do not fit.
-    """
+    they lie where that is possible."""
     if not (count := field.num_variable):
         return _fitting(field, rows, None)
     shape = tuple(rows.shape[1:])

@@ -116,19 +116,7 @@ NONE = Node("none")
 
 
 def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
-    """What containers have, child by child.
-
-    Args:
-        values: The containers, at least one.
-        node: Their structure. The keys of a dict may be in another order.
-        path: Where they are, for messages.
-
-    Returns:
-        For each child of the node, what each container has.
-
-    Raises:
-        SchemaError: A value has another structure. The message names the field.
-    """
+    """What containers have, child by child."""
     kinds, lengths = set(map(type, values)), {len(node.keys)}
     kind: Any = kinds.pop() if len(kinds) == 1 else None
     # Those that most datasets give, all at once.

@@ -78,11 +78,7 @@ class Values(NamedTuple):
         return Values(_among_zeros(self.data, given), None, is_given)
 
     def in_lists(self, lengths: Integers) -> "Values":
-        """These as the records of lists, of which each row has some: int64 of shape (n,).
-
-        Raises:
-            ValueError: The records of a list differ in shape.
-        """
+        """These as the records of lists, of which each row has some: int64 of shape (n,)."""
         if self.sizes is None:
             return Values(self.data, lengths[:, None])
         given = np.ones(len(self.sizes), np.bool_) if self.given is None else self.given

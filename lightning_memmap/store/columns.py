@@ -68,11 +68,7 @@ class OpenColumn(Protocol):
     @property
     def tensor(self) -> Tensor:
         """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU, shard after
-        shard.
-
-        Raises:
-            StoreError: They differ in length, and do not lie in one tensor.
-        """
+        shard."""
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order and in ``[0, num_rows)``."""
@@ -130,14 +126,6 @@ class Column(ABC):
 
         When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
         temporary files have been brought to the disk, they survive a power cut.
-
-        Args:
-            files: The files of the store that is being built.
-            rows: The rows in dataset order, a range of step 1 or int64 of shape (B,).
-            values: The rows, on any device.
-
-        Raises:
-            OSError: The files cannot be written.
         """
 
     def finish(self, directory: Path) -> "Column":
@@ -152,12 +140,7 @@ class Column(ABC):
 
     @abstractmethod
     def open(self, directory: Path) -> OpenColumn:
-        """Open the column for reading.
-
-        Raises:
-            FileNotFoundError: A file is not there.
-            StoreError: A file is not what it should be, or cannot be mapped.
-        """
+        """Open the column for reading."""
 
 
 @dataclass(frozen=True)
@@ -396,12 +379,7 @@ class RaggedColumn(Column):
             yield first, data.view(np.int64).reshape(count, width)
 
     def _joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of some rows in their order.
-
-        Args:
-            directory: The directory in which the store is being built.
-            places: As from `_places`.
-        """
+        """The bytes of some rows in their order."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
         first, begin = 0, 0
@@ -455,11 +433,7 @@ class RaggedColumn(Column):
 
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
-    """Make the columns of a store that has no rows yet, one for each field, in their order.
-
-    Raises:
-        ValueError: The files would be larger than any file can be.
-    """
+    """Make the columns of a store that has no rows yet, one for each field, in their order."""
     grown: dict[str, Column] = {
         field.name: (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
         for field in schema.fields
@@ -492,11 +466,7 @@ def ragged_files(columns: Sequence[Column]) -> dict[str, RaggedFiles]:
 def stored_columns(
     schema: Schema, shards: Shards, ragged: Mapping[str, RaggedFiles]
 ) -> tuple[Column, ...]:
-    """The columns of an existing store, one for each field, from what its manifest says of them.
-
-    Raises:
-        ValueError: It is not that of the fields, or describes a column that cannot exist.
-    """
+    """The columns of an existing store, one for each field, from what its manifest says of them."""
     if ragged.keys() != {field.name for field in schema.fields if field.num_variable}:
         raise ValueError("its columns are not those of its fields")
     columns: list[Column] = []
@@ -512,11 +482,7 @@ def stored_columns(
 
 
 def _check_indices(columns: Sequence[Column]) -> None:
-    """Check that an index that several columns have is that of one of them, and fits all.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Check that an index that several columns have is that of one of them, and fits all."""
     own = {
         column.field.name: column
         for column in columns
@@ -533,20 +499,7 @@ def _check_indices(columns: Sequence[Column]) -> None:
 
 
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file as a tensor, by its descriptor: what was checked is what is mapped.
-
-    Args:
-        path: The file. A link is not followed.
-        dtype: Dtype of the tensor.
-        shape: Its shape.
-
-    Returns:
-        The tensor, on the CPU. What a process writes into it does not reach the file.
-
-    Raises:
-        FileNotFoundError: There is no file: the store was replaced, or the file removed.
-        StoreError: It is no plain file of this size, or cannot be mapped.
-    """
+    """Map a file as a tensor, by its descriptor: what was checked is what is mapped."""
     count = math.prod(shape)
     try:
         file = open_plain(path)
@@ -596,15 +549,7 @@ class _Mapped:
 
 
 def packed_index(sizes: Integers) -> Integers:
-    """The index of rows whose items lie one after the other.
-
-    Args:
-        sizes: The sizes of each row in the dimensions that differ, int64 of shape (B, number of
-            these).
-
-    Returns:
-        What `ItemRows` has: int64 of shape (B, 1 or 1 + number of these).
-    """
+    """The index of rows whose items lie one after the other."""
     ends = np.cumsum(sizes.prod(axis=1))
     index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
     return index
@@ -641,26 +586,14 @@ class ItemRows:
 
     @property
     def tensor(self) -> Tensor:
-        """Never: the rows do not lie in one tensor.
-
-        Raises:
-            StoreError: Always.
-        """
+        """Never: the rows do not lie in one tensor."""
         raise StoreError(
             f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
             " tensor: read them by row, or through a loader"
         )
 
     def at(self, locations: Integers) -> Located:
-        """Find rows.
-
-        Args:
-            locations: Places in the index, int64 of shape (B,).
-
-        Raises:
-            IndexError: There is no such place.
-            StoreError: The index is damaged.
-        """
+        """Find rows."""
         # As an unsigned integer, a negative location is larger than any other.
         if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
             raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
@@ -684,11 +617,7 @@ class ItemRows:
         return Located(starts, sizes)
 
     def lengths(self) -> Integers:
-        """The items of each row, int64 of shape (rows,), in dataset order.
-
-        Raises:
-            StoreError: The index is damaged.
-        """
+        """The items of each row, int64 of shape (rows,), in dataset order."""
         lengths = np.empty(self.shards.num_rows, np.int64)
         for first in range(0, len(lengths), _LOCATED_ROWS):
             rows = np.arange(first, min(first + _LOCATED_ROWS, len(lengths)), dtype=np.int64)
@@ -714,11 +643,7 @@ class ItemRows:
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:
-    """Check that rows without items can be read again.
-
-    Raises:
-        SchemaError: They cannot.
-    """
+    """Check that rows without items can be read again."""
     if field.num_variable > 1:
         most = sizes.max(axis=1, initial=0)
         empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > _MAX_EMPTY_SIZE))

@@ -1,7 +1,6 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.samples import flatten_row, infer_schema, read_row, read_sample
@@ -27,14 +25,7 @@ MAX_PROBES = 1024
 
 
 def probe_rows(num_rows: int) -> list[int]:
-    """Choose the probe rows of a dataset: spread over it, the first and the last row among them.
-
-    Args:
-        num_rows: Rows of the dataset, at least 1.
-
-    Returns:
-        At most `NUM_PROBES` rows in ascending order.
-    """
+    """Choose the probe rows of a dataset: spread over it, the first and the last row among them."""
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
 
 
@@ -66,16 +57,6 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
     """Read the first sample of a dataset, in the process in which `take_probes` would read it.
 
     A sample of a class that cannot be sent from there is read in this process.
-
-    Args:
-        dataset: The dataset.
-        num_workers: With 0, this process reads; otherwise a worker process does.
-
-    Returns:
-        The sample of row 0, as a value of this process.
-
-    Raises:
-        DatasetError: The dataset raised an error, or the worker process died.
     """
     if num_workers == 0:
         return read_sample(dataset, 0)
@@ -97,38 +78,14 @@ class _PickledSample:
 
 
 def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> Probes:
-    """Read each probe row twice and hash it.
-
-    Args:
-        workers: Read the dataset. Where there are processes, this one reads no row: a file that the
-            dataset opens at the first read would be shared with all processes that are forked
-            later, and with it the position of the next read.
-        num_rows: The length of the dataset.
-        options: What the user says of fields.
-
-    Raises:
-        SchemaError: A sample cannot be stored, or differs from row 0 in more than the lengths of
-            fields; or ``options`` do not fit the samples.
-        DatasetError: A row differs between the two reads, so the dataset is random; or the dataset
-            raised an error.
-    """
+    """Read each probe row twice and hash it."""
     found = list[Probes]()
     workers.run(partial(_Prober, options=options), [num_rows], found.append)
-    warn_of_mixed_numbers(found[0].schema)
     return found[0]
 
 
 def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
-    """Check that the rows that were read first show what to store of the others.
-
-    Args:
-        schema: The schema that has all of them.
-        named: Names in the arguments ``variable`` and ``store_dtypes``.
-        num_read: How many rows were read.
-
-    Raises:
-        SchemaError: They do not. The message says what to do.
-    """
+    """Check that the rows that were read first show what to store of the others."""
     if not schema.fields:
         raise SchemaError(
             f"the {num_read} rows that were read first hold no tensor, array or number: empty lists"
@@ -147,23 +104,6 @@ def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
                 f"field {name!r} is {what} in each of the {num_read} rows that were read first, so"
                 f" that its dtype is not known: {way_out}"
             )
-
-
-def warn_of_mixed_numbers(schema: Schema) -> None:
-    """Warn where a list of numbers in a record is no field, since these differ in dtype.
-
-    Args:
-        schema: The schema of all samples.
-    """
-    dtypes = {field.name: dtype_name(field.sample_dtype) for field in schema.fields}
-    for name, names in schema.mixed_numbers.items():
-        found = " and ".join(sorted({dtypes[each] for each in names}))
-        warnings.warn(
-            f"field {name!r}: a record has a list of {found} there, so that each number is a field"
-            f" of its own, {names[0]!r} and so on. To make the list one field, give all of its"
-            " numbers one dtype, such as [1.0, 2.0]; for fields of their own, give a tuple",
-            stacklevel=2,
-        )
 
 
 @dataclass(frozen=True)
@@ -208,15 +148,7 @@ class _Prober:
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:
-    """Make the error for a dataset whose rows change from read to read.
-
-    Args:
-        row: The first row that was seen to differ.
-        field: The field that differs.
-
-    Returns:
-        The error, to be raised by the caller.
-    """
+    """Make the error for a dataset whose rows change from read to read."""
     return DatasetError(
         f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"
         " random, and a store would freeze its augmentation; or it gives arrays that it later"

@@ -115,38 +115,14 @@ class RangeWriter:
         return max(1, num_bytes // self._row_bytes)
 
     def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
-        """Write a range.
-
-        Args:
-            task: Its first row in the store, and the number of its rows.
-
-        Returns:
-            The rows, and the seconds that it took.
-
-        Raises:
-            SchemaError: A sample does not fit the schema; the message names row and field.
-            DatasetError: The dataset raised an error.
-            OSError: The files cannot be written.
-        """
+        """Write a range."""
         outcome = self.begin(task)
         self.finish()
         return outcome
 
     def begin(self, task: tuple[int, int]) -> tuple[range, float]:
         """Write a range, of which the items that were read last may be written later, while others
-        are read.
-
-        Args:
-            task: As for a call.
-
-        Returns:
-            As from a call. The rows are written once `finish` has returned.
-
-        Raises:
-            SchemaError: As from a call.
-            DatasetError: As from a call.
-            OSError: Rows that were read before cannot be written.
-        """
+        are read."""
         start = perf_counter()
         first, num_rows = task
         places = range(first - self._first_row, first - self._first_row + num_rows)
@@ -157,11 +133,7 @@ class RangeWriter:
         return range(first, first + num_rows), perf_counter() - start
 
     def finish(self) -> None:
-        """Wait until all rows that were read are written.
-
-        Raises:
-            OSError: Some cannot be written. So says every later call.
-        """
+        """Wait until all rows that were read are written."""
         self._writing.result()
 
     def _stored(self, rows: range | Integers) -> range | Integers:

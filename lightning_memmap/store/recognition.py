@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -10,9 +10,10 @@ from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Values
 from lightning_memmap.store.columns import OpenColumn
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.identity import Fingerprint
@@ -20,7 +21,7 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import NUM_PROBES, hash_row
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
-from lightning_memmap.store.samples import flatten_row, read_sample
+from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
@@ -30,6 +31,8 @@ Check = Literal["probes", "full", "off"]
 
 _MAX_RANGE_ROWS = 4096
 _FIRST_ROW_S = 0.1
+#: Rows that are compared at once.
+_MAX_PIECE_ROWS, _PIECE_BYTES = 256, 2**20
 _log = logging.getLogger(__name__)
 
 
@@ -48,14 +51,7 @@ class StoredRows(Protocol):
 
 
 def check_choice(check: str) -> None:
-    """Check the name of a check that a user gives.
-
-    Args:
-        check: The value.
-
-    Raises:
-        ValueError: It is none of `Check`.
-    """
+    """Check the name of a check that a user gives."""
     if check not in get_args(Check):
         raise ValueError(f"check={check!r}: choose one of {', '.join(get_args(Check))}")
 
@@ -72,20 +68,6 @@ def check_briefly(
 
     The length must be equal. Beyond that the user's fingerprint decides, or else schema and probe
     rows.
-
-    Args:
-        store: The open store.
-        dataset: The dataset.
-        given: The fingerprint that the user has given for it, if any.
-        check: With ``"off"``, no probe row is compared, only the schema of row 0.
-        num_workers: Processes that read the dataset; with 0, this one.
-
-    Returns:
-        Whether the fingerprint alone has decided.
-
-    Raises:
-        DatasetError: The store was built from another dataset, and the message says what differs;
-            or the dataset raised an error, or a worker process died.
     """
     if not is_stream(dataset):
         _check_length(store, len(dataset))
@@ -119,23 +101,6 @@ def recognise(
 
     Beyond `check_briefly`, all rows are compared with ``check="full"``, and with ``"probes"`` where
     the identity of the dataset is not that of the store.
-
-    Args:
-        store: The open store.
-        dataset: The dataset.
-        given: The fingerprint that the user has given for it, if any.
-        check: One of `Check`.
-        num_workers: Processes that read the dataset; with 0, this one.
-        progress: Shows the progress of a comparison of all rows.
-
-    Returns:
-        The identity to record in the store after all rows were found equal; None where the store
-        has it already, or not all rows were compared.
-
-    Raises:
-        DatasetError: The store was built from another dataset, and the message names the row; or
-            the dataset raised an error, or a worker process died.
-        TypeError: The dataset has no length.
     """
     stored = store.manifest.fingerprint
     is_decided = given is not None and stored is not None and stored.given is not None
@@ -196,12 +161,16 @@ def _check_first_rows(store: StoredRows, stream: Any) -> None:
 
 def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
-    num_rows = 0
-    for row, sample in enumerate(samples):
-        num_rows = row + 1
-        _check_length(store, max(num_rows, store.manifest.num_rows))
-        _check_row(store, row, sample)
+    num_rows, samples = 0, iter(samples)
+    while piece := list(islice(samples, _piece_rows(store))):
+        _check_length(store, max(num_rows + len(piece), store.manifest.num_rows))
+        _check_rows(store, num_rows, piece)
+        num_rows += len(piece)
     return num_rows
+
+
+def _piece_rows(store: StoredRows) -> int:
+    return max(1, min(_MAX_PIECE_ROWS, _PIECE_BYTES // max(1, store.manifest.row_bytes)))
 
 
 def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
@@ -227,22 +196,28 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     assert num_compared == store.manifest.num_rows
 
 
-def _leaves(store: StoredRows, row: int, sample: Any) -> list[Tensor]:
+def _check_rows(store: StoredRows, first: int, samples: Sequence[Any]) -> None:
+    """Compare samples with the rows of a store from a row on."""
+    rows = np.arange(first, first + len(samples), dtype=np.int64)
+    fields = store.manifest.schema.fields
+    stacked = _stacked(store, rows, samples)
+    found = zip(*(values.rows() for values in stacked), strict=True)
+    stored = zip(*(column.fetch(rows) for column in store.columns), strict=True)
+    for row, ones, others in zip(rows.tolist(), found, stored, strict=True):
+        for field, one, other in zip(fields, ones, others, strict=True):
+            if one.shape != other.shape or not np.array_equal(leaf_bytes(one), leaf_bytes(other)):
+                raise _other_dataset(
+                    store,
+                    f"row {row} of the dataset differs from the stored row, in field"
+                    f" {field.name!r}",
+                )
+
+
+def _stacked(store: StoredRows, rows: Integers, samples: Sequence[Any]) -> list[Values]:
     try:
-        return flatten_row(sample, row, store.manifest.schema)
+        return stack_rows(samples, rows, store.manifest.schema)
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
-
-
-def _check_row(store: StoredRows, row: int, sample: Any) -> None:
-    found = _leaves(store, row, sample)
-    for field, column, leaf in zip(store.manifest.schema.fields, store.columns, found, strict=True):
-        stored = column.row(row)
-        if leaf.shape != stored.shape or not np.array_equal(leaf_bytes(leaf), leaf_bytes(stored)):
-            raise _other_dataset(
-                store,
-                f"row {row} of the dataset differs from the stored row, in field {field.name!r}",
-            )
 
 
 def _other_dataset(store: StoredRows, found: str) -> DatasetError:
@@ -262,8 +237,9 @@ class _ProbeCheck:
     digests: Mapping[int, str | None]
 
     def __call__(self, row: int) -> None:
-        sample = read_sample(self.dataset, row)
-        found, expected = hash_row(_leaves(self.store, row, sample)), self.digests[row]
+        sample, rows = read_sample(self.dataset, row), np.array([row])
+        leaves = [next(values.rows()) for values in _stacked(self.store, rows, [sample])]
+        found, expected = hash_row(leaves), self.digests[row]
         if expected is not None and found != expected:
             raise _other_dataset(
                 self.store, f"row {row} of the dataset differs from the stored row"
@@ -280,6 +256,8 @@ class _RowCheck:
     def __call__(self, task: tuple[int, int]) -> tuple[int, float]:
         start = perf_counter()
         store, (first, count) = self.store, task
-        for row in range(first, first + count):
-            _check_row(store, row, read_sample(self.dataset, row))
+        step = _piece_rows(store)
+        for row in range(first, first + count, step):
+            rows = range(row, min(row + step, first + count))
+            _check_rows(store, row, read_samples(self.dataset, rows))
         return count, perf_counter() - start

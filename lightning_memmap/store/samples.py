@@ -20,11 +20,7 @@ _ONE_STRUCTURE = (
 
 
 def read_sample(dataset: Any, row: int) -> Any:
-    """Read one sample of a dataset.
-
-    Raises:
-        DatasetError: The dataset raised an error at this row.
-    """
+    """Read one sample of a dataset."""
     try:
         return dataset[row]
     except Exception as error:
@@ -32,11 +28,7 @@ def read_sample(dataset: Any, row: int) -> Any:
 
 
 def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
-    """Read samples of a dataset, many at once where it has ``__getitems__``.
-
-    Raises:
-        DatasetError: The dataset raised an error; the message names the row.
-    """
+    """Read samples of a dataset, many at once where it has ``__getitems__``."""
     numbers = np.asarray(rows).tolist()
     if _gives_many(dataset):
         with suppress(Exception):  # Row by row, the error has its row.
@@ -72,17 +64,7 @@ def _raised(row: int, error: Exception) -> DatasetError:
 
 
 def infer_schema(samples: Sequence[Any], rows: Sequence[int], options: FieldOptions) -> Schema:
-    """Find the schema of samples; see `Schema.infer`.
-
-    Args:
-        samples: The samples, at least one.
-        rows: The rows that they were read from, for messages.
-        options: What the user says of fields.
-
-    Raises:
-        SchemaError: They have none. The message names the first row that does not fit those before
-            it.
-    """
+    """Find the schema of samples; see `Schema.infer`."""
     with suppress(SchemaError):
         return Schema.infer(samples, options)
     schema: Schema | None = None
@@ -103,21 +85,10 @@ def stack_rows(
     samples: Sequence[Any],
     rows: range | Integers,
     schema: Schema,
-    another: Callable[[], Any],
+    another: Callable[[], Any] | None = None,
     room: Mapping[str, Tensor] | None = None,
 ) -> list[Values]:
-    """Stack the leaves of samples; see `Schema.stack`.
-
-    Args:
-        samples: The samples, at least one.
-        rows: The rows that they were read from, for messages.
-        schema: The schema of the store.
-        another: Gives a sample that fits, by which the message says what to do.
-        room: As of `Schema.stack`.
-
-    Raises:
-        SchemaError: A sample does not fit. The message names row and field.
-    """
+    """Stack the leaves of samples; see `Schema.stack`."""
     try:
         return schema.stack(samples, room)
     except SchemaError:
@@ -156,10 +127,5 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
 
 
 def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor]:
-    """Read the leaves of one row: `read_sample`, then `flatten_row`.
-
-    Raises:
-        DatasetError: The dataset raised an error at this row.
-        SchemaError: The sample does not fit. The message names the row.
-    """
+    """Read the leaves of one row: `read_sample`, then `flatten_row`."""
     return flatten_row(read_sample(dataset, row), row, schema)

@@ -76,11 +76,7 @@ class SuperBatchMixin(Strategy):
 
     @property
     def module(self) -> LightningModule:
-        """The module that is trained.
-
-        Raises:
-            RuntimeError: The strategy is not connected to one.
-        """
+        """The module that is trained."""
         module = self.lightning_module
         if module is None:
             raise RuntimeError(
@@ -244,14 +240,7 @@ class OneNode:
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        """Take over the Trainer's number of nodes.
-
-        Args:
-            num_nodes: Number of nodes.
-
-        Raises:
-            ValueError: There are several.
-        """
+        """Take over the Trainer's number of nodes."""
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes}: {self.several_nodes.format(self.strategy_name)}"
@@ -303,14 +292,7 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
 
     @cluster_environment.setter
     def cluster_environment(self, environment: ClusterEnvironment) -> None:
-        """Take over what the Trainer found.
-
-        Args:
-            environment: The environment of this process.
-
-        Raises:
-            ValueError: The program was started in several processes.
-        """
+        """Take over what the Trainer found."""
         if started_in_several(environment):
             raise ValueError(
                 f"strategy={self.strategy_name!r} is one process, and this program was started in"
@@ -332,23 +314,12 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
-        """Take over the devices of the Trainer.
-
-        Args:
-            devices: The devices, the root device first.
-
-        Raises:
-            ValueError: As of `check_devices`.
-        """
+        """Take over the devices of the Trainer."""
         self._parallel_devices = list(devices)
         self.check_devices()
 
     def check_devices(self) -> None:
-        """Check the data devices, now that those of the Trainer are known.
-
-        Raises:
-            ValueError: One does not exist on this machine.
-        """
+        """Check the data devices, now that those of the Trainer are known."""
         for device in self.data_devices:
             check_device(device)
 
@@ -362,13 +333,6 @@ def started_in_several(environment: ClusterEnvironment) -> bool:
     """Whether this process is one of several that were started to train together.
 
     Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
-
-    Args:
-        environment: As the Trainer has found it.
-
-    Returns:
-        True under torchrun, srun and the like with more than one process, and in a process that
-        another Trainer started.
     """
     if not isinstance(environment, LightningEnvironment):
         return environment.world_size() > 1

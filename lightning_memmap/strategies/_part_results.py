@@ -29,13 +29,7 @@ class LogCall:
 
 @dataclass
 class PartLog:
-    """Takes the place of the Trainer's results while one part of a step runs.
-
-    Args:
-        num_rows: Rows of the part.
-        calls: The calls of ``self.log`` so far.
-        restarted: Names of the functions whose results a new stage resets.
-    """
+    """Takes the place of the Trainer's results while one part of a step runs."""
 
     num_rows: int
     calls: list[LogCall] = field(default_factory=list)
@@ -61,12 +55,6 @@ def merge_logs(
 
     Means are weighted by the ``batch_size`` that each call named, or else by the rows of its
     part; sums are added; of minima and maxima the extreme one is taken. Metrics are logged once.
-
-    Args:
-        logs: One per part.
-        results: Lightning's results.
-        module: The module, whose own metrics are merged already.
-        strategy: The strategy that runs the step.
     """
     for function in dict.fromkeys(function for log in logs for function in log.restarted):
         results.reset(metrics=False, fx=function)
@@ -131,10 +119,6 @@ def counted_in_copies(module: LightningModule, copies: Sequence[MetricCopies]) -
 
     So a metric is complete after every step, by its ``dist_reduce_fx``, and the value that
     ``forward`` gives for a step is over all of its rows. Where the step fails, nothing is merged.
-
-    Args:
-        module: The module.
-        copies: Its own copies, and those that replicas update.
     """
     found = list(_find_metrics(module))
     if not found:

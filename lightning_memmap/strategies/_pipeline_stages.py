@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -20,7 +22,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from lightning_memmap._compat.modules import materialize, set_device_attribute
 from lightning_memmap.errors import UnsuitableModuleError, with_article
 from lightning_memmap.strategies._pipeline_state import broadcast_nested
 from lightning_memmap.strategies.microbatch import MicroBatches
@@ -172,7 +173,8 @@ class Stages:
         local = self.local(rank)
         if before is None:
             for stage in local.values():
-                materialize(stage, device)
+                # If a tensor of it is on the meta device, all are reset by reset_parameters.
+                _materialize_distributed_module(stage, device)
         kept = {id(t) for stage in local.values() for t in module_tensors(stage)}
         meta: dict[int, Tensor] = {}
         for index, stage in enumerate(self.stages):
@@ -182,7 +184,8 @@ class Stages:
         _move(self._module, device)
         for stage in local.values():
             stage.to(device)
-        set_device_attribute(self._module, device)
+        # Lightning has no public way to set the attribute without moving parameters.
+        _update_properties(self._module, device=device)
         return local
 
     def is_own(self, rank: int) -> dict[int, bool]:

@@ -218,12 +218,7 @@ class _Copy:
         self._own: dict[nn.Module, set[str]] = {}
 
     def follow(self, module: nn.Module, parameters: _Parameters | None) -> None:
-        """Copy the tree of the module as it is now; layers that were copied stay the same objects.
-
-        Args:
-            module: The module, the same in every call.
-            parameters: Those of this device; None to share the module's.
-        """
+        """Copy the tree of the module as it is now; copies of layers stay the same objects."""
         known, self.modules, self._parameters = self.modules, {}, parameters
         self._copy(module, known)
         for each, replica in self.modules.items():
@@ -332,14 +327,6 @@ def run_replicas(
     a run must be repeatable; each thread that computes on a CPU would also start its own OpenMP
     team. The first device has the caller's thread. Gradient mode, inference mode, autocast and
     current streams are those of the caller.
-
-    Args:
-        functions: One per replica; function ``i`` runs for device ``i``.
-        devices: At least as many devices.
-        threads: For all devices but the first.
-
-    Returns:
-        What each function returned.
     """
     results: list[Any] = [None] * len(functions)
     by_device: dict[torch.device, list[int]] = {}

@@ -1,5 +1,7 @@
 """What strategies under which no process holds the whole module do not support."""
 
+from typing import ClassVar
+
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
@@ -14,18 +16,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
-#: Callbacks that need the whole module, and why.
-_CALLBACKS = (
-    (StochasticWeightAveraging, "it averages a copy of the whole module"),
-    (WeightAveraging, "it averages a copy of the whole module"),
-    (ModelPruning, "it compares the weights of whole layers"),
-)
 
 
 class SplitModuleChecks(ParallelStrategy):
     """Refuses what needs the whole module on one process, for strategies that split it."""
 
     strategy_name: str
+    #: Callbacks that need the whole module, and why.
+    unsupported_callbacks: ClassVar[dict[type[L.Callback], str]] = {
+        StochasticWeightAveraging: "it averages a copy of the whole module",
+        WeightAveraging: "it averages a copy of the whole module",
+        ModelPruning: "it compares the weights of whole layers",
+    }
 
     def check_fit(self, trainer: L.Trainer, averages: bool = True) -> None:
         """Refuse callbacks that need the whole module, and gradients that cannot be averaged.
@@ -38,7 +40,7 @@ class SplitModuleChecks(ParallelStrategy):
             ValueError: The Trainer has such a callback, or an embedding has sparse gradients.
         """
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for kind, reason in _CALLBACKS:
+            for kind, reason in self.unsupported_callbacks.items():
                 if isinstance(callback, kind):
                     raise ValueError(
                         f"{type(callback).__name__}: {reason}, and under {self.strategy_name} no"
@@ -54,11 +56,7 @@ class SplitModuleChecks(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Set up optimizers that update each parameter by itself.
-
-        Raises:
-            ValueError: One is LBFGS.
-        """
+        """Set up optimizers that update each parameter by itself."""
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ValueError(
@@ -71,11 +69,7 @@ class SplitModuleChecks(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object
     ) -> Tensor:
-        """Run the backward pass of a loss over outputs.
-
-        Raises:
-            ValueError: The loss has terms of parameters that this process does not hold as a whole.
-        """
+        """Run the backward pass of a loss over outputs."""
         if closure_loss.is_meta or isinstance(closure_loss, DTensor):
             raise ValueError(
                 "the loss has a term computed from the parameters themselves, such as a penalty on"

@@ -67,7 +67,8 @@ class DataParallelStrategy(OneProcess):
     _logs: list[PartLog]
     _trainers: list[Any]
     _stepped: list[Any]
-    _is_stale = True
+    # The name of the last step; "" before the first.
+    _last = ""
 
     @override
     def check_devices(self) -> None:
@@ -113,7 +114,7 @@ class DataParallelStrategy(OneProcess):
             return batch if isinstance(batch, SuperBatch) else own(module, batch, dataloader_idx)
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
-        self._replicas = Replicas(module, self.data_devices)
+        self._replicas, self._last = Replicas(module, self.data_devices), ""
         self._threads = ThreadPoolExecutor(len(self.data_devices), "replica")
         self._trainers = [
             make_trainer_proxy(trainer, partial(self._log_of, index))
@@ -147,18 +148,6 @@ class DataParallelStrategy(OneProcess):
             own = type(module)._on_before_batch_transfer(module, own, dataloader_idx)
             batches.append(super().batch_to_device(own, own_device, dataloader_idx))
         return MicroBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._is_stale = True
-
-    @override
-    def on_test_start(self) -> None:
-        self._is_stale = True
-
-    @override
-    def on_predict_start(self) -> None:
-        self._is_stale = True
 
     @override
     def backward(
@@ -216,8 +205,8 @@ class DataParallelStrategy(OneProcess):
         assert self._threads is not None
         # Optimizers, averages of weights and hooks change the module between steps, and nothing
         # announces all of these changes: while it trains, the replicas always follow.
-        replicas.pull(with_values=self._is_stale or name == "training_step")
-        self._is_stale = False
+        replicas.pull(with_values=name == "training_step" or name != self._last)
+        self._last = name
         modules = replicas.modules(count)
         for module, trainer in zip(modules, self._trainers, strict=False):
             module.trainer = trainer

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import lightning as L
 import torch
 import torchmetrics
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
@@ -33,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import RowWeighted
 from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
@@ -240,7 +240,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         if not self._options.cpu_offload:
             super().model_to_device()
             return
-        set_device_attribute(self.module, self.root_device)
+        # Lightning has no public way to set the attribute without moving parameters.
+        _update_properties(self.module, device=self.root_device)
         for child in self.module.modules():
             if isinstance(child, torchmetrics.Metric):
                 child.to(self.root_device)

@@ -142,17 +142,6 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
         return None if self._members is None else self._members.results
 
     @property
-    def member_dir(self) -> Path:
-        """The directory of this member's results, and of anything else that it wants to keep.
-
-        Raises:
-            RuntimeError: No stage has begun.
-        """
-        if self._members is None or self._members.root is None:
-            raise RuntimeError("member_dir is known once the Trainer has begun a stage")
-        return self._members.root / member_folder(self.member)
-
-    @property
     @override
     def root_device(self) -> torch.device:
         if not self._devices:
@@ -295,12 +284,11 @@ class _Members(_SubprocessScriptLauncher):
         self._record(trainer, RUNNING, 0.0)
         try:
             returned = function(*args, **kwargs)
-        except _TunerExitException:
-            # With this a Tuner ends the fit in which it tried something.
-            self._record(trainer, DONE, perf_counter() - began)
-            raise
         except BaseException as error:
-            self._record(trainer, FAILED, perf_counter() - began, error)
+            # With this a Tuner ends the fit in which it tried something.
+            is_done = isinstance(error, _TunerExitException)
+            status = DONE if is_done else FAILED
+            self._record(trainer, status, perf_counter() - began, None if is_done else error)
             raise
         self._record(trainer, DONE, perf_counter() - began)
         return returned

@@ -24,13 +24,7 @@ from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers on one device.
-
-    Args:
-        device: The device.
-        names: The layers' names in the module, in order.
-        layers: The layers.
-    """
+    """The layers on one device."""
 
     device: torch.device
     names: tuple[str, ...]
@@ -174,15 +168,7 @@ def find_stages(
 
 
 def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
-    """Cut a sequence into contiguous stages so that the largest sum is as small as possible.
-
-    Args:
-        loads: One number per item, at least as many as stages.
-        num_stages: Number of stages; each gets at least one item.
-
-    Returns:
-        Where each stage begins, and where the last ends.
-    """
+    """Cut a sequence into contiguous stages so that the largest sum is as small as possible."""
     sums = [0, *accumulate(loads)]
 
     @cache
@@ -197,12 +183,7 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
 
 
 def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
-    """Move each stage to its device and the rest of the module to the first one.
-
-    Args:
-        module: The module, on any device.
-        stages: Its stages, which share no layer.
-    """
+    """Move each stage to its device and the rest of the module to the first one."""
     with _without_stages(module, stages):
         module.to(stages[0].device)
     for stage in stages:
@@ -215,12 +196,6 @@ def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
 
     The inputs of each layer go to its device, and the output of the very last layer to the first
     device.
-
-    Args:
-        stages: The stages of a module, after `move_stages`.
-
-    Returns:
-        The hooks that do this.
     """
     handles = [
         layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)

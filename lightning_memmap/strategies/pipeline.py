@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_memmap._compat.modules import is_compiled
 from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import RowWeighted
@@ -46,6 +45,9 @@ from lightning_memmap.strategies._pipeline_state import (
     module_state,
 )
 from lightning_memmap.strategies._unsupported import SplitModuleChecks
+
+#: The methods of a module in which it may be called.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
@@ -98,6 +100,10 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
+    unsupported_callbacks = {  # noqa: RUF012
+        **SplitModuleChecks.unsupported_callbacks,
+        BaseFinetuning: "it finds parameters by their values",
+    }
 
     def __init__(
         self,
@@ -137,7 +143,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._restores_late = False
         self._metrics: list[Metric] = []
         self._own_loss: Any = None
-        self._is_in_step = False
         self._averages = True
         # The parameters of this process that losses were computed with since the last average.
         self._trained: dict[nn.Parameter, None] = {}
@@ -235,7 +240,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         module, layout = self.module, self.layout
         if trainer.state.fn == TrainerFn.FITTING:
             self.check_fit(trainer, averages=layout.data_parallel_size > 1)
-            _check_finetuning(trainer)
         self._refuse(module)
         self._restores_late = self.restore_checkpoint_after_setup
         self._stages = Stages(module, layout.pipeline_size, self._schedule == "interleaved")
@@ -269,7 +273,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 "precision='16-mixed': memmap_pipeline runs the backward pass before the loss is"
                 " scaled; use 'bf16-mixed', 'bf16-true', '16-true', or full precision"
             )
-        if is_compiled(module):
+        # Set by torch.compile of a LightningModule.
+        if module._compiler_ctx is not None:
             raise ValueError(
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
@@ -312,35 +317,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     # Steps
 
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """A step of the module. Outside of one, it refuses to be called."""
-        self._is_in_step = True
-        try:
-            yield
-        finally:
-            self._is_in_step = False
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
-            return super().predict_step(*args, **kwargs)
-
     @override
     def on_validation_start(self) -> None:
         # Each pipeline has the running statistics of its own rows: all evaluate with the first's.
@@ -350,7 +326,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     def _forward(self, *args: Any) -> Any:
         """What ``self(inputs)`` of the module calls."""
-        if not self._is_in_step:
+        # Lightning notes here which method of the module it calls.
+        if self.module._current_fx_name not in _STEPS:
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
                 " processes of its pipeline that may not call it: call it in training_step,"
@@ -467,18 +444,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
-
-
-def _check_finetuning(trainer: L.Trainer) -> None:
-    """Refuse callbacks that compare the values of parameters, which other processes hold."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):
-            raise ValueError(
-                f"{type(callback).__name__}: it finds parameters by their values, and under"
-                " memmap_pipeline a process has those of its own stages alone; give all parameters"
-                " to the optimizer, and freeze and unfreeze them in hooks of the module, such as"
-                " on_train_epoch_start, with requires_grad_"
-            )
 
 
 @cache

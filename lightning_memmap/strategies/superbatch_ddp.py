@@ -59,15 +59,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        """Take over the devices of the Trainer.
-
-        Args:
-            devices: The devices of this node, over all of its processes.
-
-        Raises:
-            ValueError: ``data_devices_per_process`` does not divide them or leaves no device to
-                hold data, or a device does not exist.
-        """
+        """Take over the devices of the Trainer."""
         self._node_devices = devices
         if devices is None:
             return

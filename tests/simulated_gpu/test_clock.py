@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare.measure import StepClock
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression
 from tests.simulated_gpu import devices

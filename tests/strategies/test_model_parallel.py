@@ -289,10 +289,6 @@ class TestErrors:
         with pytest.raises(ValueError, match=match):
             fit_stages(tmp_path, module, layers=layers, precision="32-true")
 
-    def test_two_nodes_raise(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"num_nodes=2: memmap_model_parallel is one process"):
-            make_trainer(tmp_path, strategy="memmap_model_parallel", num_nodes=2)
-
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

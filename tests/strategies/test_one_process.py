@@ -82,6 +82,12 @@ def test_what_an_ended_launcher_leaves_is_no_second_process(
     make_trainer(tmp_path, strategy=strategy)
 
 
+@pytest.mark.parametrize("strategy", contracts_in("one"), indirect=True)
+def test_two_nodes_are_refused(tmp_path: Path, strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_nodes=2: memmap_\w+ is one process .*; use.*ddp"):
+        make_trainer(tmp_path, strategy=strategy, num_nodes=2)
+
+
 class Normed(Regression):
     def __init__(self) -> None:
         super().__init__()

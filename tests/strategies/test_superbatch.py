@@ -56,34 +56,23 @@ class TestDevices:
         assert strategy.data_devices == (CPU,) * 3
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
 
-    def test_root_that_holds_no_data_on_one_device_raises(self, tmp_path: Path) -> None:
-        strategy = SuperBatchStrategy(root_holds_data=False)
-        with pytest.raises(ValueError, match=r"root_holds_data=False"):
-            make_trainer(tmp_path, strategy=strategy, devices=1)
-
-    def test_root_that_holds_no_data_with_data_devices_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"root_holds_data=False with data_devices"):
-            SuperBatchStrategy(data_devices=["cpu"], root_holds_data=False)
-
-    def test_no_data_devices_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"data_devices=\[\]"):
-            SuperBatchStrategy(data_devices=[])
-
-    def test_name_of_no_device_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"data_devices: 'gpu0' is no device"):
-            SuperBatchStrategy(data_devices=["cpu", "gpu0"])
-
-    @pytest.mark.parametrize("name", ["cuda:99", "meta"])
-    def test_device_that_does_not_exist_raises_when_the_trainer_is_made(
-        self, tmp_path: Path, name: str
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"root_holds_data": False}, r"root_holds_data=False with Trainer\(devices=1\)"),
+            ({"data_devices": ["cpu"], "root_holds_data": False}, r"False with data_devices"),
+            ({"data_devices": []}, r"data_devices=\[\]"),
+            ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
+            ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 does not exist here; .*: cpu"),
+            ({"data_devices": ["cpu", "meta"]}, r"meta does not exist here; .*: cpu"),
+            ({"prefetch": -1}, r"prefetch=-1: .*0 for none"),
+        ],
+    )
+    def test_options_that_cannot_be_raise_when_the_trainer_is_made(
+        self, tmp_path: Path, options: dict[str, Any], match: str
     ) -> None:
-        strategy = SuperBatchStrategy(data_devices=["cpu", name])
-        with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
-            make_trainer(tmp_path, strategy=strategy)
-
-    def test_prefetch_below_zero_raises(self) -> None:
-        with pytest.raises(ValueError, match=r"prefetch=-1: .*0 for none"):
-            SuperBatchStrategy(prefetch=-1)
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path, strategy=SuperBatchStrategy(**options))
 
     @pytest.mark.parametrize(("prefetch", "ahead"), [(None, 0), (0, 0), (1, 1), (4, 4)])
     def test_prefetch_makes_as_many_steps_ahead(
@@ -104,10 +93,6 @@ class TestDevices:
         trainer = make_trainer(tmp_path, strategy=SuperBatchStrategy(prefetch=prefetch))
         trainer.fit(Counting(), loader)
         assert trainer.global_step == 9
-
-    def test_two_nodes_raise(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"num_nodes=2: .*one machine; use.*ddp"):
-            make_trainer(tmp_path, strategy="memmap_superbatch", num_nodes=2)
 
     def test_more_devices_than_rows_raise_before_the_first_step(self, tmp_path: Path) -> None:
         data = MemmapDataModule(Points(3), store_dir=tmp_path / "stores")

@@ -139,11 +139,7 @@ def _is_list(kind: Any) -> bool:
 
 def _lists(array: Any) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of all lists, and how many each has. Lists of fixed length within lists are
-    further dimensions of the numbers.
-
-    Raises:
-        SchemaError: They are other lists, or a number is missing.
-    """
+    further dimensions of the numbers."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -200,21 +196,7 @@ def _list_objects(array: Any, shape: Any) -> list[Any]:
 def arrow_values(
     column: Any, node: Node, fields: Sequence[Field], convert: Any = None
 ) -> list[Values]:
-    """The values of the fields that a column has.
-
-    Args:
-        column: Rows of it.
-        node: The structure of a row.
-        fields: The fields in it.
-        convert: Makes of numbers what samples have, given the field, where these are not as in the
-            table. Then only what lies in arrays is read.
-
-    Returns:
-        The values of each field.
-
-    Raises:
-        SchemaError: The rows must be read one by one, as some may not fit.
-    """
+    """The values of the fields that a column has."""
     try:
         return _array_values(column, node, fields, convert)
     except SchemaError:

@@ -18,12 +18,7 @@ _MAX_OPEN_FILES = 16
 
 
 def chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
-    """The names of the columns to use, in order: all, or those that a user gives.
-
-    Raises:
-        TypeError: A single string is given in place of names.
-        ValueError: A name is not among those of the table, or is there twice.
-    """
+    """The names of the columns to use, in order: all, or those that a user gives."""
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a list of names")
     wanted = list(found if names is None else names)
@@ -37,21 +32,7 @@ def chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
 
 
 def parquet_columns(path: Path, names: Sequence[str] | None) -> dict[str, Any]:
-    """Open a Parquet file, or all such files of a directory in the order of their names.
-
-    Args:
-        path: The file or directory.
-        names: The columns to use; None for all.
-
-    Returns:
-        One `ParquetColumn` by name.
-
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed.
-        FileNotFoundError: There is no such file.
-        ValueError: A name is not among those of the files, or is there twice.
-        DatasetError: A file cannot be read.
-    """
+    """Open a Parquet file, or all such files of a directory in the order of their names."""
     from pyarrow.parquet import read_schema
 
     paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -105,11 +86,7 @@ class _Files:
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, int]], Integers, dict[str, list[int | None]]]:
         """Path and number of each row group, where each ends in rows of all files, and by column
-        how many rows of each group have no value.
-
-        Raises:
-            DatasetError: A file cannot be read, or lacks a column, or has one of another type.
-        """
+        how many rows of each group have no value."""
         groups, sizes = list[tuple[str, int]](), list[int]()
         nulls: dict[str, list[int | None]] = {name: [] for name in self._names}
         kinds: dict[str, Any] = {}

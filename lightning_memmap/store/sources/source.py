@@ -43,27 +43,14 @@ class Source(Protocol):
     """The rows of a dataset."""
 
     def read(self, rows: Rows) -> list[Values]:
-        """Read rows, in a range of step 1 or in any order, int64 of shape (n,).
-
-        Returns:
-            The rows of each field, in the order of the fields and in the dtypes in which they are
-            kept.
-
-        Raises:
-            SchemaError: These rows must be read one by one, as some may not fit.
-            DatasetError: They cannot be read.
-        """
+        """Read rows, in a range of step 1 or in any order, int64 of shape (n,)."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
 
 
 def reading_order(source: Source | None, num_rows: int) -> Integers | None:
-    """The order in which all rows are read fastest, int64 of shape (num_rows,): piece by piece.
-
-    Returns:
-        None where that is the order of the dataset.
-    """
+    """The order in which all rows are read fastest, int64 of shape (num_rows,): piece by piece."""
     pieces = None if source is None else source.pieces(np.arange(num_rows, dtype=np.int64))
     if pieces is None or (np.diff(pieces) >= 0).all():
         return None
@@ -71,15 +58,7 @@ def reading_order(source: Source | None, num_rows: int) -> Integers | None:
 
 
 def source_of(dataset: Any, schema: Schema) -> Source | None:
-    """Find the arrays and tables in which the rows of a dataset lie. No row is read.
-
-    Args:
-        dataset: The dataset.
-        schema: The schema of its samples.
-
-    Returns:
-        The source; None where the dataset must be read item by item.
-    """
+    """Find the arrays and tables in which the rows of a dataset lie. No row is read."""
     if isinstance(dataset, Spool):
         return dataset
     if any(isinstance(field.kind, Image) for field in schema.fields):
@@ -92,11 +71,7 @@ def source_of(dataset: Any, schema: Schema) -> Source | None:
 
 def nullable_columns(dataset: Any) -> set[str]:
     """Find the columns that have rows without a value, where that is known without reading all rows
-    one by one.
-
-    Returns:
-        The names of their fields.
-    """
+    one by one."""
     kind = type(dataset)
     if kind is Subset:
         return nullable_columns(dataset.dataset)
@@ -179,11 +154,7 @@ class Column(Protocol):
         """Rows in a range of step 1 or in any order, as this kind of column has them."""
 
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows, of a structure, have for each of its fields.
-
-        Raises:
-            SchemaError: The rows must be read one by one, as some may not fit.
-        """
+        """What taken rows, of a structure, have for each of its fields."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """As of `Source`."""

@@ -24,13 +24,7 @@ from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.probes import (
-    MAX_PROBES,
-    NUM_PROBES,
-    check_known,
-    hash_row,
-    warn_of_mixed_numbers,
-)
+from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, hash_row
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import infer_schema, stack_rows
 
@@ -51,14 +45,7 @@ def is_read_once(dataset: Any) -> bool:
 
 
 def samples_of(stream: Any) -> Iterator[Any]:
-    """Iterate over the samples of a stream.
-
-    Yields:
-        The samples, in their order.
-
-    Raises:
-        DatasetError: The stream raised an error; the message names the row.
-    """
+    """Iterate over the samples of a stream."""
     row = 0
     try:
         for sample in stream:
@@ -104,7 +91,6 @@ class Spool:
             piece += more
             self.schema = infer_schema(piece, range(len(piece)), options)
         check_known(self.schema, options.names, len(piece))
-        warn_of_mixed_numbers(self.schema)
         with ExitStack() as stack:
             self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
             for column in self._columns:

@@ -79,12 +79,7 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         self._row_windows = max(1, row_tokens // stride)
 
     def check_windows(self, length: int, stride: int) -> None:
-        """Warn where windows are not those that the rows were cut for.
-
-        Args:
-            length: Steps of a window.
-            stride: Steps from the beginning of a window to that of the next one.
-        """
+        """Warn where windows are not those that the rows were cut for."""
         if (length, stride) != (self.length, self.stride) and len(self) > 1:
             warnings.warn(
                 f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from lightning_memmap.compare.config import parse_variants
 from lightning_memmap.compare.metrics import PARTS, Rank, Run, figures_of
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
-from lightning_memmap.compare.variants import parse_variants
 
 GLOBAL_BATCH, STEPS = 32, 10
 MIB = 2**20

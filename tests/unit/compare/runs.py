@@ -11,12 +11,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.config import RunKind, RunSpec
+from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
 from lightning_memmap.compare.rows import expected_hashes
 from lightning_memmap.compare.runner import read_ranks
-from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.compare.worker import (
     prepare,
     train,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_memmap.compare import clock as clock_module
-from lightning_memmap.compare.clock import StepClock
+from lightning_memmap.compare import measure
+from lightning_memmap.compare.measure import StepClock
 from lightning_memmap.compare.metrics import PARTS
 
 
@@ -12,7 +12,7 @@ from lightning_memmap.compare.metrics import PARTS
 def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time: its only element."""
     now = [100.0]
-    monkeypatch.setattr(clock_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
     return now
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.compare.config import parse_variants
 from lightning_memmap.compare.loaders import batch_size_of, normalized_datamodule, prepare_store
 from lightning_memmap.compare.rows import plain_samples
-from lightning_memmap.compare.variants import parse_variants
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.strategies import STRATEGIES

@@ -20,8 +20,12 @@ from lightning_memmap.compare.metrics import (
     collected,
 )
 from lightning_memmap.compare.page import render_html
-from lightning_memmap.compare.report import check_regression, read_report
-from lightning_memmap.compare.tables import figure_table, regression_table
+from lightning_memmap.compare.report import (
+    check_regression,
+    figure_table,
+    read_report,
+    regression_table,
+)
 from lightning_memmap.tables import print_table
 from tests.unit.compare.reports import MIB, figures, make_report, make_variant, timed_rank
 

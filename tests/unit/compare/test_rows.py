@@ -90,7 +90,7 @@ def test_batch_that_is_a_frozen_dataclass_has_rows() -> None:
 
 
 def test_divided_batch_has_the_rows_of_its_batch() -> None:
-    divided = MicroBatches.split(BATCH, 3)
+    divided = MicroBatches.split(BATCH, [CPU] * 3)
     assert len(divided.parts) == 3
     assert hash_batch(divided) == hash_batch(BATCH)
 

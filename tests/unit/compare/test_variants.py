@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_memmap.compare.variants import Variant, all_variants, parse_variants
+from lightning_memmap.compare.config import Variant, all_variants, parse_variants
 from lightning_memmap.strategies import STRATEGIES
 
 CPU = ("cpu", 2)

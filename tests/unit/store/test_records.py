@@ -356,6 +356,20 @@ def test_manifest_that_lies_is_refused(scenes: Path, edit: Any) -> None:
         open_store(scenes)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda row: np.zeros((row % 3 + 1, 0)),
+        lambda row: [{}] * (row % 3),
+        lambda row: [np.zeros(0)] * (row % 3),
+    ],
+    ids=["arrays", "records without a field", "records without a number"],
+)
+def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any) -> None:
+    with pytest.raises(SchemaError, match=r"field 'x': .*no values: give .* number, or leave"):
+        build(tmp_path / "s", [{"x": make(row), "y": row} for row in range(30)])
+
+
 def test_texts_that_are_none_are_refused(scenes: Path) -> None:
     store = open_store(scenes)
     values = store.files / "captions.values"
@@ -674,12 +688,11 @@ def test_list_and_its_items_that_are_both_none_are_refused(
     assert [store[row] for row in range(3)] == kept
 
 
-def test_numbers_of_several_dtypes_in_a_record_are_warned_of(tmp_path: Path) -> None:
+def test_list_of_several_dtypes_in_a_record_is_refused_and_a_tuple_is_not(tmp_path: Path) -> None:
     rows: Any = [{"o": [{"box": [row, 1, 2.0]}] * (row % 3)} for row in range(12)]
-    with pytest.warns(UserWarning, match=r"field 'o.box': .* float64 and int64 .*'o.box.0'"):
-        build(tmp_path / "s", rows)
-    with pytest.warns(UserWarning, match=r"field 'o.box': .* float64 and int64 .*'o.box.0'"):
-        build(tmp_path / "stream", (row for row in rows))
+    for source in (rows, (row for row in rows)):
+        with pytest.raises(SchemaError, match=r"'o.box' are lists of float64 and int64: .*a tuple"):
+            build(tmp_path / "s", source)
     for name, box in (("t", (1, 2.0)), ("u", [1.0, 2.0]), ("v", [])):
         build(tmp_path / name, [{"o": [{"box": box, "l": 1}] * (row % 3)} for row in range(12)])
 
