@@ -776,7 +776,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
 def _ordering(options: DataOptions) -> tuple[Any, ...]:
     """The options that the order depends on."""
-    return options.sampler, options.shuffle, options.seed, options.shuffle_window
+    sampler = options.sampler
+    is_by_batch = isinstance(sampler, SamplerFactory) and sampler.by_batch
+    batch_size = options.batch_size if is_by_batch else None
+    return sampler, options.shuffle, options.seed, options.shuffle_window, batch_size
 
 
 @rank_zero_only

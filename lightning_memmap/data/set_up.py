@@ -17,7 +17,13 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling import (
+    Pool,
+    Sampler,
+    SamplerFactory,
+    SequentialSampler,
+    ShuffledSampler,
+)
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
@@ -212,9 +218,11 @@ class Planner:
         options = self.stores.options
         is_whole = options.shuffle_window is None and options.residency != Residency.STREAM.value
         block = None if is_whole else window
-        if options.sampler is not None:
+        if (maker := options.sampler) is not None:
+            if isinstance(maker, SamplerFactory):
+                maker = maker.for_batches(options.batch_size * self.topology.num_data_devices)
             fields = fields_of(store, pool.rows)
-            return made_sampler(options.sampler, pool, options.seed, fields, block)
+            return made_sampler(maker, pool, options.seed, fields, block)
         if not options.shuffle:
             return SequentialSampler(pool)
         return ShuffledSampler(pool, options.seed, block)

@@ -1,10 +1,12 @@
 """Rows of similar length come together, so that little of a padded batch is padding."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+from numpy.typing import NDArray
+from typing_extensions import Self, override
 
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
@@ -12,15 +14,22 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.shards import Integers, Shards
+
+#: Buckets that are exchanged with each other, at least.
+_GROUP = 4
+#: Parts of the random bits: how rows are dealt, and the first of those for shards. Part 0 is for
+#: the order of layers, and part 1 for that of buckets.
+_DEAL, _STRATA = 2, 3
 
 
 class Bucketed(SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
-    In each epoch all rows are shuffled, and come exactly once. The rows of a window, that is
-    ``num_buckets * bucket_size`` consecutive positions, are then sorted by length and divided into
-    buckets, which come in random order. Within a bucket, rows ascend in length.
+    In each epoch all rows come exactly once. Those of a window, that is about ``num_buckets *
+    bucket_size`` consecutive positions, are drawn at random from rows of all lengths, sorted by
+    length and divided into buckets, which come in random order. Within a bucket, rows ascend in
+    length.
 
     Args:
         lengths: The name of a field whose rows differ in length; where several dimensions differ, a
@@ -56,10 +65,13 @@ class Bucketed(SamplerFactory):
             ValueError: There is not one length for each row, one is negative, or the rows of the
                 field do not differ in length.
         """
-        found = self._lengths(fields)[pool.dataset_rows(*pool.all_offsets())]
-        lengths = Numbers(found.astype(np.min_scalar_type(int(found.max(initial=0)))))
+        found = self._lengths(fields)
+        lengths = found.astype(np.min_scalar_type(int(found.max(initial=0))))
+        if pool.is_striped:
+            pool = _dealt(pool, lengths, seed)
+        lengths = lengths[pool.dataset_rows(*pool.all_offsets())]
         counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
-        return BucketedSampler(pool, seed, lengths=lengths, **counts)
+        return BucketedSampler(pool, seed, lengths=Numbers(lengths), **counts)
 
     def _lengths(self, fields: Fields) -> Integers:
         """The length of each row of the dataset."""
@@ -81,6 +93,16 @@ class Bucketed(SamplerFactory):
         return given.astype(np.int64)
 
 
+def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
+    """The rows of a pool dealt to its shards by length, as cards are: all shards are alike."""
+    numbers = np.arange(pool.num_rows, dtype=np.int64)
+    ties = random_bits(seed, 0, _DEAL).random_raw(len(numbers))
+    numbers = numbers[np.lexsort((ties, lengths[pool.rows.dataset_rows(numbers)]))]
+    shards = [numbers[shard :: pool.num_shards] for shard in range(pool.num_shards)]
+    index = Shards(pool.num_rows, pool.num_shards).locate(np.concatenate(shards))
+    return pool.drawing(pool.sizes, pool.counts, index.astype(np.min_scalar_type(pool.num_rows)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketedSampler(Sampler):
     """A shuffled epoch whose rows are sorted by length within windows, bucket by bucket.
@@ -88,14 +110,21 @@ class BucketedSampler(Sampler):
     A bucket is ``bucket_size`` consecutive positions, and a window ``num_buckets`` buckets. The
     buckets of a window are ranked at random. Each shard, by itself, has its rows of the window
     sorted by length, and its positions by the ranks of their buckets; the first row is at the first
-    position, and so on. Shards are alike in their lengths, since their rows are shuffled: so rows
-    of a bucket are of similar length whichever shard they are of.
+    position, and so on.
+
+    So that rows of a bucket are of similar length whichever shard they are of, rows are dealt to
+    shards by length: those at one offset of all shards are a layer of neighbours in length. All
+    shards have the same random order of layers, and exchange rows between a few of them that lie
+    together. And buckets are ranked among those that begin at the same shard, as far as there are
+    enough of them: rows then come to their positions as if there were no shards. In blocks, where
+    rows that lie together come together, shards are those of the store instead.
 
     Args:
         pool: The rows of each shard.
         lengths: The length of each row, shard after shard, unsigned integers of shape (rows,).
         bucket_size: Rows of a bucket.
-        num_buckets: Buckets of a window.
+        num_buckets: Buckets of a window. Where there are as many, it is rounded down so that all
+            windows begin at the same shard.
         seed: As for `Sampler`.
         shuffle_window: As there.
 
@@ -108,16 +137,71 @@ class BucketedSampler(Sampler):
     num_buckets: int
 
     @override
+    def in_blocks(self, block: int) -> Self:
+        if self.pool.chosen is None:
+            return replace(self, shuffle_window=block)
+        pool = Pool.of(self.pool.rows, self.num_shards)
+        lengths = np.empty_like(self.lengths.array)
+        lengths[self.pool.numbers(*self.pool.all_offsets())] = self.lengths.array
+        lengths = lengths[pool.numbers(*pool.all_offsets())]
+        return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
+
+    @override
+    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
+        if self.pool.chosen is None:
+            return super().permute(epoch, shard, drawn)
+        # What not all shards have comes last, as everywhere.
+        num_layers = int(self.pool.sizes.min())
+        with self._tables.lock:
+            layers = self._tables.get("layers", epoch, lambda: self._layers(epoch, num_layers))
+        # How many layers a bucket would span if there were no shards, and a part of them.
+        span = num_layers / self.num_buckets
+        together = 1 + round((span + 0.5) / 4)
+        strata = np.arange(num_layers) // together
+        keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers)
+        return np.append(drawn[np.lexsort((keys, strata))[layers]], drawn[num_layers:])
+
+    def _layers(self, epoch: int, count: int) -> Integers:
+        """The order of the rows that all shards have, the same for each."""
+        bits = random_bits(self.seed, epoch)
+        return permutation(count, bits) if count else np.zeros(0, np.int64)
+
+    @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         buckets = positions // self.bucket_size
-        windows = buckets // self.num_buckets
-        count = -(-self.num_positions // self.bucket_size)
         with self._tables.lock:
-            ranks = self._tables.get(
-                "ranks", epoch, lambda: permutation(count, random_bits(self.seed, epoch, 1))
-            )
+            ranks = self._tables.get("ranks", epoch, lambda: self._ranks(epoch))
         lengths = self.lengths.array[self.pool.starts[shard] + offsets]
         found = np.empty_like(offsets)
-        found[np.lexsort((ranks[buckets], windows))] = offsets[np.lexsort((lengths, windows))]
+        windows = buckets // self._window
+        found[ranks[buckets].argsort(kind="stable")] = offsets[np.lexsort((lengths, windows))]
         return found
+
+    @property
+    def _num_begins(self) -> int:
+        """How many shards there are that a bucket may begin at."""
+        return self.num_shards // math.gcd(self.bucket_size, self.num_shards)
+
+    @property
+    def _window(self) -> int:
+        """Buckets of a window."""
+        return max(1, self.num_buckets // self._num_begins) * min(
+            self._num_begins, self.num_buckets
+        )
+
+    def _ranks(self, epoch: int) -> Integers:
+        """The rank of each bucket in the order of lengths, window after window."""
+        count = -(-self.num_positions // self.bucket_size)
+        buckets = np.arange(count)
+        windows, begins = buckets // self._window, buckets * self.bucket_size % self.num_shards
+        # Buckets of one group are exchanged. Too small a group would be no random order.
+        most = max(1, min(count, self._window) // _GROUP)
+        groups = begins * most // self.num_shards if self._num_begins > most else begins
+        keys = random_bits(self.seed, epoch, 1).random_raw(count)
+        if self.num_positions % self.bucket_size:
+            # One that is shorter would move all that come after it to other shards.
+            groups[-1] = self.num_shards
+        ranks = np.empty(count, np.int64)
+        ranks[np.lexsort((buckets, groups, windows))] = np.lexsort((keys, groups, windows))
+        return ranks

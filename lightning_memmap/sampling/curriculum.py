@@ -62,6 +62,22 @@ class Curriculum(SamplerFactory):
     def __repr__(self) -> str:
         return call_text("Curriculum", stages=self.stages)
 
+    @property
+    def by_batch(self) -> bool:  # type: ignore[override]
+        """Whether one of the orders depends on the rows of a global batch."""
+        return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
+
+    @override
+    def for_batches(self, global_batch: int) -> "Curriculum":
+        return Curriculum(
+            {
+                epoch: stage.for_batches(global_batch)
+                if isinstance(stage, SamplerFactory)
+                else stage
+                for epoch, stage in self.stages.items()
+            }
+        )
+
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.

@@ -1,6 +1,7 @@
 """Several training sets in given shares."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from reprlib import repr as short_repr
@@ -34,13 +35,19 @@ class Mixture(SamplerFactory):
         shares: The share of each set by the name that it has in ``train_dataset``, not negative.
             They need not add up to 1.
         num_samples: Positions of an epoch; by default as many as all sets together have rows.
+        by_batch: Whether all rows of a global batch are of one set. The batches of an epoch, as
+            many as ``num_samples`` fill, are then shared among the sets exactly, but for rounding,
+            and come in random order.
 
     Raises:
-        TypeError: ``shares`` is not a dict of numbers, or ``num_samples`` not an integer.
+        TypeError: ``shares`` is not a dict of numbers, ``num_samples`` not an integer, or
+            ``by_batch`` not a bool.
         ValueError: A share is negative or not finite, all are 0, or ``num_samples`` is below 1.
     """
 
-    def __init__(self, shares: dict[str, float], num_samples: int | None = None) -> None:
+    def __init__(
+        self, shares: dict[str, float], num_samples: int | None = None, by_batch: bool = False
+    ) -> None:
         if not isinstance(shares, Mapping) or not all(isinstance(name, str) for name in shares):
             raise TypeError(
                 f"Mixture: shares={short_repr(shares)}: give a dict of shares by the name of the"
@@ -58,12 +65,22 @@ class Mixture(SamplerFactory):
         if num_samples is not None:
             reason = "at least 1 position of an epoch"
             num_samples = check_integer("num_samples", num_samples, 1, reason)
-        self.shares, self.num_samples = shares, num_samples
+        if not isinstance(by_batch, bool):
+            raise TypeError(f"by_batch={by_batch!r}: give True or False")
+        self.shares, self.num_samples, self.by_batch = shares, num_samples, by_batch
         self.stores = tuple(shares)
+        self._global_batch: int | None = None
 
     @override
     def __repr__(self) -> str:
-        return call_text("Mixture", shares=self.shares, num_samples=self.num_samples)
+        counts = {"shares": self.shares, "num_samples": self.num_samples}
+        return call_text("Mixture", **counts, by_batch=self.by_batch or None)
+
+    @override
+    def for_batches(self, global_batch: int) -> "Mixture":
+        made = copy(self)
+        made._global_batch = global_batch if self.by_batch else None
+        return made
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "MixtureSampler":
@@ -94,8 +111,18 @@ class Mixture(SamplerFactory):
             raise ValueError(f"{self!r}: the training set {empty[0]!r} has no window")
         count = pool.num_rows if self.num_samples is None else self.num_samples
         shares /= shares.max()  # The sum of very large numbers would be infinite.
-        counts = _rounded(count * (shares / shares.sum()), count)
-        sets = Sets(tuple(sizes.tolist()), tuple(counts))
+        shares /= shares.sum()
+        batch = self._global_batch
+        if batch is None and self.by_batch:
+            raise ValueError(
+                f"{self!r}: make it of for_batches(...), which says how large they are"
+            )
+        if batch is None:
+            counts = _rounded(count * shares, count)
+        else:
+            num_batches = max(1, count // batch)
+            counts = [each * batch for each in _rounded(num_batches * shares, num_batches)]
+        sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
         return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
 
 
@@ -123,39 +150,78 @@ class _Piece(NamedTuple):
 class Sets:
     """The sets of a mixture, and how they are divided into shards by the positions of an epoch.
 
-    The positions of an epoch lie on a line, set after set, and are cut into shards. A shard has the
-    piece of a set that its piece of the set's positions is drawn from. Nothing is kept for each
-    row; a row on a cut is in two shards.
+    The positions of an epoch lie on a line, set after set, and are cut into shards; those of
+    batches of one set each are cut set by set. A shard has the piece of a set that its piece of the
+    set's positions is drawn from. Nothing is kept for each row; a row on a cut is in two shards.
 
     Args:
         sizes: Rows of each set.
         counts: Positions of each set in an epoch; none for one without rows.
+        global_batch: Rows of a batch that are all of one set; None where sets are mixed in it.
     """
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
+    global_batch: int | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells these from others, as JSON values."""
-        return {"positions of sets": str(self.counts)}
+        found: dict[str, Any] = {"positions of sets": str(self.counts)}
+        return found if self.global_batch is None else {**found, "global_batch": self.global_batch}
+
+    def shard_counts(self, num_shards: int) -> Integers:
+        """The positions that each shard has of each set, int64 of shape (C, sets)."""
+        total, ends = sum(self.counts), np.cumsum(self.counts)
+        if self.global_batch is None:
+            firsts = shard_starts(total, num_shards)[:, None]
+            lasts = np.append(firsts[1:], total)[:, None]
+            overlaps: Integers = np.minimum(lasts, ends) - np.maximum(firsts, ends - self.counts)
+            return np.maximum(overlaps, 0, out=overlaps)
+        found = np.zeros((num_shards, len(self.counts)), np.int64)
+        begins = self.batch_begins(num_shards)
+        sets = self.sets_of_batches(begins)
+        rounds, more = divmod(self.global_batch, num_shards)
+        for begin in np.unique(begins):
+            # A batch has a row more of the shards that follow the one that it begins at.
+            of_sets = np.bincount(sets[begins == begin], minlength=len(ends))
+            has_more = (np.arange(num_shards) - begin) % num_shards < more
+            found += (rounds + has_more)[:, None] * of_sets
+        return found
+
+    def batch_begins(self, num_shards: int) -> Integers:
+        """The shard that each batch of an epoch begins at."""
+        assert self.global_batch is not None
+        numbers = np.arange(sum(self.counts) // self.global_batch)
+        return numbers * self.global_batch % num_shards
+
+    def sets_of_batches(self, begins: Integers, keys: NDArray[Any] | None = None) -> Integers:
+        """The set of each batch of an epoch.
+
+        Those that begin at one shard have the same sets in each epoch, as even as can be, so that
+        a shard always has as many positions of a set: random keys put them in another order.
+        """
+        assert self.global_batch is not None
+        counts = np.array(self.counts) // self.global_batch
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        evenly = numbers[np.lexsort((numbers, (within + 0.5) / counts[numbers]))]
+        found = np.empty_like(evenly)
+        found[np.lexsort((begins,) if keys is None else (keys, begins))] = evenly
+        return found
 
     def pieces(self, num_shards: int) -> list[_Piece]:
         """What shards have, shard after shard, and set after set."""
-        total = sum(self.counts)
-        cuts = [*shard_starts(total, num_shards).tolist(), total]
+        shard_counts = self.shard_counts(num_shards)
+        firsts = np.cumsum(shard_counts, axis=0) - shard_counts
         pieces = []
-        for shard, (first, last) in enumerate(pairwise(cuts)):
-            begin = 0
-            for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-                positions = range(max(first - begin, 0), min(last - begin, count))
-                if positions:
-                    # Row r has the positions from r * count / size on.
-                    rows = range(
-                        positions.start * size // count, -(-positions.stop * size // count)
-                    )
-                    pieces.append(_Piece(shard, number, positions, rows))
-                begin += count
+        for shard, number in np.argwhere(shard_counts).tolist():
+            size, count = self.sizes[number], self.counts[number]
+            first = int(firsts[shard, number])
+            positions = range(first, first + int(shard_counts[shard, number]))
+            # Row r has the positions from r * count / size on.
+            rows = range(positions.start * size // count, -(-positions.stop * size // count))
+            pieces.append(_Piece(shard, number, positions, rows))
         return pieces
 
     def pool_of(self, pool: Pool) -> Pool:
@@ -231,3 +297,25 @@ class MixtureSampler(Sampler):
                 done = upto
             end += len(rows)
         return np.concatenate(found)
+
+    @override
+    def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
+        if (global_batch := self.sets.global_batch) is None:
+            return offsets
+
+        def make() -> Integers:
+            begins = self.sets.batch_begins(self.num_shards)
+            keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
+            return self.sets.sets_of_batches(begins, keys)
+
+        with self._tables.lock:
+            sets = self._tables.get("batches", epoch, make)
+        pieces = [piece for piece in self._pieces()[0] if piece.shard == shard]
+        ends = np.cumsum([len(piece.rows) for piece in pieces])
+        of_rows = np.searchsorted(ends, offsets, side="right")
+        positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
+        found = np.empty_like(offsets)
+        # The rows of a set come to the positions of its batches, as they are permuted.
+        of_positions = sets[positions // global_batch].argsort(kind="stable")
+        found[of_positions] = offsets[of_rows.argsort(kind="stable")]
+        return found

@@ -167,8 +167,13 @@ def test_joined_store_is_its_stores(
     assert joined.values("number").tolist() == [row["number"].item() for row in rows]
 
 
-@pytest.mark.parametrize("residency", ["mmap", "host", "stream"])
-def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: str) -> None:
+@pytest.mark.parametrize(
+    ("residency", "by_batch"),
+    [("mmap", False), ("host", False), ("stream", False), ("mmap", True), ("stream", True)],
+)
+def test_steps_are_the_same_on_any_number_of_devices(
+    tmp_path: Path, residency: str, by_batch: bool
+) -> None:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -196,7 +201,8 @@ def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: 
             limit_val_batches=0,
             **options,
         )
-        data = make_data(tmp_path, batch_size=12 // devices, residency=residency)
+        sampler = Mixture(SHARES, SAMPLES, by_batch)
+        data = make_data(tmp_path, batch_size=12 // devices, residency=residency, sampler=sampler)
         data.shuffle_window = 3 if residency == "stream" else None
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         return module
@@ -207,6 +213,8 @@ def test_steps_are_the_same_on_any_number_of_devices(tmp_path: Path, residency: 
                 trainer.save_checkpoint(tmp_path / "stopped.ckpt")
 
     alone = fit(1, callbacks=[Save()])
+    if by_batch:
+        assert all(len({number // 100 for number in step}) == 1 for step in alone.seen)
     for devices in (2, 3, 4):
         assert fit(devices).seen == alone.seen
     resumed = fit(2, tmp_path / "stopped.ckpt")

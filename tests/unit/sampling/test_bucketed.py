@@ -15,7 +15,6 @@ from lightning_memmap.sampling import (
     PickedRows,
     Pool,
     Sampler,
-    ShuffledSampler,
     StridedRows,
 )
 from tests.rows import pool_of
@@ -54,14 +53,27 @@ def padding(lengths: np.ndarray, order: np.ndarray, batch: int) -> float:
 some_lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40, 300, 70_000]), min_size=1, max_size=120)
 
 
-@given(some_lengths, st.integers(1, 9), st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
+@given(
+    some_lengths,
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 4]),
+)
 def test_each_row_comes_once_at_a_position_of_its_shard(
-    lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int, epoch: int
+    lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int, block: int | None
 ) -> None:
-    sampler = made(lengths, num_shards, bucket_size, num_buckets=num_buckets)
-    order = order_of(sampler, epoch)
-    assert sorted(order.tolist()) == list(range(len(lengths)))
-    assert (order % num_shards == np.arange(len(lengths)) % num_shards).all()
+    sampler: Sampler = made(lengths, num_shards, bucket_size, num_buckets=num_buckets)
+    if block is not None:
+        # There the shards are those of the store: its rows lie together.
+        sampler = sampler.in_blocks(block)
+        assert sampler.pool == pool_of(len(lengths), num_shards)
+    homes = [{*np.array(sampler.pool.rows_of(shard)).tolist()} for shard in range(num_shards)]
+    for epoch in (0, 3):
+        order = order_of(sampler, epoch)
+        assert sorted(order.tolist()) == list(range(len(lengths)))
+        for shard, home in enumerate(homes):
+            assert {*order[shard::num_shards].tolist()} == home
 
 
 @given(st.data(), some_lengths, st.integers(1, 12), st.integers(1, 20), st.integers(1, 5))
@@ -93,17 +105,39 @@ def test_buckets_of_one_shard_are_the_sorted_window_cut_into_pieces(
         assert np.concatenate(buckets).tolist() == sorted(window.tolist())
 
 
-@pytest.mark.parametrize(("num_shards", "batch"), [(1, 64), (24, 96), (24, 8), (24, 100)])
-def test_buckets_of_many_shards_have_little_padding(num_shards: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "batch"), [(6_000, 32), (6_000, 60), (6_000, 256), (30_000, 32), (30_000, 256)]
+)
+@pytest.mark.parametrize("num_shards", [24, 192])
+def test_shards_leave_hardly_more_padding_than_none(
+    num_rows: int, batch: int, num_shards: int
+) -> None:
+    for lengths in (
+        np.random.default_rng(0).integers(128, 513, num_rows),
+        np.exp(np.random.default_rng(0).normal(5, 0.7, num_rows)).astype(np.int64),
+    ):
+        alone, divided = (
+            np.mean([padding(lengths, order_of(sampler, epoch), batch) for epoch in range(3)])
+            for sampler in (made(lengths, count, batch) for count in (1, num_shards))
+        )
+        assert divided < 1.3 * alone
+
+
+def test_the_steps_of_a_bucket_are_of_similar_length() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
-    shuffled = ShuffledSampler(pool_of(len(lengths), num_shards), 0)
-    assert padding(lengths, order_of(shuffled), batch) > 0.4
-    # Windows of 9,600 rows.
-    sampler = made(lengths, num_shards, batch, num_buckets=9600 // batch)
-    assert padding(lengths, order_of(sampler), batch) < 0.1
-    # A bucket of several steps ascends, so that they are of similar length too.
-    sampler = made(lengths, num_shards, 4 * batch, num_buckets=2400 // batch)
-    assert padding(lengths, order_of(sampler), batch) < 0.1
+    sampler = made(lengths, 24, 400, num_buckets=24)
+    assert padding(lengths, order_of(sampler), 100) < 0.1
+    # Nor do blocks leave much.
+    assert padding(lengths, order_of(sampler.in_blocks(50)), 100) < 0.15
+
+
+def test_rows_meet_others_in_other_epochs() -> None:
+    lengths = np.random.default_rng(0).integers(128, 513, 30_000)
+    sampler = made(lengths, 192, 32)
+    steps = [order_of(sampler, epoch)[:29_984].reshape(-1, 32) for epoch in range(12)]
+    met = {int(row) for found in steps for row in found[(found == 17).any(axis=1)].ravel()}
+    # In half of the steps one of a pair of neighbours each, and others where pairs differ.
+    assert len(met) > 60
 
 
 def test_windows_have_other_rows_and_buckets_another_order_in_each_epoch() -> None:
@@ -161,9 +195,9 @@ def test_known_lengths_and_seed_give_known_rows() -> None:
     assert large.dataset_rows(2, range(50_000, 50_005)).tolist() == GOLDEN_LARGE
 
 
-GOLDEN_SMALL = [0, 19, 11, 21, 16, 8, 9, 13, 5, 6, 7, 14]
-GOLDEN_SMALL += [18, 22, 2, 15, 4, 17, 3, 1, 23, 12, 10, 20]
-GOLDEN_LARGE = [17048, 53241, 77002, 28667, 82404]
+GOLDEN_SMALL = [5, 2, 18, 10, 21, 6, 9, 14, 16, 0, 19, 13]
+GOLDEN_SMALL += [12, 20, 3, 17, 15, 23, 7, 1, 11, 8, 22, 4]
+GOLDEN_LARGE = [7553, 67735, 19303, 83879, 18652]
 
 
 @pytest.mark.parametrize(

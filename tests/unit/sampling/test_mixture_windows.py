@@ -1,5 +1,6 @@
 """Mixtures in windows: each row as often as its set's share says, and near its neighbours."""
 
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -181,3 +182,68 @@ def test_curriculum_of_windows_has_the_rows_of_its_stages() -> None:
     for epoch, factory in ((1, mixed), (2, other)):
         stage = factory.make(pool, 1, FIELDS).in_blocks(8)
         assert rows_of(sampler, epoch).tolist() == rows_of(stage, epoch).tolist()
+
+
+@st.composite
+def by_batch(draw: st.DrawFn) -> MixtureSampler:
+    sizes = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    shares = [draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])) for _ in sizes]
+    shares[0] = shares[0] or 1.0
+    num_shards = draw(st.sampled_from([1, 4, 6, 7, 24]))
+    factory = Mixture(dict(zip("abcdef", shares, strict=False)), draw(st.integers(1, 400)), True)
+    factory = factory.for_batches(draw(st.sampled_from([1, 2, 4, 6, 9, 16, 24, 60])))
+    pool = Pool.of(joined(sizes, num_shards), num_shards)
+    made = made_sampler(factory, pool, 5, FIELDS, draw(st.sampled_from([None, 1, 3, 10, 1000])))
+    assert isinstance(made, MixtureSampler)
+    return made
+
+
+@given(by_batch(), st.integers(0, 5), st.data())
+def test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares(
+    sampler: MixtureSampler, epoch: int, data: st.DataObject
+) -> None:
+    size, count = sampler.sets.global_batch, sampler.num_positions
+    assert size is not None
+    assert count == sum(sampler.sets.counts) == max(1, count // size) * size
+    rows = sampler.pool.rows
+    assert isinstance(rows, JoinedRows)
+    order = sampler.dataset_rows(epoch, range(count))
+    sets = rows.stores_of(order).reshape(-1, size)
+    assert (sets == sets[:, :1]).all()
+    found = np.bincount(sets.ravel(), minlength=len(sampler.sets.counts))
+    assert found.tolist() == list(sampler.sets.counts)
+    # A row as often as the others of its set, or once more.
+    times = np.bincount(order, minlength=rows.num_rows)
+    for number, (rows_of_set, positions) in enumerate(
+        zip(sampler.sets.sizes, sampler.sets.counts, strict=True)
+    ):
+        first = rows.firsts[number]
+        each = times[first : first + rows_of_set]
+        assert positions // rows_of_set <= each.min()
+        assert each.max() <= -(-positions // rows_of_set)
+    step = data.draw(st.sampled_from([n for n in range(1, 25) if sampler.num_shards % n == 0]))
+    start = data.draw(st.integers(0, count))
+    # As a process that serves these alone finds them, in a sampler of its own.
+    part = pickle.loads(pickle.dumps(sampler))
+    assert (
+        part.dataset_rows(epoch, range(start, count, step)).tolist() == order[start::step].tolist()
+    )
+
+
+def test_by_batch_sets_come_in_random_order_and_rows_of_a_set_in_turn() -> None:
+    factory = Mixture({"a": 0.75, "b": 0.25}, 1600, by_batch=True).for_batches(16)
+    sampler = factory.make(Pool.of(joined([900, 500], 24), 24), 3, FIELDS)
+    orders = [sampler.dataset_rows(epoch, range(1600)) for epoch in range(4)]
+    sets = np.stack([(order[::16] >= 900) for order in orders])
+    assert sets.sum(axis=1).tolist() == [25] * 4
+    related = np.corrcoef(sets)
+    assert (np.abs(related - np.eye(4)) < 0.4).all()
+    # 400 of 500 rows in an epoch: the next one goes on with the others.
+    small = [{*order[order >= 900].tolist()} for order in orders]
+    assert all(len(found) == 400 for found in small)
+    assert len(small[0] | small[1]) > 480
+    assert sampler.identity["sets"]["global_batch"] == 16
+    with pytest.raises(ValueError, match="by_batch"):
+        Mixture({"a": 1}, by_batch=True).make(Pool.of(joined([9], 2), 2), 3, FIELDS)
+    with pytest.raises(TypeError, match="by_batch=1: give True or False"):
+        Mixture({"a": 1}, by_batch=1)  # type: ignore[arg-type]
