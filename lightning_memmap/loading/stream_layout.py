@@ -25,7 +25,7 @@ from lightning_memmap.loading.window_sizes import (
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows, Located, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
 
 

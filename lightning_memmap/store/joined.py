@@ -27,9 +27,10 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.values import take_rows
-from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.store import Store
 
 #: A file begins at a multiple of this in memory.
