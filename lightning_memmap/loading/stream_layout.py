@@ -181,7 +181,7 @@ class StreamLayout:
         return sum(found)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows are in the files, if these came anew for each window."""
+        """Where rows are in the files, if these came again for each block."""
         found = self._places.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
             found[here] += number * self.num_slots

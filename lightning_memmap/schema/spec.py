@@ -1,4 +1,4 @@
-"""Read a schema that nobody has checked: its JSON values may come from a stranger.
+"""Read a schema that nobody has checked: its JSON values may be untrusted.
 
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """

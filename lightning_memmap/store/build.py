@@ -753,7 +753,7 @@ def _reopen(
     if options.num_shards not in (None, store.num_shards):
         raise StoreError(
             f"num_shards={options.num_shards}: the store at {directory} has {store.num_shards}"
-            f" shards; build it anew with overwrite=True, or give num_shards={store.num_shards}"
+            f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
     dtypes = options.fields.dtypes
     store.schema.stored_as(dtypes)  # Names of no field are refused.
@@ -761,7 +761,7 @@ def _reopen(
         if field.dtype != dtypes.get(field.name, field.sample_dtype):
             raise StoreError(
                 f"store_dtypes: the store at {directory} keeps {field.name!r} as"
-                f" {dtype_name(field.dtype)}; build it anew with overwrite=True, or give"
+                f" {dtype_name(field.dtype)}; build it again with overwrite=True, or give"
                 f" store_dtypes={{{field.name!r}: {dtype_name(field.dtype)!r}}}"
             )
     found = recognise(

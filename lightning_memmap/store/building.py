@@ -258,7 +258,7 @@ class Building:
                 continue
             if building.num_done:
                 _log.warning(
-                    "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts anew",
+                    "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts again",
                     f"{building.num_done:,}",
                     f"{plan.num_rows:,}",
                     builder,
@@ -347,7 +347,7 @@ class Building:
                 raise StoreError(
                     f"the parts of the store at {plan.path} that were written before are of another"
                     f" build: {changed}. Give all parts the same dataset and options, or remove"
-                    f" {path} to start anew. With a fingerprint=... that was given from the first"
+                    f" {path} to start again. With a fingerprint=... that was given from the first"
                     " part on, the code of the dataset may change"
                 )
         name = _part_journal(part)
@@ -547,7 +547,7 @@ def explained(path: Path, then: str) -> Iterator[None]:
         then: What follows.
 
     Raises:
-        OSError: As the system says, with the way out.
+        OSError: As the system says, and what to do.
     """
     try:
         yield

@@ -222,7 +222,7 @@ def _stacked(store: StoredRows, rows: Integers, samples: Sequence[Any]) -> list[
 
 def _other_dataset(store: StoredRows, found: str) -> DatasetError:
     return DatasetError(
-        f"{found}: the store at {store.path} was built from another dataset. Build it anew"
+        f"{found}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
         " `store_dir`, or give no dataset to use the store as it is"
     )

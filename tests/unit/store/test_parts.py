@@ -361,7 +361,7 @@ def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
     os.truncate(key, key.stat().st_size // 2)
     with pytest.raises(StoreError, match=r"parts\.json cannot be read: .*: remove"):
         finish_store(tmp_path / "s", **QUIET)
-    with pytest.raises(StoreError, match=r"or remove .* to start anew"):
+    with pytest.raises(StoreError, match=r"or remove .* to start again"):
         build_part(Numbered(30), tmp_path / "s", (0, 1), **QUIET)
 
 
