@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, take
+from lightning_memmap.store.sources.column import Rows
 
 #: Files that are open at once.
 _MAX_OPEN_FILES = 16
@@ -185,7 +186,7 @@ class ParquetColumn(TableColumn):
         return np.searchsorted(self._files.ends, rows, side="right")
 
     @override
-    def take(self, rows: range | Integers) -> Any:
+    def take(self, rows: Rows) -> Any:
         import pyarrow as pa
 
         numbers = np.asarray(rows, np.int64)
