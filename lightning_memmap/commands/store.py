@@ -41,7 +41,7 @@ from lightning_memmap.tables import printable
 _FLAGS = {
     "_build": {
         "overwrite": "Replace a store of another dataset.",
-        "fresh": "Start anew where an interrupted build would be resumed.",
+        "fresh": "Start from the beginning where an interrupted build would be resumed.",
         "finish": "Put a store in place whose parts are all written.",
     },
     "_push": {"overwrite": "Replace stores that are there."},

@@ -128,7 +128,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             without gradients. With a parameter named ``generator`` it is given a seeded one.
             In `lightning_memmap.transforms.OnSuperBatch` it runs on the assembled rows instead.
         eval_transform: The same for validation, test and prediction.
-        shuffle: Permute the training rows anew each epoch.
+        shuffle: Permute the training rows again in each epoch.
         drop_last: Drop an incomplete last training step. Evaluation never drops a row.
         seed: Seed of the row order and of random transforms.
         num_shards: Shards that the rows are divided into. Any number of data devices that divides

@@ -22,7 +22,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.schema.forms import FieldOptions
-from lightning_memmap.store.fingerprint import check_given
+from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_choice

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.store.open_columns import OpenColumn
 
 #: The most rows of numbers that are looked at, of arrays, and the most values of these.
 _MAX_ROWS, _MAX_ARRAYS, _MAX_VALUES = 2**18, 256, 2**20

@@ -20,7 +20,7 @@ def render_stores(stores: Mapping[str, Store]) -> str:
         stores: The stores by name, such as the splits of a data module.
 
     Returns:
-        The HTML document. Names and values of a store may come from a stranger: they are shown as
+        The HTML document. Names and values of a store may be untrusted: they are shown as
         text, whatever they look like.
     """
     found = [_describe(name, store) for name, store in stores.items()]
