@@ -37,7 +37,7 @@ class Device:
     Attributes:
         host: What the program has waited for.
         recorded: The tensors of which ``record_stream`` was called, with the stream.
-        page_locked: The tensors that were made in page-locked memory.
+        page_locked: The tensors that were made in pinned memory.
         races: What was read, or overwritten by the program, without a wait.
     """
 
@@ -117,7 +117,7 @@ class Operators(TorchDispatchMode):
             self._read[key] = (stream, stream.known[stream], str(func))
         page_locked = {self._key(tensor) for tensor in self._device.page_locked}
         for key in written:
-            # To page-locked memory the program itself writes, and not a stream.
+            # To pinned memory the program itself writes, and not a stream.
             known = self._device.host if key in page_locked else stream.known
             self._check(self._read.get(key), known, f"{func} overwrites")
             if key not in page_locked:
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """All devices have streams and events while the test runs, and memory can be page-locked."""
+    """All devices have streams and events while the test runs, and memory can be pinned."""
     device, empty = Device(), torch.empty
 
     def make_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -162,7 +162,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(
         Tensor,
         "is_pinned",
-        # As of a real device, by the memory: a view of page-locked memory is page-locked.
+        # As of a real device, by the memory: a view of pinned memory is pinned.
         lambda tensor: any(
             storage_key(tensor) == storage_key(other) for other in device.page_locked
         ),

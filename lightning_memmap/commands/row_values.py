@@ -17,7 +17,7 @@ from lightning_memmap.loading.split import image_decoders
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.tables import printable
 
 #: Rows of a contact sheet at most, and pixels between images.

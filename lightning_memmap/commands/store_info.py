@@ -34,7 +34,7 @@ def print_info(store: Store, console: Console) -> None:
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
     console.print(printable(f"from {source}"))
     table = Table()
-    for name in ("field", "dtype", "shape", "given as"):
+    for name in ("field", "dtype", "shape", "kind"):
         table.add_column(name)
     for name in ("bytes per row", "bytes", "bytes per shard"):
         table.add_column(name, justify="right")

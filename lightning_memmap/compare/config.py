@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through

@@ -339,15 +339,25 @@ def figure_table(report: Report, key: str) -> Table:
         [Cell(each.variant), *(cell for metric in metrics for cell in _cells(metric, each))]
         for each in report.measured
     ]
-    shares = {each.variant: median(each.figures.get(_BOUND, [0.0])) for each in report.measured}
-    notes = [
-        f"{name}: {share:.0%} of its upper bound. No loader is faster than none: the machine was"
-        f" slower in some runs than in others, and differences of {share - 1:.0%} are noise here."
-        " Repeat on an idle machine, with more --steps and --repeats"
-        for name, share in shares.items()
-        if key == METRICS[_BOUND].table and share > _NOISY_SHARE
-    ]
+    notes = _noise(report) if key == METRICS[_BOUND].table else ()
     return Table(title, columns, rows if metrics else [], [Cell(note, "unsure") for note in notes])
+
+
+def _noise(report: Report) -> Iterator[str]:
+    """What says that speeds of this report are not to be compared."""
+    load, cores = report.environment["load_before"], report.environment["cores"]
+    if load > cores:
+        yield (
+            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
+            " these speeds say little. Repeat when it is idle"
+        )
+    for each in report.measured:
+        if (share := median(each.figures.get(_BOUND, [0.0]))) > _NOISY_SHARE:
+            yield (
+                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
+                " the machine was slower in some runs than in others, and differences of"
+                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
+            )
 
 
 def _columns(metric: Metric, unit: Unit | None) -> Iterator[Column]:

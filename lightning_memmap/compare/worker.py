@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
-from lightning_memmap.arguments import TrainingParser, shortened
+from lightning_memmap.arguments import TrainingParser, first_reason
 from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
@@ -70,7 +70,7 @@ class RunCLI(LightningCLI):
         try:
             self.config = parser.parse_object(args)
         except ArgumentError as error:
-            raise ValueError(f"config: {shortened(str(error))}") from error
+            raise ValueError(f"config: {first_reason(str(error))}") from error
 
 
 class ConfigCheck(RunCLI):

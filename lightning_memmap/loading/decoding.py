@@ -79,14 +79,16 @@ class ImageDecoder:
 
 
 def _failed(field: str, which: str, error: ImageError) -> DatasetError:
-    remedy = "repair it in the dataset or leave it out, and build the store anew"
+    remedy = "repair it in the dataset or leave it out, and build the store again"
     if isinstance(error, ImageSizeError):
         remedy = (
             "scale all images to one size with Decode(size=(height, width)), or store them decoded,"
             " as PIL images or tensors of one size in the dataset"
         )
     if isinstance(error, ImageMissingError):
-        remedy = "repair it in the dataset, or give an image in its place, and build the store anew"
+        remedy = (
+            "repair it in the dataset, or give an image in its place, and build the store again"
+        )
     return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")
 
 

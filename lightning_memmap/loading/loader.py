@@ -130,7 +130,7 @@ class SuperBatchLoader:
         Prediction writers get the numbers of these rows in the dataset. They are known where the
         order is that of the dataset.
 
-        It is made anew each time: one that is kept would keep the loader and its rows in memory
+        It is made again each time: one that is kept would keep the loader and its rows in memory
         until garbage is collected.
         """
         if not self.order.is_sequential:
@@ -285,7 +285,7 @@ class SuperBatchLoader:
         """
         raise TypeError(
             "a loader is neither pickled nor deep-copied, as all its resident rows would be: pickle"
-            " the data module instead, and there call setup() and make the loader anew"
+            " the data module instead, and there call setup() and make a new loader"
         )
 
     def __repr__(self) -> str:

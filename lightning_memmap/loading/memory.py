@@ -27,7 +27,7 @@ from lightning_memmap.loading.variable_rows import Allocate, VariableRows, large
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import ItemRows, Located, OpenColumn, packed_index
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn, packed_index
 from lightning_memmap.store.segments import pack_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 

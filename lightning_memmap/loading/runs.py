@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns import Located
+from lightning_memmap.store.open_columns import Located
 from lightning_memmap.store.segments import copy_segments
 
 #: Bytes of one read: enough for the full rate of a disk, and few compared with any window.

@@ -37,7 +37,8 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
+from lightning_memmap.store.columns import Column
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 
 #: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4

@@ -25,7 +25,7 @@ from lightning_memmap.loading.window_sizes import (
 )
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
-from lightning_memmap.store.columns import ItemRows, Located, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
 
 
@@ -181,7 +181,7 @@ class StreamLayout:
         return sum(found)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
-        """Where rows are in the files, if these came anew for each window."""
+        """Where rows are in the files, if these came again for each block."""
         found = self._places.locate(windows.sampler, epoch, positions)
         for number, here in windows.parts(positions):
             found[here] += number * self.num_slots

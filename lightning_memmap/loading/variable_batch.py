@@ -177,12 +177,12 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
         if form.nullable and name in fields:
             raise ValueError(
                 f"variable: in the store, no row of field {name!r} may be None: leave that out,"
-                " or build the store anew with overwrite=True"
+                " or build the store again with overwrite=True"
             )
         if name not in fields:
             raise ValueError(
                 f"variable: in the store, {schema.why_no_field(name)}: leave it out,"
-                " or build the store anew with overwrite=True"
+                " or build the store again with overwrite=True"
             )
         form.check(fields[name])
     forms: dict[str, Form] = {}

@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_memmap.loading.places import Places
 from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
-from lightning_memmap.store.columns import ItemRows
+from lightning_memmap.store.open_columns import ItemRows
 
 #: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
 LOOKUP_BYTES = 56

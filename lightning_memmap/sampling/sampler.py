@@ -368,7 +368,7 @@ class SequentialSampler(Sampler):
 
 @dataclass(frozen=True)
 class ShuffledSampler(Sampler):
-    """Permutes the rows of each shard, anew in each epoch; the permutations are computed.
+    """Permutes the rows of each shard, again in each epoch; the permutations are computed.
 
     With a ``shuffle_window``, position ``p`` is in block ``p // C // shuffle_window`` of the epoch,
     and a block is ``shuffle_window`` consecutive rows of each shard, permuted shard by shard. The

@@ -30,7 +30,7 @@ _MAX_POSITIONS = 2**40
 
 
 class Weighted(SamplerFactory):
-    """Draws rows by weight, anew in each epoch, for ``MemmapDataModule(sampler=...)``.
+    """Draws rows by weight, again in each epoch, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
     or down at random so that this is the mean over epochs. So rows are as even as their weights

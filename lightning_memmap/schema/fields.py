@@ -152,8 +152,19 @@ class Field:
             **({"given": dtype_name(self.given)} if self.given is not None else {}),
         }
 
+    @property
+    def as_given(self) -> str:
+        """What the dataset gives, for messages."""
+        return described(self.sample_dtype, self.shape, self.kind)
+
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
+
+
+def described(dtype: torch.dtype, shape: tuple[int | None, ...], kind: AnyKind) -> str:
+    """The dtype and shape of rows, and what they mean if that is more than numbers."""
+    meaning = "" if kind == NUMBERS else f" ({kind})"
+    return f"{dtype_name(dtype)} {tuple(shape)}{meaning}"
 
 
 def field_name(path: Iterable[str | int]) -> str:

@@ -90,7 +90,7 @@ class Form:
         if not (field.num_variable or self.takes_one_shape):
             raise ValueError(
                 f"variable: in the store, all rows of field {field.name!r} have the shape"
-                f" {field.shape}: leave it out, or build the store anew with overwrite=True"
+                f" {field.shape}: leave it out, or build the store again with overwrite=True"
             )
 
     def of_mask(self) -> "Form":

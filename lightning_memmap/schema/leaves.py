@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import DTYPES, FROM_NUMPY, TO_NUMPY, Field, dtype_name
+from lightning_memmap.schema.fields import (
+    DTYPES,
+    FROM_NUMPY,
+    TO_NUMPY,
+    Field,
+    described,
+    dtype_name,
+)
 from lightning_memmap.schema.kinds import (
     Array,
     check_dense,
@@ -82,12 +89,12 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
     except SchemaError as error:
         kind_of_error = MismatchError if is_missing(leaf) else SchemaError
-        raise kind_of_error(f"{error}; expected {field} ({field.kind})") from error
+        raise kind_of_error(f"{error}; expected {field.as_given}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.sample_dtype or not field.admits(shape) or not field.kind.takes(kind):
         raise MismatchError(
-            f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-            f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
+            f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
+            f" {field.as_given}"
         )
     return narrowed(field, array)
 

@@ -7,7 +7,6 @@ which field does not fit.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import FROM_NUMPY, Field, dtype_name, field_name
+from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, field_name
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
@@ -258,7 +257,7 @@ def _fitting(field: Field, rows: Any, sizes: Integers | None) -> Values:
     dtype, shape = array_dtype(field.name, array), tuple(array.shape[1:])
     if not field.kind.takes_rows(kind) or (dtype, shape) != (field.sample_dtype, field.item_shape):
         raise MismatchError(
-            f"field {field.name!r}: found {dtype_name(dtype)} {shape} ({kind}), expected"
-            f" {replace(field, dtype=field.sample_dtype)} ({field.kind})"
+            f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
+            f" {field.as_given}"
         )
     return Values(as_tensor(narrowed(field, array)), sizes)

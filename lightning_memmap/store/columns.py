@@ -17,64 +17,48 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, Schema, Values
-from lightning_memmap.schema.values import take_rows
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
     claim,
-    open_plain,
+    leaf_bytes,
     read_exactly,
-    unreadable,
     write_all,
     write_rows,
 )
-from lightning_memmap.store.hashing import leaf_bytes
+from lightning_memmap.store.open_columns import (
+    LOCATED_ROWS,
+    MAX_EMPTY_SIZE,
+    ItemRows,
+    MappedRows,
+    OpenColumn,
+    damaged_index,
+    map_rows,
+    packed_index,
+)
 from lightning_memmap.store.segments import copy_segments
 
 _MAX_FILE_BYTES = 2**62
-#: No dimension of a row is larger, so that products of sizes can be checked.
-_MAX_SIZE = 2**40
-#: The largest size of a row without items in a dimension that differs: nothing else bounds it, and
-#: whoever pads such rows makes memory of that size.
-_MAX_EMPTY_SIZE = 2**16
 _JOIN_BYTES = 32 * 2**20
-#: Rows whose places are looked up at once.
-_LOCATED_ROWS = 2**18
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
 
 #: A piece of a file: its name, the first byte, and one past the last byte.
 FileRange = tuple[str, int, int]
-
-
-class OpenColumn(Protocol):
-    """The rows of one field of an open store."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU, shard after
-        shard."""
-
-    def row(self, row: int) -> Tensor:
-        """Copy one row, given in dataset order and in ``[0, num_rows)``."""
-
-    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
-        """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
-        shape); where they differ in shape, into a tensor for each."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +203,8 @@ class FixedColumn(Column):
     def open(self, directory: Path) -> OpenColumn:
         shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
         if not self.file_bytes:
-            return _Mapped(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
-        return _Mapped(self.shards, map_rows(directory / self.rows_name, dtype, shape))
+            return MappedRows(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
+        return MappedRows(self.shards, map_rows(directory / self.rows_name, dtype, shape))
 
 
 @dataclass(frozen=True)
@@ -372,8 +356,8 @@ class RaggedColumn(Column):
         first of them, and for each row its piece, the first byte in it, and its sizes."""
         width = 2 + self.field.num_variable
         file = files.open(self._places_name)
-        for first in range(0, self.shards.num_rows, _LOCATED_ROWS):
-            count = min(_LOCATED_ROWS, self.shards.num_rows - first)
+        for first in range(0, self.shards.num_rows, LOCATED_ROWS):
+            count = min(LOCATED_ROWS, self.shards.num_rows - first)
             data = read_exactly(file, first * 8 * width, count * 8 * width)
             yield first, data.view(np.int64).reshape(count, width)
 
@@ -411,7 +395,7 @@ class RaggedColumn(Column):
             shape = [end - first] if field.num_variable == 1 else index[-1, 1:].tolist()
             is_within = 0 <= first <= end <= sum(self.shard_items)
             if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
-                raise _damaged(field)
+                raise damaged_index(field)
             if first == end:
                 return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
             file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
@@ -444,39 +428,38 @@ def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
     return tuple(grown.values())
 
 
-def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
-    """What the manifest must say of columns: entries by field name under the key ``columns``."""
-    entries = {
-        column.field.name: {
-            "shard_items": list(column.shard_items or (0,) * column.shards.num_shards),
-            **({"index_of": column.index_of} if column.index_of else {}),
-        }
+class RaggedFiles(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a manifest says of a column whose rows differ in length."""
+
+    shard_items: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
+    index_of: str = ""
+
+
+def ragged_files(columns: Sequence[Column]) -> dict[str, RaggedFiles]:
+    """What the manifest must say of columns, by field name."""
+    return {
+        column.field.name: RaggedFiles(
+            list(column.shard_items or (0,) * column.shards.num_shards), column.index_of
+        )
         for column in columns
         if isinstance(column, RaggedColumn)
     }
-    return {"columns": entries} if entries else {}
 
 
-def columns_from_json(schema: Schema, shards: Shards, entries: Any) -> tuple[Column, ...]:
-    """Make the columns of an existing store from its manifest, one for each field."""
-    ragged = {field.name for field in schema.fields if field.num_variable}
-    if not isinstance(entries, dict) or entries.keys() != ragged:
+def stored_columns(
+    schema: Schema, shards: Shards, ragged: Mapping[str, RaggedFiles]
+) -> tuple[Column, ...]:
+    """The columns of an existing store, one for each field, from what its manifest says of them."""
+    if ragged.keys() != {field.name for field in schema.fields if field.num_variable}:
         raise ValueError("its columns are not those of its fields")
     columns: list[Column] = []
     for field in schema.fields:
-        if field.name not in ragged:
+        if (entry := ragged.get(field.name)) is None:
             columns.append(FixedColumn(field, shards))
             continue
-        entry = entries[field.name]
-        items = entry.get("shard_items") if isinstance(entry, dict) else None
-        if not isinstance(items, list) or len(items) != shards.num_shards:
+        if len(entry.shard_items) != shards.num_shards:
             raise ValueError(f"the items of {field.name!r} are not given for each shard")
-        if any(type(count) is not int or not 0 <= count <= _MAX_FILE_BYTES for count in items):
-            raise ValueError(f"the items of {field.name!r} are no counts")
-        index_of = entry.get("index_of", "")
-        if not isinstance(index_of, str):
-            raise ValueError(f"the index of {field.name!r} is that of no field")
-        columns.append(RaggedColumn(field, shards, tuple(items), index_of))
+        columns.append(RaggedColumn(field, shards, tuple(entry.shard_items), entry.index_of))
     _check_indices(columns)
     return tuple(columns)
 
@@ -498,165 +481,14 @@ def _check_indices(columns: Sequence[Column]) -> None:
                 )
 
 
-def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Map a file as a tensor, by its descriptor: what was checked is what is mapped."""
-    count = math.prod(shape)
-    try:
-        file = open_plain(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        found = os.fstat(file).st_size
-        if found != count * dtype.itemsize:
-            raise StoreError(
-                f"{path} has {found} bytes, expected {count * dtype.itemsize}: build the store"
-                " again"
-            )
-        # Not shared: copy-on-write.
-        mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
-    except (OSError, RuntimeError) as error:
-        raise StoreError(
-            f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
-            " disk works, and that the process may map that much (`ulimit -v`) and that many files"
-            " (`sysctl vm.max_map_count`)"
-        ) from error
-    finally:
-        os.close(file)
-    return mapped.view(shape)
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    """The rows of a file that is mapped."""
-
-    shards: Shards
-    tensor: Tensor
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [int(start) for start in self.shards.starts]
-
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        num_shards = self.shards.num_shards
-        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
-
-    def fetch(self, rows: Integers) -> Tensor:
-        """Copy rows into one batch."""
-        return take_rows(self.tensor, self.shards.locate(rows))
-
-
-def packed_index(sizes: Integers) -> Integers:
-    """The index of rows whose items lie one after the other."""
-    ends = np.cumsum(sizes.prod(axis=1))
-    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
-    return index
-
-
-class Located(NamedTuple):
-    """Where rows lie among items."""
-
-    starts: Integers
-    """The first item of each row, int64 of shape (B,)."""
-    sizes: Integers
-    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
-
-
-@dataclass(frozen=True)
-class ItemRows:
-    """Rows that differ in length, in one place in memory. An open column is one.
-
-    The index may come from an untrusted source, and may change while it is mapped: each entry is
-    copied, and checked, before it is used.
-
-    Args:
-        field: Their field.
-        shards: The rows of the store, and the shards that they are divided into.
-        items: The items of all rows, of shape (items, *item shape), on any device.
-        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
-            shape (rows, 1 or 1 + number of these).
-    """
-
-    field: Field
-    shards: Shards
-    items: Tensor
-    index: Integers
-
-    @property
-    def tensor(self) -> Tensor:
-        """Never: the rows do not lie in one tensor."""
-        raise StoreError(
-            f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
-            " tensor: read them by row, or through a loader"
-        )
-
-    def at(self, locations: Integers) -> Located:
-        """Find rows."""
-        # As an unsigned integer, a negative location is larger than any other.
-        if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
-            raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
-        ends = self.index[:, 0].take(locations)
-        starts = self.index[:, 0].take(locations - 1, mode="wrap")
-        starts[locations == 0] = 0
-        # Compared, not subtracted: a difference may overflow.
-        least, most = starts.min(initial=0), ends.max(initial=0)
-        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
-        lengths = ends - starts
-        sizes = lengths[:, None]
-        if is_valid and self.field.num_variable > 1:
-            sizes = self.index[:, 1:].take(locations, axis=0)
-            most = np.where(lengths, _MAX_SIZE, _MAX_EMPTY_SIZE)[:, None]
-            is_small = ((sizes >= 0) & (sizes <= most)).all()
-            # As floats too, which do not overflow.
-            products = sizes.astype(np.float64).prod(axis=1)
-            is_valid = bool(is_small and (products == lengths).all())
-        if not is_valid:
-            raise _damaged(self.field)
-        return Located(starts, sizes)
-
-    def lengths(self) -> Integers:
-        """The items of each row, int64 of shape (rows,), in dataset order."""
-        lengths = np.empty(self.shards.num_rows, np.int64)
-        for first in range(0, len(lengths), _LOCATED_ROWS):
-            rows = np.arange(first, min(first + _LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
-        return lengths
-
-    def _at_rows(self, rows: Integers) -> Located:
-        """Find rows, given in dataset order."""
-        return self.at(self.shards.locate(rows))
-
-    def row(self, row: int) -> Tensor:
-        """Copy one row, given in dataset order."""
-        return self.fetch(np.array([row]))[0]
-
-    def fetch(self, rows: Integers) -> list[Tensor]:
-        """Copy rows, given in dataset order: one tensor for each."""
-        starts, sizes = self._at_rows(rows)
-        items = self.items
-        return [
-            items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
-            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
-
-
 def _check_sizes(field: Field, sizes: Integers) -> None:
     """Check that rows without items can be read again."""
     if field.num_variable > 1:
         most = sizes.max(axis=1, initial=0)
-        empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > _MAX_EMPTY_SIZE))
+        empty = np.flatnonzero((sizes.prod(axis=1) == 0) & (most > MAX_EMPTY_SIZE))
         if len(empty):
             raise SchemaError(
                 f"field {field.name!r}: a row of shape {tuple(sizes[empty[0]].tolist())} has no"
-                f" values, and a size of more than {_MAX_EMPTY_SIZE}: give such rows a shape of"
+                f" values, and a size of more than {MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
-
-
-def _damaged(field: Field) -> StoreError:
-    return StoreError(
-        f"field {field.name!r}: the index of its rows is damaged: check the store with"
-        " `lightning-memmap store verify`, and build it again"
-    )

@@ -27,9 +27,10 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.values import take_rows
-from lightning_memmap.store.columns import Column, ItemRows, Located, OpenColumn
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.store import Store
 
 #: A file begins at a multiple of this in memory.
@@ -302,7 +303,7 @@ def _check_alike(stores: Mapping[str, Store]) -> None:
                     f"train_dataset: field {one.name!r} is {one} ({one.kind}) in {name!r}, and"
                     f" {other_name!r} has {two.name!r}, {two} ({two.kind}): training sets that are"
                     " mixed have the same fields; where only lengths differ, name the field in"
-                    " variable={...} and build the stores anew with overwrite=True"
+                    " variable={...} and build the stores again with overwrite=True"
                 )
         if first.schema != other.schema:
             names = [[field.name for field in store.schema.fields] for store in (first, other)]

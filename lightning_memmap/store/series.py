@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memmap.sampling import Fields, Integers, Rows, WindowedRows
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Form, Windows
-from lightning_memmap.store.columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Store
 
 

@@ -17,8 +17,9 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.build import SAMPLE
-from lightning_memmap.store.columns import Column, ItemRows, OpenColumn
+from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.recognition import check_briefly
 
 #: Rows that are read at once.

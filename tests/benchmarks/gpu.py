@@ -6,7 +6,7 @@
 
 - fetch: the bandwidth at which random rows are fetched on the device, against a copy of as many
   bytes that lie together; both read and write each byte once.
-- load: a store brought to the device, against copies from page-locked memory, and against reading
+- load: a store brought to the device, against copies from pinned memory, and against reading
   the files and nothing else, from the disk and from the page cache.
 - wait: the share of a training step that is spent waiting for data, which is what the step takes
   longer than one that is given the same batch again and again; with and without steps made ready

@@ -136,7 +136,7 @@ class Bench:
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         files = sorted(store.files.glob("*.memmap"))
         runs: dict[str, Callable[[], object]] = {
-            "page-locked memory to the device": lambda: target.copy_(source, non_blocking=True),
+            "pinned memory to the device": lambda: target.copy_(source, non_blocking=True),
             "reading the files, page cache": lambda: _read(files, cold=False),
             "reading the files, disk": lambda: _read(files, cold=True),
             "store to the device, page cache": lambda: self.loader(store, "device"),
@@ -150,7 +150,7 @@ class Bench:
                 slower = [
                     max(one, other)
                     for one, other in zip(
-                        seconds["page-locked memory to the device"],
+                        seconds["pinned memory to the device"],
                         seconds[f"reading the files, {cache}"],
                         strict=True,
                     )

@@ -57,7 +57,7 @@ def measure_ranks(num_rows: int, num_ranks: int, block: int, clock: str) -> None
         sampler = ShuffledSampler(_pool(num_rows, num_ranks), seed=1)
         mine = range(rank, num_rows, num_ranks)
         # What the ranks of an epoch have in common stays in this process: another epoch is worked
-        # out anew, as by a rank that has a process of its own.
+        # out again, as by a rank that has a process of its own.
         epoch = rank // _RANKS_OF_EPOCH
         found, offsets = sampler.at(epoch, mine[:block])
         if not rank % _RANKS_OF_EPOCH:

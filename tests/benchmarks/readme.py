@@ -68,7 +68,7 @@ def figures(report: Report) -> Iterator[str]:
         f" {report.settings['global_batch']} rows{_runs(report.settings['repeats'])}:"
     )
     yield ""
-    yield "| variant | | samples/s | of the best DataLoader | of ideal |"
+    yield "| variant | | samples/s | of the best DataLoader | of the no-load upper bound |"
     yield "|---|---|---|---|---|"
     for each in report.measured:
         yield (
@@ -77,14 +77,12 @@ def figures(report: Report) -> Iterator[str]:
         )
     if max(rates.values()) > ideal:
         yield ""
-        yield "Nothing is faster than an ideal loader: beyond 1.00 it is the noise of runs."
+        yield "No loader is faster than none: beyond 1.00 it is the noise of runs."
 
 
 def _reached(of_ideal: float) -> str:
     # Nothing is faster than a loader that takes no time: above 1, it is the noise of the runs.
-    return (
-        f"{of_ideal:.0%} of what an ideal loader reaches" if of_ideal < 1 else "as an ideal loader"
-    )
+    return f"at {of_ideal:.0%} of the no-load upper bound" if of_ideal < 1 else "at its upper bound"
 
 
 def _equal(report: Report) -> str:

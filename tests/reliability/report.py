@@ -43,18 +43,26 @@ class Report:
         """Whatever went wrong."""
         return sum(len(outcome.faults) for outcome in self._outcomes.values())
 
-    def rows(self) -> list[list[str]]:
-        """The rows of the table: kind, runs, one count of each fault, seconds."""
-        rows = []
+    def rows(self, *, by_change: bool = False) -> list[list[str]]:
+        """The rows of the table: kind, runs, one count of each fault, seconds.
+
+        Args:
+            by_change: One row for each change of a store, whichever way it was broken off.
+        """
+        titles: dict[str, list[str]] = {}
         for name, kind in KINDS.items():
-            outcomes = [each for case, each in self._outcomes.items() if case.kind == name]
-            if not outcomes:
-                continue
-            faults = Counter(fault for outcome in outcomes for fault, _ in outcome.faults)
-            runs = sum(outcome.runs for outcome in outcomes)
-            seconds = sum(outcome.seconds for outcome in outcomes)
-            counts = [f"{faults[fault]:,}" for fault in Fault]
-            rows.append([kind.title, f"{runs:,}", *counts, f"{seconds:,.0f}"])
+            is_change = name.startswith(("kill-", "calls-", "errors-"))
+            title = kind.title.rpartition(", ")[0] if by_change and is_change else kind.title
+            titles.setdefault(title, []).append(name)
+        rows = []
+        for title, names in titles.items():
+            outcomes = [each for case, each in self._outcomes.items() if case.kind in names]
+            if outcomes:
+                faults = Counter(fault for outcome in outcomes for fault, _ in outcome.faults)
+                runs = sum(outcome.runs for outcome in outcomes)
+                seconds = sum(outcome.seconds for outcome in outcomes)
+                counts = [f"{faults[fault]:,}" for fault in Fault]
+                rows.append([title, f"{runs:,}", *counts, f"{seconds:,.0f}"])
         return rows
 
     def notes(self) -> Counter[str]:
@@ -85,7 +93,7 @@ class Report:
         before, rest = text.split(BEGIN)
         _, after = rest.split(END)
         lines = [_line(_HEADER), _line(["---", *["---:"] * (len(_HEADER) - 1)])]
-        lines += [_line(row) for row in self.rows()]
+        lines += [_line(row) for row in self.rows(by_change=True)]
         body = "\n\n".join([_circumstances(command), "\n".join(lines), *self._remarks()])
         page.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 

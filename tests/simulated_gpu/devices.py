@@ -45,7 +45,7 @@ class Report(NamedTuple):
     kind: str
     """``race``: memory was used without a wait. ``wait``: the program waited for a device.
     ``generator``: random numbers came from another device. ``pageable``: a copy that was to be
-    asynchronous was from memory that is not page-locked."""
+    asynchronous was from memory that is not pinned."""
     text: str
     stack: list[traceback.FrameSummary]
     """Where in the program, the innermost call last."""
@@ -78,7 +78,7 @@ def check_open_copies() -> None:
 
 
 def page_locked_bytes() -> int:
-    """Page-locked memory of the host, in bytes, with what its allocator keeps for later."""
+    """Pinned memory of the host, in bytes, with what its allocator keeps for later."""
     found: int = _library.sim_page_locked()
     return found
 

@@ -1,4 +1,4 @@
-"""Memory of devices and page-locked memory of the host, from one stage to the next."""
+"""Memory of devices and pinned memory of the host, from one stage to the next."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_memory_is_given_back_after_a_stage(tmp_path: Path, residency: str) -> N
     trainer.callbacks.append(Peak())  # type: ignore[attr-defined]
     trainer.fit(Sum(), datamodule=data)
     after = torch.cuda.memory_reserved(ROOT), devices.page_locked_bytes()
-    # Batches of the device come from page-locked memory, and shards go through it.
+    # Batches of the device come from pinned memory, and shards go through it.
     assert max(used for _, used in most) > before[1]
     assert max(used for used, _ in most) > before[0]
     assert after[0] <= before[0] + MIB

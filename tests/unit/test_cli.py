@@ -186,9 +186,9 @@ class TestInfo:
             assert words in command.out
         # The bytes per shard are those of the largest shard.
         assert command.table() == [
-            ["row", "int64", "()", "tensor", "8", "480 B", "24 B"],
-            ["x", "float32", "(8,)", "tensor", "32", "1.9 KiB", "96 B"],
-            ["y", "float32", "(1,)", "tensor", "4", "240 B", "12 B"],
+            ["row", "int64", "()", "numbers", "8", "480 B", "24 B"],
+            ["x", "float32", "(8,)", "numbers", "32", "1.9 KiB", "96 B"],
+            ["y", "float32", "(1,)", "numbers", "4", "240 B", "12 B"],
         ]
 
     def test_info_of_a_folder_of_splits_describes_each(

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.columns import OpenColumn
+from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store

@@ -27,7 +27,14 @@ from lightning_memmap.compare.report import (
     regression_table,
 )
 from lightning_memmap.tables import print_table
-from tests.unit.compare.reports import MIB, figures, make_report, make_variant, timed_rank
+from tests.unit.compare.reports import (
+    ENVIRONMENT,
+    MIB,
+    figures,
+    make_report,
+    make_variant,
+    timed_rank,
+)
 
 DOCS = Path(__file__).parents[3] / "docs" / "compare.md"
 
@@ -88,15 +95,17 @@ def test_share_of_the_upper_bound_needs_it() -> None:
 
 
 def test_share_beyond_the_upper_bound_is_called_noise() -> None:
-    def notes(share: float) -> str:
+    def notes(share: float, load: float = 0.5) -> str:
         variant = make_variant("memmap_dp")
         variant.figures["no_load_share"] = [share, share]
-        table = figure_table(make_report(variant), "speed")
+        environment = {**ENVIRONMENT, "load_before": load}
+        table = figure_table(make_report(variant, environment=environment), "speed")
         return " ".join(note.text for note in table.notes)
 
     assert "memmap_dp: 202% of its upper bound" in notes(2.02)
     assert "differences of 102% are noise" in notes(2.02)
     assert not notes(1.04)
+    assert "a load of 7.0 on 2 cores" in notes(1.0, 7.0)
 
 
 def test_figures_of_a_report_are_those_that_are_declared() -> None:

@@ -35,7 +35,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
-from lightning_memmap.store.columns import ItemRows
+from lightning_memmap.store.open_columns import ItemRows
 from tests.rows import CPU, make_loader, make_split, read_in_blocks
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}

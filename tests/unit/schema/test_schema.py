@@ -230,7 +230,7 @@ def test_numbers_of_the_same_dtype_in_another_row_are_the_same_field(row: Any) -
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([0.5] * 16, r"found float64 \(16,\) \(numbers\), expected int64 \(16,\)"),
+        ([0.5] * 16, r"found float64 \(16,\), expected int64 \(16,\)"),
         ([True] * 16, r"found bool \(16,\)"),
         ([0] * 15, "found a list of 15 numbers, expected int64"),
         ([0.5, *range(15)], "found a list of float, int, expected numbers of one dtype"),

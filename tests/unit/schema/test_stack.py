@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Pad, Schema
+from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.schema.forms import FieldOptions
 from tests.datasets import texts
 
@@ -27,29 +28,70 @@ def a_sample(rows: int, columns: int, text: str, is_given: bool) -> dict[str, An
     }
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(SIZES, SIZES, texts(4), st.booleans()), min_size=1))
-def test_stacked_samples_have_the_values_of_each_sample(drawn: list[Any]) -> None:
-    samples = [a_sample(*values) for values in drawn]
-    shown = [a_sample(1, 1, "a", True), a_sample(2, 3, "ab", False), a_sample(0, 2, "", True)]
-    schema = Schema.infer(shown)
-    assert {field.name for field in schema.fields if field.num_variable} == {
-        *("text", "array", "tensor", "bytes")
-    }
-    one_by_one = [schema.flatten(sample) for sample in samples]
-    stacked = schema.stack(samples)
-    for field, found, *expected in zip(schema.fields, stacked, *one_by_one, strict=True):
-        rows = [np.asarray(row) for row in expected]
-        items, sizes, _ = found
-        if sizes is None:
-            np.testing.assert_array_equal(np.asarray(items), np.stack(rows))
-            continue
-        assert sizes.tolist() == [[*row.shape[: field.num_variable]] for row in rows]
-        flat = [row.reshape(-1, *field.item_shape) for row in rows]
-        np.testing.assert_array_equal(np.asarray(items), np.concatenate(flat))
-        given = [leaf for sample in samples for leaf in (sample["array"], sample["tensor"])]
-        shared = [np.asarray(leaf) for leaf in given if leaf is not None]
-        assert not any(np.shares_memory(items, leaf) for leaf in shared)
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+FIXED = st.floats(width=32).map(lambda number: np.full(2, number, ">f4"))
+RAGGED = st.tuples(SIZES, NUMBERS).map(lambda row: torch.full((row[0], 2), row[1]))
+LEAVES = [NUMBERS, FIXED, texts(3), st.binary(max_size=3)]
+RECORDS = [*LEAVES, st.fixed_dictionaries({"a": NUMBERS, "b": st.none() | texts(2)})]
+
+
+def nested(parts: Any) -> Any:
+    """Strategies that draw containers of what others draw."""
+    pairs = st.lists(parts, min_size=1, max_size=2)
+    return st.one_of(
+        pairs.map(lambda each: st.tuples(*each)),
+        pairs.map(lambda each: st.fixed_dictionaries(dict(zip("ab", each, strict=False)))),
+        parts.map(lambda each: st.none() | each),
+    )
+
+
+STRUCTURES = st.recursive(
+    st.sampled_from([*LEAVES, RAGGED, *(st.lists(each, max_size=3) for each in RECORDS)]),
+    nested,
+    max_leaves=5,
+)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """What a store gives back for a part of a sample is that part, bit for bit."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()  # Those of the first sample have the order.
+        found, expected = [found[key] for key in expected], list(expected.values())
+    if isinstance(expected, (list, tuple)) and not isinstance(found, torch.Tensor):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif expected is None or isinstance(expected, (str, bytes)):
+        assert found == expected
+    else:
+        given = expected.numpy() if isinstance(expected, torch.Tensor) else expected
+        array = np.asarray(given, found.numpy().dtype)
+        assert (found.shape, found.numpy().tobytes()) == (array.shape, array.tobytes())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_nested_samples_come_back_as_each_alone_does(data: st.DataObject) -> None:
+    samples = data.draw(st.lists(st.tuples(NUMBERS, data.draw(STRUCTURES)), min_size=2, max_size=6))
+    try:
+        schema = Schema.infer(samples)
+    except SchemaError:  # As where some lists are None and others have None in them.
+        reject()
+    assume(not schema.unknown)
+    build = schema.builder(nesting=SAMPLE)
+    stacked = zip(*(values.rows() for values in schema.stack(samples)), strict=True)
+    for sample, row in zip(samples, stacked, strict=True):
+        for one, alone in zip(row, schema.flatten(sample), strict=True):
+            assert (one.shape, one.numpy().tobytes()) == (alone.shape, alone.numpy().tobytes())
+        pairs = zip(schema.fields, row, strict=True)
+        assert_equal(build([field.value(leaf) for field, leaf in pairs]), sample)
+
+
+def test_stacked_values_share_no_memory_with_the_samples() -> None:
+    array, tensor = np.zeros((2, 3)), torch.zeros(2, 3)
+    for sample in (array, tensor, {"x": array, "y": tensor}):
+        for values in Schema.infer([sample]).stack([sample]):
+            assert not np.shares_memory(values.data.numpy(), array)
+            assert not np.shares_memory(values.data.numpy(), tensor.numpy())
 
 
 def test_samples_of_which_one_does_not_fit_are_not_stacked() -> None:

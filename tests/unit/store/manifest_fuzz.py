@@ -1,7 +1,7 @@
 """Manifests as a stranger might write them: random, but the same for the same seed.
 
 Half of them are damaged byte by byte, some with a digest that fits; the others have one or two
-values replaced, moved or doubled and are signed anew, so that nothing but the checks of the values
+values replaced, moved or doubled and are signed again, so that nothing but the checks of the values
 stands between them and the files.
 """
 

@@ -341,7 +341,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "dtype": (
         lambda: [{"x": row["x"].int(), "label": row["label"]} for row in Numbered(100)],
-        r"row 0, field 'x': found int32 \(4,\) \(tensor\), expected int64 \(4,\)",
+        r"row 0, field 'x': found int32 \(4,\), expected int64 \(4,\)",
     ),
     "structure": (
         lambda: [(row["x"], row["label"]) for row in Numbered(100)],
@@ -549,15 +549,15 @@ def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> Non
 MISFITS: dict[str, tuple[Any, list[str]]] = {
     "shape": (
         {"x": torch.zeros(5, dtype=torch.int64), "label": 1},
-        [r"field 'x': found int64 \(5,\) \(tensor\), expected int64 \(4,\) \(tensor\)"],
+        [r"field 'x': found int64 \(5,\), expected int64 \(4,\)"],
     ),
     "dtype": (
         {"x": torch.zeros(4), "label": 1},
-        [r"field 'x': found float32 \(4,\) \(tensor\), expected int64 \(4,\) \(tensor\)"],
+        [r"field 'x': found float32 \(4,\), expected int64 \(4,\)"],
     ),
     "structure": (
         {"x": torch.zeros(4, dtype=torch.int64), "label": (1, 2)},
-        ["field 'label': found tuple", r"expected int64 \(\) \(number\)"],
+        ["field 'label': found tuple", r"expected int64 \(\)"],
     ),
     "keys": (
         {"x": torch.zeros(4, dtype=torch.int64)},

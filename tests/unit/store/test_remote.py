@@ -521,7 +521,7 @@ def test_url_where_a_directory_is_needed_is_refused(tmp_path: Path) -> None:
         pull_store(str(tmp_path), tmp_path / "s")
 
 
-# A stranger's store
+# An untrusted store
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "..", "", "x\0y"])

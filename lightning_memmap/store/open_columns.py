@@ -1,0 +1,197 @@
+"""Open columns: the rows of each field of a store, as they lie in memory.
+
+The files are mapped, and of a stranger: whatever an index says is checked before it is used.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.values import take_rows
+from lightning_memmap.store.files import open_plain, unreadable
+
+#: No dimension of a row is larger, so that products of sizes can be checked.
+_MAX_SIZE = 2**40
+#: The largest size of a row without items in a dimension that differs: nothing else bounds it, and
+#: whoever pads such rows makes memory of that size.
+MAX_EMPTY_SIZE = 2**16
+#: Rows whose places are looked up at once.
+LOCATED_ROWS = 2**18
+
+
+class OpenColumn(Protocol):
+    """The rows of one field of an open store."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows as one mapped tensor of shape (num_rows, *field shape), on the CPU, shard after
+        shard."""
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, given in dataset order and in ``[0, num_rows)``."""
+
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
+        """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
+        shape); where they differ in shape, into a tensor for each."""
+
+
+def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Map a file as a tensor, by its descriptor: what was checked is what is mapped."""
+    count = math.prod(shape)
+    try:
+        file = open_plain(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        found = os.fstat(file).st_size
+        if found != count * dtype.itemsize:
+            raise StoreError(
+                f"{path} has {found} bytes, expected {count * dtype.itemsize}: build the store"
+                " again"
+            )
+        # Not shared: copy-on-write.
+        mapped = torch.from_file(f"/proc/self/fd/{file}", shared=False, size=count, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"{path} cannot be mapped: {error}: see that you have the right to read it, that its"
+            " disk works, and that the process may map that much (`ulimit -v`) and that many files"
+            " (`sysctl vm.max_map_count`)"
+        ) from error
+    finally:
+        os.close(file)
+    return mapped.view(shape)
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """The rows of a file that is mapped."""
+
+    shards: Shards
+    tensor: Tensor
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(start) for start in self.shards.starts]
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        num_shards = self.shards.num_shards
+        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
+
+    def fetch(self, rows: Integers) -> Tensor:
+        """Copy rows into one batch."""
+        return take_rows(self.tensor, self.shards.locate(rows))
+
+
+def packed_index(sizes: Integers) -> Integers:
+    """The index of rows whose items lie one after the other."""
+    ends = np.cumsum(sizes.prod(axis=1))
+    index: Integers = ends[:, None] if sizes.shape[1] == 1 else np.c_[ends, sizes]
+    return index
+
+
+class Located(NamedTuple):
+    """Where rows lie among items."""
+
+    starts: Integers
+    """The first item of each row, int64 of shape (B,)."""
+    sizes: Integers
+    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """Rows that differ in length, in one place in memory. An open column is one.
+
+    The index may come from an untrusted source, and may change while it is mapped: each entry is
+    copied, and checked, before it is used.
+
+    Args:
+        field: Their field.
+        shards: The rows of the store, and the shards that they are divided into.
+        items: The items of all rows, of shape (items, *item shape), on any device.
+        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
+            shape (rows, 1 or 1 + number of these).
+    """
+
+    field: Field
+    shards: Shards
+    items: Tensor
+    index: Integers
+
+    @property
+    def tensor(self) -> Tensor:
+        """Never: the rows do not lie in one tensor."""
+        raise StoreError(
+            f"field {self.field.name!r}: its rows differ in length, so that they do not lie in one"
+            " tensor: read them by row, or through a loader"
+        )
+
+    def at(self, locations: Integers) -> Located:
+        """Find rows."""
+        # As an unsigned integer, a negative location is larger than any other.
+        if len(locations) and int(locations.view(np.uint64).max()) >= len(self.index):
+            raise IndexError(f"locations {locations.min()} to {locations.max()}: outside the rows")
+        ends = self.index[:, 0].take(locations)
+        starts = self.index[:, 0].take(locations - 1, mode="wrap")
+        starts[locations == 0] = 0
+        # Compared, not subtracted: a difference may overflow.
+        least, most = starts.min(initial=0), ends.max(initial=0)
+        is_valid = least >= 0 and most <= len(self.items) and bool((starts <= ends).all())
+        lengths = ends - starts
+        sizes = lengths[:, None]
+        if is_valid and self.field.num_variable > 1:
+            sizes = self.index[:, 1:].take(locations, axis=0)
+            most = np.where(lengths, _MAX_SIZE, MAX_EMPTY_SIZE)[:, None]
+            is_small = ((sizes >= 0) & (sizes <= most)).all()
+            # As floats too, which do not overflow.
+            products = sizes.astype(np.float64).prod(axis=1)
+            is_valid = bool(is_small and (products == lengths).all())
+        if not is_valid:
+            raise damaged_index(self.field)
+        return Located(starts, sizes)
+
+    def lengths(self) -> Integers:
+        """The items of each row, int64 of shape (rows,), in dataset order."""
+        lengths = np.empty(self.shards.num_rows, np.int64)
+        for first in range(0, len(lengths), LOCATED_ROWS):
+            rows = np.arange(first, min(first + LOCATED_ROWS, len(lengths)), dtype=np.int64)
+            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
+        return lengths
+
+    def _at_rows(self, rows: Integers) -> Located:
+        """Find rows, given in dataset order."""
+        return self.at(self.shards.locate(rows))
+
+    def row(self, row: int) -> Tensor:
+        """Copy one row, given in dataset order."""
+        return self.fetch(np.array([row]))[0]
+
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        """Copy rows, given in dataset order: one tensor for each."""
+        starts, sizes = self._at_rows(rows)
+        items = self.items
+        return [
+            items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
+            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+
+
+def damaged_index(field: Field) -> StoreError:
+    """The error for an index that cannot be that of a field."""
+    return StoreError(
+        f"field {field.name!r}: the index of its rows is damaged: check the store with"
+        " `lightning-memmap store verify`, and build it again"
+    )
