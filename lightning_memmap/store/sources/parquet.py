@@ -58,7 +58,8 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise  # It names the file.
     except (ArrowException, OSError) as error:
         raise DatasetError(
-            f"{path}: it cannot be read as a Parquet file ({describe_error(error)})"
+            f"{path}: it cannot be read as a Parquet file ({describe_error(error)}); read another"
+            " format with a library of tables, such as pandas.read_csv, and give the table"
         ) from None
 
 
