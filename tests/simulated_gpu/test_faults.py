@@ -10,15 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import buffers
 from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.store import Store
-from lightning_memmap.strategies import LocalModelParallelStrategy
-from tests.models import make_trainer
 from tests.rows import assembled
 from tests.simulated_gpu import devices
-from tests.simulated_gpu.test_fits import TRAIN, VAL, Net
 from tests.unit.loading.test_gpu import gpu_loader
 
 Stores = Callable[..., Store]
@@ -41,36 +37,6 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, caller:
         return original(*args, **options)
 
     monkeypatch.setattr(owner, method, call, raising=False)
-
-
-def train_stages(path: Path, store: Store) -> None:
-    """Stages, on two devices."""
-    data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
-    strategy = LocalModelParallelStrategy()
-    trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy, max_epochs=2)
-    trainer.fit(Net(), datamodule=data)
-
-
-class Skipping(Net):
-    """What the first stage returns is also used after the last."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        output = first = self.net[0](batch["x"])
-        for layer in list(self.net)[1:]:
-            output = layer(output)
-        return (output - batch["y"]).square().mean() + first.square().mean()
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        # Without the metric, whose update waits for the device.
-        self.log("val", self.loss(batch), batch_size=len(batch["x"]))
-
-
-def validate_stages(path: Path, store: Store) -> None:
-    """Without a graph that keeps the memory of activations."""
-    data = MemmapDataModule(TRAIN, VAL, store_dir=path / "stores", batch_size=12)
-    strategy = LocalModelParallelStrategy(layers="net")
-    trainer = make_trainer(path, accelerator="gpu", devices=2, strategy=strategy)
-    trainer.validate(Skipping(), datamodule=data, verbose=False)
 
 
 def read_epochs(path: Path, store: Store, residency: str = "device") -> None:
@@ -149,8 +115,6 @@ def test_wait_that_is_left_out_is_noticed(
 @pytest.mark.parametrize(
     "scenario",
     [
-        train_stages,
-        validate_stages,
         read_epochs,
         read_host_epochs,
         change_a_transform_between_epochs,

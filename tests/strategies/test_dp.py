@@ -31,11 +31,13 @@ from torchmetrics import (
     MetricCollection,
     PearsonCorrCoef,
     SpearmanCorrCoef,
+    SumMetric,
 )
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
+from lightning_memmap.strategies._part_results import MetricCopies, counted_in_copies
 from lightning_memmap.strategies._replicas import run_replicas
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
@@ -882,6 +884,25 @@ def test_replicas_of_one_device_run_in_turn_in_one_thread() -> None:
     assert other is not first
     assert order.index(0) < order.index(2)
     assert order.index(1) < order.index(3)
+
+
+def test_failed_step_leaves_nothing_for_the_next_one() -> None:
+    module = Base()
+    module.total = SumMetric()
+    copies, own = [MetricCopies(CPU)], module.total
+
+    def fail() -> None:
+        with counted_in_copies(module, copies):
+            module.total.update(100.0)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert module.total is own
+    with counted_in_copies(module, copies):
+        assert module.total is not own
+        module.total.update(1.0)
+    assert module.total.compute() == 1
 
 
 @pytest.mark.gpu

@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
+from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import (
     IndependentStrategy,
     MemberResult,
@@ -19,12 +21,26 @@ from lightning_memmap.strategies import (
     read_results,
 )
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.models import Regression, make_trainer, weights
+from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
-from tests.strategies.members import make_data
 
 FOLDS = 2
 MEMBER = 1
+
+
+def make_data(path: Path, **options: Any) -> MemmapDataModule:
+    """A data module of two folds, or one with a validation set where ``subset`` is None."""
+    defaults: dict[str, Any] = {
+        "train_dataset": Points(63),
+        "test_dataset": Points(20, 100),
+        "predict_dataset": Points(25, 200),
+        "store_dir": path / "stores",
+        "batch_size": 5,
+        "subset": KFold(2, shuffle=False),
+    }
+    if options.get("subset", 2) is None:
+        defaults["val_dataset"] = Points(10, 300)
+    return MemmapDataModule(**{**defaults, **options})
 
 
 @pytest.fixture
