@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.build import BATCH, Nesting, builder
 from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import FieldOptions, Form
@@ -153,7 +153,7 @@ class Schema:
                 names.append(field_name(path))
         if name in names:
             return f"{name!r} is a list whose length is the same in all rows"
-        return f"there is no field {name!r}, among {names}"
+        return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":

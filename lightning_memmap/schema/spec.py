@@ -36,10 +36,11 @@ class _Schema:
 
 
 def read_schema(value: Any) -> Schema:
-    """Read a schema from JSON values that have not been checked, as `Schema.to_json` makes them."""
+    """Read a schema from JSON, or its values, that have not been checked: see `Schema.to_json`."""
     try:
-        found = msgspec.convert(value, _Schema, dec_hook=_dtype)
-    except (msgspec.ValidationError, RecursionError) as error:
+        read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
+        found = read(value, type=_Schema, dec_hook=_dtype)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{type(error).__name__}: {error}") from None
     _check_node(found.structure, 0)
     schema = Schema(tuple(found.fields), found.structure)

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -38,11 +39,10 @@ from lightning_memmap.store.building import (
     variable_bytes,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
-from lightning_memmap.store.fingerprint import Fingerprint, check_given
-from lightning_memmap.store.hashing import hash_row
+from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import make_parent, store_directory
-from lightning_memmap.store.probes import probe_rows, random_dataset_error, take_probes
+from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error, take_probes
 from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
@@ -365,7 +365,7 @@ def finish_store(
             building.finish(
                 [(row, digest) for row, digest in found["probes"]],
                 {"dataset": found["dataset"]},
-                Fingerprint.from_json(found["fingerprint"]),
+                msgspec.convert(found["fingerprint"], Fingerprint),
                 num_threads=num_threads,
                 show=partial(show_progress, hidden=not progress),
             )

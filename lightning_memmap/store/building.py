@@ -25,6 +25,7 @@ from platform import node
 from time import monotonic, sleep
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensordict
 import torch
@@ -34,7 +35,7 @@ from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema, Values
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.columns import Column, columns_to_json, grow_columns
+from lightning_memmap.store.columns import Column, grow_columns, ragged_files
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
 from lightning_memmap.store.files import (
     SAFE_FLAGS,
@@ -49,10 +50,9 @@ from lightning_memmap.store.files import (
     read_own,
     sync_path,
 )
-from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.hashing import hash_row
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import probe_rows, random_dataset_error
+from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import merge_ranges, missing_ranges
 from lightning_memmap.store.row_bytes import rows_bytes
@@ -121,7 +121,7 @@ class StorePlan:
             "num_rows": self.num_rows,
             "num_shards": self.num_shards,
             **self.schema.to_json(),
-            **columns_to_json(self.columns),
+            "columns": msgspec.to_builtins(ragged_files(self.columns)),
         }
 
     def check(self) -> None:
@@ -625,7 +625,7 @@ def _disk_full(path: Path, needed: int, free: int) -> OSError:
 
 
 def _key(fingerprint: Fingerprint) -> dict[str, Any]:
-    return {"builder": _this_process(), "fingerprint": fingerprint.to_json()}
+    return {"builder": _this_process(), "fingerprint": msgspec.to_builtins(fingerprint)}
 
 
 def _write_key(path: Path, name: str, key: Mapping[str, Any]) -> None:
@@ -660,7 +660,7 @@ def _difference(
     Raises:
         ValueError: What was found is not a key.
     """
-    changed = Fingerprint.from_json(found.get("fingerprint")).difference(fingerprint)
+    changed = msgspec.convert(found.get("fingerprint"), Fingerprint).difference(fingerprint)
     if changed is not None:
         return f"since then, {changed}"
     for key, value in contents.items():

@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,11 +35,11 @@ from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
     claim,
+    leaf_bytes,
     read_exactly,
     write_all,
     write_rows,
 )
-from lightning_memmap.store.hashing import leaf_bytes
 from lightning_memmap.store.open_columns import (
     LOCATED_ROWS,
     MAX_EMPTY_SIZE,
@@ -427,39 +428,38 @@ def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
     return tuple(grown.values())
 
 
-def columns_to_json(columns: Sequence[Column]) -> dict[str, Any]:
-    """What the manifest must say of columns: entries by field name under the key ``columns``."""
-    entries = {
-        column.field.name: {
-            "shard_items": list(column.shard_items or (0,) * column.shards.num_shards),
-            **({"index_of": column.index_of} if column.index_of else {}),
-        }
+class RaggedFiles(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a manifest says of a column whose rows differ in length."""
+
+    shard_items: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
+    index_of: str = ""
+
+
+def ragged_files(columns: Sequence[Column]) -> dict[str, RaggedFiles]:
+    """What the manifest must say of columns, by field name."""
+    return {
+        column.field.name: RaggedFiles(
+            list(column.shard_items or (0,) * column.shards.num_shards), column.index_of
+        )
         for column in columns
         if isinstance(column, RaggedColumn)
     }
-    return {"columns": entries} if entries else {}
 
 
-def columns_from_json(schema: Schema, shards: Shards, entries: Any) -> tuple[Column, ...]:
-    """Make the columns of an existing store from its manifest, one for each field."""
-    ragged = {field.name for field in schema.fields if field.num_variable}
-    if not isinstance(entries, dict) or entries.keys() != ragged:
+def stored_columns(
+    schema: Schema, shards: Shards, ragged: Mapping[str, RaggedFiles]
+) -> tuple[Column, ...]:
+    """The columns of an existing store, one for each field, from what its manifest says of them."""
+    if ragged.keys() != {field.name for field in schema.fields if field.num_variable}:
         raise ValueError("its columns are not those of its fields")
     columns: list[Column] = []
     for field in schema.fields:
-        if field.name not in ragged:
+        if (entry := ragged.get(field.name)) is None:
             columns.append(FixedColumn(field, shards))
             continue
-        entry = entries[field.name]
-        items = entry.get("shard_items") if isinstance(entry, dict) else None
-        if not isinstance(items, list) or len(items) != shards.num_shards:
+        if len(entry.shard_items) != shards.num_shards:
             raise ValueError(f"the items of {field.name!r} are not given for each shard")
-        if any(type(count) is not int or not 0 <= count <= _MAX_FILE_BYTES for count in items):
-            raise ValueError(f"the items of {field.name!r} are no counts")
-        index_of = entry.get("index_of", "")
-        if not isinstance(index_of, str):
-            raise ValueError(f"the index of {field.name!r} is that of no field")
-        columns.append(RaggedColumn(field, shards, tuple(items), index_of))
+        columns.append(RaggedColumn(field, shards, tuple(entry.shard_items), entry.index_of))
     _check_indices(columns)
     return tuple(columns)
 

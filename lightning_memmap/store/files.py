@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
@@ -147,6 +149,17 @@ def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
             raise OSError(
                 error.errno, f"{error.strerror}: {num_bytes} bytes are needed {purpose}"
             ) from error
+
+
+def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a dense leaf on the CPU, in the byte order of this machine: flat, and a view of
+    the leaf where that is contiguous."""
+    if isinstance(leaf, Tensor):
+        # A single element counts as contiguous, whatever its stride is.
+        flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
+        return flat.view(torch.uint8).numpy()
+    native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
+    return np.ascontiguousarray(native).reshape(-1).view(np.uint8)
 
 
 def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:

@@ -11,20 +11,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
+from msgspec import Meta
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.spec import MAX_FIELDS
-from lightning_memmap.store.columns import Column, columns_from_json, columns_to_json
+from lightning_memmap.store.columns import Column, RaggedFiles, ragged_files, stored_columns
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
-from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
-from lightning_memmap.store.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
@@ -36,19 +37,16 @@ MAX_SHARDS = 2**16
 #: The most bytes of one.
 MAX_MANIFEST_BYTES = 8 * 2**20
 _MAX_CHECKSUMS = 2**17
-_MAX_VALUES = 2**18
-_MAX_CONTAINERS = 2**16
-_MAX_JSON_DEPTH = 72  # Two for each level of a sample, and those around it.
-_MAX_PROBES = 64
-_MAX_SOURCE = 64
-_MAX_TEXT = 4096
+_MAX_PROBES, _MAX_SOURCE = 64, 64
 _MAX_CLASSES, _MAX_CLASS_LETTERS = 2**15, 128
-_MAX_ROWS = 2**48
 #: The most rows where no field has a byte, since no file then bounds their number.
 _MAX_EMPTY_ROWS = 2**20
-_HEX = re.compile(r"[0-9a-f]{16}")
 #: What the directory of a generation is named.
 GENERATION = re.compile(r"g-[0-9a-f]{16}")
+_Sum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_Text = Annotated[str, Meta(max_length=4096)]
+_ClassName = Annotated[str, Meta(max_length=_MAX_CLASS_LETTERS)]
+_DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,9 @@ class Manifest:
         The line is the same for all stores with the same rows, no matter where and when they were
         built.
         """
-        sums = {name: list(sums) for name, sums in self.checksums.items()}
-        digest = _digest({**self.schema.to_json(), "checksums": sums})
+        schema = self.schema.to_json()
+        text = json.dumps({**schema, "checksums": self.checksums}, sort_keys=True)
+        digest = xxhash.xxh3_64_hexdigest(text.encode())
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
     def write(self, directory: Path) -> None:
@@ -153,10 +152,8 @@ class Manifest:
         os.replace(temporary, directory / MANIFEST)
 
     def encode(self) -> bytes:
-        """Convert the manifest to the bytes of its file.
-
-        Returns:
-            The bytes: JSON, with its own digest in it.
+        """Convert the manifest to the bytes of its file: JSON, which begins with the digest of all
+        that follows.
 
         Raises:
             StoreError: The bytes could not be read again.
@@ -164,22 +161,12 @@ class Manifest:
         body = {
             "format": FORMAT,
             "version": VERSION,
-            "generation": self.generation,
-            "num_rows": self.num_rows,
-            "num_shards": self.num_shards,
+            **{key: getattr(self, key) for key in _File.__struct_fields__ if key != "columns"},
             **self.schema.to_json(),
-            "probes": [list(probe) for probe in self.probes],
-            "checksums": {name: list(sums) for name, sums in self.checksums.items()},
-            "source": dict(self.source),
-            **columns_to_json(self.columns),
+            "columns": ragged_files(self.columns),
         }
-        if self.fingerprint is not None:
-            body["fingerprint"] = self.fingerprint.to_json()
-        if self.classes:
-            body["classes"] = list(self.classes)
-        body["digest"] = _digest(body)
-        data = json.dumps(body, indent=1).encode()
         try:
+            data = sign(msgspec.json.encode(body))
             if len(self.schema.fields) > MAX_FIELDS:
                 raise ValueError(f"{len(self.schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
             if len(data) > MAX_MANIFEST_BYTES:
@@ -250,91 +237,91 @@ class Manifest:
 
     @classmethod
     def _decode(cls, data: bytes) -> "Manifest":
-        body = parse_json(
-            data,
-            max_values=_MAX_VALUES,
-            max_containers=_MAX_CONTAINERS,
-            max_depth=_MAX_JSON_DEPTH,
-        )
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise ValueError(f"it does not name the format {FORMAT!r}")
-        if body.get("version") != VERSION:
-            raise _VersionError(short_repr(body.get("version")))
-        if body.pop("digest", None) != _digest(body):
-            raise ValueError("its digest does not match its content")
-        return cls._from_json(body)
-
-    @classmethod
-    def _from_json(cls, body: dict[str, Any]) -> "Manifest":
-        schema = read_schema(body)
-        num_rows = _count(body, "num_rows", _MAX_ROWS)
-        num_shards = _count(body, "num_shards", MAX_SHARDS)
-        if len(schema.fields) * num_shards > _MAX_CHECKSUMS:
-            raise ValueError(
-                f"{num_shards} shards of {len(schema.fields)} fields have more than the"
-                f" {_MAX_CHECKSUMS} checksums that a manifest holds: use fewer shards"
-            )
-        shards = Shards(num_rows, num_shards)
-        columns = columns_from_json(schema, shards, body.get("columns", {}))
-        if not any(column.file_bytes for column in columns):
-            _count(body, "num_rows", _MAX_EMPTY_ROWS)
-        identity = body.get("fingerprint")
+        try:
+            header = msgspec.json.decode(data, type=_Header)
+            if bytes(header.format) != b'"%s"' % FORMAT.encode():
+                raise ValueError(f"it does not name the format {FORMAT!r}")
+            if bytes(header.version) != b"%d" % VERSION:
+                raise _VersionError(_shown(header.version))
+            if sign(b"{" + data[_DIGEST_BYTES:]) != data:
+                raise ValueError("its digest does not match its content")
+            found = msgspec.json.decode(data, type=_File)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{error or 'it is nested too deeply'}{_named(data, error)}") from None
+        schema, shards = read_schema(data), Shards(found.num_rows, found.num_shards)
+        found.check(schema)
+        columns = stored_columns(schema, shards, found.columns)
+        if not any(column.file_bytes for column in columns) and found.num_rows > _MAX_EMPTY_ROWS:
+            raise ValueError(f"{found.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
         return cls(
             shards,
             schema,
             columns,
-            _probes(body.get("probes"), num_rows),
-            _checksums(body.get("checksums"), shards, schema),
-            _source(body.get("source")),
-            None if identity is None else Fingerprint.from_json(identity),
-            _classes(body.get("classes", [])),
-            _generation(body.get("generation")),
+            tuple(found.probes),
+            found.checksums,
+            found.source,
+            found.fingerprint,
+            tuple(found.classes),
+            found.generation,
         )
 
 
-def _probes(found: Any, num_rows: int) -> tuple[tuple[int, str], ...]:
-    if not isinstance(found, list) or len(found) > _MAX_PROBES:
-        raise ValueError(f"its probes are not a list of at most {_MAX_PROBES}")
-    if not all(
-        isinstance(probe, list)
-        and len(probe) == 2
-        and type(probe[0]) is int
-        and 0 <= probe[0] < num_rows
-        and _is_hex_list(probe[1:])
-        for probe in found
-    ):
-        raise ValueError("its probes are not rows with a hash each")
-    return tuple((row, digest) for row, digest in found)
+class _Header(msgspec.Struct):
+    format: msgspec.Raw = msgspec.Raw(b"")
+    version: msgspec.Raw = msgspec.Raw(b"None")
 
 
-def _checksums(found: Any, shards: Shards, schema: Schema) -> dict[str, tuple[str, ...]]:
-    names = [field.name for field in schema.fields]
-    if not isinstance(found, dict) or list(found) != names:
-        raise ValueError("its checksums are not those of its fields")
-    for name, sums in found.items():
-        if not _is_hex_list(sums) or len(sums) != shards.num_shards:
-            raise ValueError(f"the checksums of {name!r} are not one for each shard")
-    return {name: tuple(sums) for name, sums in found.items()}
+class _File(msgspec.Struct, kw_only=True):
+    """A manifest as it lies in its file, without its schema. The types limit what a stranger may
+    say."""
+
+    generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
+    num_rows: Annotated[int, Meta(ge=1, le=2**48)]
+    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+    probes: Annotated[list[tuple[Annotated[int, Meta(ge=0)], _Sum]], Meta(max_length=_MAX_PROBES)]
+    checksums: dict[str, list[_Sum]]
+    source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
+    columns: dict[str, RaggedFiles] = {}
+    fingerprint: Fingerprint | None = None
+    classes: Annotated[list[_ClassName], Meta(max_length=_MAX_CLASSES)] = []
+
+    def check(self, schema: Schema) -> None:
+        """Check what ties the values to each other."""
+        names = [field.name for field in schema.fields]
+        if len(names) * self.num_shards > _MAX_CHECKSUMS:
+            raise ValueError(
+                f"{self.num_shards} shards of {len(names)} fields have more than the"
+                f" {_MAX_CHECKSUMS} checksums that a manifest holds: use fewer shards"
+            )
+        if list(self.checksums) != names:
+            raise ValueError("its checksums are not those of its fields")
+        for name, sums in self.checksums.items():
+            if len(sums) != self.num_shards:
+                raise ValueError(f"the checksums of {name!r} are not one for each shard")
+        if any(row >= self.num_rows for row, _ in self.probes):
+            raise ValueError(f"its probes are not among its {self.num_rows} rows")
+        # Codes that control a terminal are not printable.
+        for text in (*self.source, *self.source.values(), *self.classes):
+            if not text.isprintable():
+                raise ValueError(f"{short_repr(text)} is not a printable text")
 
 
-def _source(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or len(found) > _MAX_SOURCE:
-        raise ValueError(f"its source is not a table of at most {_MAX_SOURCE} texts")
-    if not all(_is_text(text) for entry in found.items() for text in entry):
-        raise ValueError(f"its source holds more than printable texts of {_MAX_TEXT} letters")
-    return found
+def sign(body: bytes) -> bytes:
+    """Put the digest of a JSON object into it, as its first value."""
+    return b'{"digest":"%s",%s' % (xxhash.xxh3_64_hexdigest(body).encode(), body[1:])
 
 
-def _generation(found: Any) -> str:
-    if not isinstance(found, str) or not GENERATION.fullmatch(found):
-        raise ValueError(f"its generation is {short_repr(found)}, and not like g-0123456789abcdef")
-    return found
+def _named(data: bytes, error: Exception) -> str:
+    """The value that an error is about, where the error names its key."""
+    found = re.search(r"`\$\.(\w+)", str(error))
+    if found is None:
+        return ""
+    value = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(found[1])
+    return "" if value is None else f", in {found[1]}={_shown(value)}"
 
 
-def _classes(found: Any) -> tuple[str, ...]:
-    if not isinstance(found, list) or not are_class_names(found):
-        raise ValueError("its classes are not a list of short texts")
-    return tuple(found)
+def _shown(value: msgspec.Raw) -> str:
+    return short_repr(bytes(value)[:99].decode(errors="replace"))[1:-1]
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
@@ -390,34 +377,9 @@ class _VersionError(ValueError):
     """The version that a manifest names."""
 
 
-def _digest(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _count(body: dict[str, Any], key: str, limit: int) -> int:
-    value = body.get(key)
-    if type(value) is not int or not 1 <= value <= limit:
-        raise ValueError(f"{key}={short_repr(value)} is not a number from 1 to {limit}")
-    return value
-
-
-def _is_hex_list(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, str) and _HEX.fullmatch(item) for item in value
-    )
-
-
 def are_class_names(names: Sequence[Any]) -> bool:
     """Whether names can be kept as those of classes: short texts that can be shown."""
     return len(names) <= _MAX_CLASSES and all(
-        _is_text(name) and len(name) <= _MAX_CLASS_LETTERS for name in names
+        isinstance(name, str) and len(name) <= _MAX_CLASS_LETTERS and name.isprintable()
+        for name in names
     )
-
-
-def _is_text(value: Any) -> bool:
-    """Whether a value is a short text that can be shown.
-
-    Codes that control a terminal are not printable.
-    """
-    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()

@@ -1,7 +1,7 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
@@ -9,11 +9,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.forms import FieldOptions
-from lightning_memmap.store.hashing import hash_row, leaf_bytes
+from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.samples import flatten_row, infer_schema, read_row, read_sample
 from lightning_memmap.store.workers import Workers, run_tasks
 
@@ -25,6 +27,16 @@ MAX_PROBES = 1024
 def probe_rows(num_rows: int) -> list[int]:
     """Choose the probe rows of a dataset: spread over it, the first and the last row among them."""
     return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
+
+
+def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
+    """Hash a row, given as leaves on the CPU: XXH3 of the shapes and bytes of all of them."""
+    digest = xxhash.xxh3_64()
+    for leaf in leaves:
+        # Otherwise ("ab", "c") would be ("a", "bc").
+        digest.update(np.array([leaf.ndim, *leaf.shape], np.int64).data)
+        digest.update(leaf_bytes(leaf).data)
+    return digest.hexdigest()
 
 
 class Probes(NamedTuple):

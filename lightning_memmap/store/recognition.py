@@ -14,11 +14,11 @@ import numpy as np
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.store.fingerprint import Fingerprint
-from lightning_memmap.store.hashing import hash_row, leaf_bytes
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import OpenColumn
-from lightning_memmap.store.probes import NUM_PROBES
+from lightning_memmap.store.probes import NUM_PROBES, hash_row
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows

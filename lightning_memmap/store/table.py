@@ -26,7 +26,7 @@ from lightning_memmap.store.building import Building, RowWriter, StorePlan, expl
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import TEMPORARY
-from lightning_memmap.store.fingerprint import Fingerprint
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.store import Store, open_directory
 

@@ -23,8 +23,8 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.values import join_values
-from lightning_memmap.store.hashing import hash_row, leaf_bytes
-from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, hash_row
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import infer_schema, stack_rows
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_memmap.store.manifest import MANIFEST, _digest
+from lightning_memmap.store.manifest import MANIFEST, sign
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -16,8 +16,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def encode_signed(body: dict[str, Any]) -> bytes:
     """A manifest's bytes, with the digest of its content."""
     body.pop("digest", None)
-    body["digest"] = _digest(body)
-    return json.dumps(body).encode()
+    return sign(json.dumps(body).encode())
 
 
 def sign_manifest(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

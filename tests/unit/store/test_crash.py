@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
-from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import probe_rows
@@ -287,9 +287,12 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_build_resumed_after_an_exception_reads_only_what_is_missing(
-    tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    num_workers: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # In this process, with ranges of the default size.
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 2048)
     numbered = Numbered(5000)
     arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
     # In a range that a worker begins once it has written another one.

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -72,7 +73,10 @@ def labels(path: Path) -> list[int]:
 def interrupt(path: Path, dataset: Labelled, **arguments: Any) -> Path:
     """Begin a build, and end it after the first rows."""
     BROKEN.add(NUM_ROWS - 2)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(range_writer, "_MAX_ITEM_ROWS", 2048),
+        pytest.raises(KeyboardInterrupt),
+    ):
         build(Labelled(dataset.labels), path, **arguments)
     BROKEN.clear()
     building = building_path(path / "s")
@@ -448,10 +452,10 @@ def test_attributes_are_not_read_where_the_fingerprint_decides(
 ) -> None:
     build(OLD, tmp_path, fingerprint="version 1")
 
-    def fail(dataset: Any) -> Any:
+    def fail() -> Any:
         raise AssertionError("the attributes were read")
 
-    monkeypatch.setattr("lightning_memmap.store.fingerprint.parts_of", fail)
+    monkeypatch.setattr("lightning_memmap.store.identity._Reader", fail)
     build(OLD, tmp_path, fingerprint="version 1")
     with pytest.raises(DatasetError, match="version 2"):
         build(OLD, tmp_path, fingerprint="version 2")

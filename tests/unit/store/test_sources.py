@@ -20,7 +20,7 @@ from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import range_writer
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.hashing import leaf_bytes
+from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files
 

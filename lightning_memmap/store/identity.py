@@ -1,0 +1,292 @@
+"""The identity of a dataset: what distinguishes it from others without reading a row."""
+
+import enum
+import inspect
+import os
+import sys
+import types
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.sources.stream import is_stream
+
+#: The most characters of the name of a part, and of the part.
+MAX_TEXT_LENGTH = 1024
+#: Classes of these modules are identified by their name: they change with a release, not with a
+#: dataset.
+_KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
+_PLAIN_TYPES = {int, float, str, bool, types.NoneType}
+_MAX_DEPTH, _MAX_PARTS, _MAX_ITEMS = 8, 512, 2**20
+#: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
+_MAX_HASHED_BYTES = 2**26
+_NUM_PIECES, _PIECE_BYTES = 64, 2**20
+#: Private attributes of other types, such as open files, may be made only when first needed.
+_SETTLED_TYPES = (
+    str, bytes, bytearray, int, float, complex, os.PathLike, memoryview, array, types.FunctionType,
+    tuple, list, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor, Dataset,
+)  # fmt: skip
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The identity of a dataset, in named parts, so that a difference can be named.
+
+    The parts are the class, the length, the source text of the class, and the attributes: values,
+    containers and arrays by their content, functions by their source and what they refer to,
+    datasets and other objects by their own attributes. For an attribute that is the path of a file,
+    the file's size and time are a part as well. A mismatch costs one comparison of rows, so that
+    this need not be finer: of arrays beyond 64 MiB it covers samples, and nothing of the files in a
+    directory, of open files, of objects of compiled classes, and of functions that are called.
+
+    Args:
+        parts: Text or digest by name of the part.
+        given: The fingerprint that the user has given. It decides alone where both sides have one.
+    """
+
+    parts: dict[_Text, _Text]
+    given: _Text | None = None
+
+    @classmethod
+    def of(cls, dataset: Any, given: str | None = None) -> "Fingerprint":
+        """Take the identity of a dataset, which has a length or is iterated over."""
+        reader = _Reader()
+        if not is_stream(dataset):
+            reader.parts["its length"] = str(len(dataset))
+        reader.read(dataset, "", 0)
+        return cls(reader.parts, given)
+
+    def difference(self, other: "Fingerprint") -> str | None:
+        """Say in words what changed up to a later identity: at most three parts by their name."""
+        if other.given is not None:
+            if self.given == other.given:
+                return None
+            if self.given is None:
+                return f"it was stored without a fingerprint, and now has {other.given!r}"
+            return f"its fingerprint was {self.given!r} and is {other.given!r}"
+        changed = [
+            name
+            for name in dict.fromkeys((*self.parts, *other.parts))
+            if self.parts.get(name) != other.parts.get(name)
+            and not (_is_private(name) and (name in self.parts) != (name in other.parts))
+        ]
+        if not changed:
+            return None
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return f"{', '.join(changed[:3])}{more} changed"
+
+
+def check_given(given: str | None, name: str = "fingerprint") -> None:
+    """Check what a user gives as a fingerprint, or as another argument of this name."""
+    if given is None:
+        return
+    if not isinstance(given, str):
+        raise TypeError(f"{name}={given!r}: give a string that changes whenever the rows do")
+    if not 0 < len(given) <= MAX_TEXT_LENGTH:
+        raise ValueError(
+            f"{name} has {len(given)} characters: give 1 to {MAX_TEXT_LENGTH}, such as a version"
+            " or a hash"
+        )
+
+
+def _is_private(name: str) -> bool:
+    """Whether a part is that of a private attribute, which may come and go."""
+    return name.startswith("attribute ") and name.split(" ")[1].rpartition(".")[2].startswith("_")
+
+
+@dataclass
+class _Reader:
+    """Collects the parts of a dataset, and of the datasets in it."""
+
+    parts: dict[str, str] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    objects: dict[int, Any] = field(default_factory=dict)
+    bytes_left: int = _MAX_HASHED_BYTES
+
+    def read(self, dataset: Any, prefix: str, depth: int) -> None:
+        """Add the parts of a dataset, which so many others contain."""
+        if id(dataset) in self.seen:
+            return
+        self.seen.add(id(dataset))
+        # Without its module, whose name depends on whether the file is run or imported.
+        kind = type(dataset)
+        self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
+        for base in kind.__mro__:
+            if (source := _source(base)) is not None:
+                self._add(f"source of class {base.__qualname__}", _digest(source.encode()))
+        if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
+            self._add("its items", self._encode(dataset))
+        elif (file := _file_of(dataset)) is not None:
+            self._add("its file", self._encode(file))
+        for name, value in islice(_settled_attributes(dataset).items(), _MAX_PARTS):
+            self._read_attribute(f"{prefix}{name}", value, depth)
+
+    def _read_attribute(self, name: str, value: Any, depth: int) -> None:
+        within = value if isinstance(value, (list, tuple)) and len(value) <= 64 else ()
+        if depth < _MAX_DEPTH and isinstance(value, Dataset):
+            self.read(value, f"{name}.", depth + 1)
+        elif within and depth < _MAX_DEPTH and all(isinstance(item, Dataset) for item in within):
+            for index, item in enumerate(within):
+                self.read(item, f"{name}.{index}.", depth + 1)
+        else:
+            self._add(f"attribute {name}", self._encode(value))
+            if isinstance(value, (str, os.PathLike)) and (state := _file_state(value)):
+                self._add(f"the file of attribute {name}", state)
+
+    def _add(self, name: str, text: str) -> None:
+        name, text = (part[: MAX_TEXT_LENGTH // 2] for part in (name, text))
+        if len(self.parts) >= _MAX_PARTS and name not in self.parts:
+            name, text = "the rest of it", self.parts.get("the rest of it", "") + text
+            text = _digest(text.encode())
+        self.parts[name] = text
+
+    def _encode(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
+            value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
+        for as_pairs in (False, True):
+            self.objects.clear()
+            try:
+                plain = _pairs(value) if as_pairs else value
+                encode = partial(msgspec.json.encode, enc_hook=self._describe)
+                return _digest(encode(plain, order="deterministic"))
+            except TypeError:  # A dict has keys that are not text.
+                continue
+            except (ValueError, OverflowError, RecursionError):
+                break  # Circular, or nested too deeply.
+        return f"type {type(value).__qualname__}"
+
+    def _describe(self, value: Any) -> Any:
+        """A value that JSON cannot hold, as one that it can."""
+        if isinstance(value, Tensor):
+            shown = [str(value.dtype), list(value.shape)]
+            if value.device.type == "cpu" and value.layout == torch.strided:
+                shown.append(self._hash(leaf_bytes(value.detach().resolve_conj().resolve_neg())))
+            return shown
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                return [list(value.shape), _pairs(value.reshape(-1).tolist())]
+            return [value.dtype.str, list(value.shape), self._hash(leaf_bytes(value))]
+        if isinstance(value, (array, deque)):
+            return _pairs(list(value))
+        if isinstance(value, os.PathLike):
+            return os.fsdecode(value)
+        if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
+            return repr(value)
+        if (file := _file_of(value)) is not None:
+            return file
+        if isinstance(value, Dataset):
+            within = _Reader()
+            within.read(value, "", _MAX_DEPTH)
+            return within.parts
+        if callable(getattr(value, "close", None)):
+            return None  # Whether a file is already open must not matter.
+        return self._describe_object(value)
+
+    def _describe_object(self, value: Any) -> Any:
+        """A function by its source and what it refers to, another object by its attributes."""
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        name = f"type {kind.__qualname__}"
+        if id(value) in self.objects or isinstance(value, (type, types.ModuleType)):
+            return name
+        self.objects[id(value)] = value  # Kept alive, so that no other object gets the same id.
+        if isinstance(value, types.CodeType):
+            return _pairs([value.co_code, value.co_names, value.co_consts])
+        if isinstance(value, types.MethodType):
+            return [name, value.__func__, value.__self__]
+        if isinstance(value, partial):
+            return _pairs([name, value.func, value.args, value.keywords])
+        known = kind.__module__ is not None and kind.__module__.partition(".")[0] in _KNOWN_MODULES
+        if isinstance(value, types.FunctionType) and not known:
+            held = inspect.getclosurevars(value).nonlocals, value.__defaults__, value.__kwdefaults__
+            return _pairs([name, value.__code__, *held])
+        if known and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+            return name
+        return _pairs([name, _settled_attributes(value)])
+
+    def _hash(self, data: NDArray[np.uint8]) -> str:
+        if len(data) <= self.bytes_left:
+            self.bytes_left -= len(data)
+            return _digest(data.data)
+        digest, last = xxhash.xxh3_64(), max(0, len(data) - _PIECE_BYTES)
+        for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
+            digest.update(data[start : start + _PIECE_BYTES].data)
+        return digest.hexdigest()
+
+
+def _pairs(value: Any, depth: int = 0) -> Any:
+    """A value in which dicts are pairs, down to some depth: JSON has no keys but text."""
+    if depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return [[key, _pairs(item, depth + 1)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
+        return [_pairs(item, depth + 1) for item in value]
+    return value
+
+
+def _settled_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, except private ones that may be made only when needed."""
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    found = {name: inspect.getattr_static(value, name, None) for name in names}
+    for name, kept in found.items():
+        if isinstance(kept, types.MemberDescriptorType):
+            found[name] = getattr(value, name, None)
+    return {name: kept for name, kept in found.items() if not name.startswith("_") or _is_set(kept)}
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a private attribute is no file, and no cache that is still to be filled."""
+    is_empty = isinstance(value, (list, dict, set, deque)) and not value
+    return isinstance(value, _SETTLED_TYPES) and not is_empty
+
+
+def _digest(data: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+@lru_cache(maxsize=1024)
+def _source(kind: type) -> str | None:
+    """The source text of a class, kept: to find it parses the whole file."""
+    if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
+        return None
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError, SyntaxError):  # Defined at a prompt, or in a compiled module.
+        return None
+
+
+def _file_of(value: Any) -> list[Any] | None:
+    """An array of h5py by its name in its file, and the state of the file; else None."""
+    # False once its file is closed.
+    if type(value).__module__.partition(".")[0] != "h5py" or not value:
+        return None
+    name = getattr(getattr(value, "file", None), "filename", None)
+    return [value.name, name, _file_state(name)] if isinstance(name, str) else None
+
+
+def _file_state(path: str | os.PathLike[Any]) -> str | None:
+    """Size and time of a file; None where the path leads to none."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    is_directory = os.path.isdir(path)
+    return None if is_directory else f"{state.st_size} bytes, {state.st_mtime_ns} ns"
