@@ -171,7 +171,8 @@ class ComparisonOptions:
             Only needed where something is run.
         variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
             ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
-            DataLoader with N workers, with ``+ideal`` one batch is replayed. ``all`` stands for
+            DataLoader with N workers, with ``+ideal`` one batch is replayed: the no-load upper
+            bound. ``all`` stands for
             all strategies and, on one device, all loaders.
         devices: Devices of each variant; on a CPU processes or logical data devices. A step has
             ``batch_size`` of the config times this many rows, in every variant.

@@ -1,4 +1,4 @@
-"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC``.
+"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC PARENT``.
 
 Under a strategy with several processes, each of them runs this file again.
 """
@@ -88,8 +88,8 @@ class ConfigCheck(RunCLI):
 
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
-    path, parent = Path(sys.argv[1]), os.getppid()
-    while not path.exists():  # It was started ahead.
+    path, parent = Path(sys.argv[1]), int(sys.argv[2])
+    while not path.exists():  # It was started ahead, by a process that may have ended.
         if os.getppid() != parent:
             return
         sleep(0.01)
