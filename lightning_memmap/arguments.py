@@ -1,53 +1,38 @@
 """Command-line parsers with errors of a line or two that suggest the nearest right name."""
 
+import inspect
 import re
 import sys
-from argparse import Action
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap.errors import nearest
 from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name.
 _WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
 _WRONG_LITERAL = re.compile(r"Expected a typing\.Literal\[(.+)\]\. Got value: (.+)")
-_WRONG_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
-_WRONG_MODULE = re.compile(r"No module named '([^']+)'")
-_WRONG_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _WRONG_FILE = re.compile(
     r"File does not exist: '([^']+)'"
     r"|Expected a path but (\S+\.(?:ya?ml|json)) either not accessible or invalid"
     r"|Problem with given class_path '(\S+\.(?:ya?ml|json))':\s+No module named \S+"
 )
-#: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
-_NOISE = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Given value type|Expected a <class 'NoneType'>"
-    r"|Expected a path but|Subclass types expect|a (class path|dict) "
+_WRONG_CLASS = re.compile(
+    r"class_path '([^']+)':\s+(?:No module named|module '\S+' has no attribute) '[^']+'"
+    r"|Expected a dot import path string: (\S+)"
 )
-#: Datasets of other packages that come with imports, and that nobody stores.
-_NOT_DATASETS = re.compile(r", (torch\.utils\.data\.(datapipes\.|\w+Pipe\b)|torchmetrics\.)[\w.]*")
-
-#: A type as Python writes it.
-_CLASS = re.compile(r"<class '(\w+)'>")
-
-
-class BriefFormatter(DefaultHelpFormatter):
-    """The help of jsonargparse, without marks of code and without classes that nobody means."""
-
-    @override
-    def _expand_help(self, action: Action) -> str:
-        text = _NOT_DATASETS.sub("", super()._expand_help(action)).replace("`", "")
-        return _CLASS.sub(r"\1", text).replace(", default: )", ")")
+_NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
+#: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
+_NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path but|.*NoneType'>")
 
 
 class BriefParser(ArgumentParser):
@@ -57,7 +42,7 @@ class BriefParser(ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"formatter_class": BriefFormatter, **kwargs})
+        super().__init__(*args, **kwargs)
         self._parser: ArgumentParser = self
 
     @override
@@ -71,12 +56,11 @@ class BriefParser(ArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with code 2, or raise if the parser is part of another one."""
-        parser = getattr(ex, "subcommand_parser", self)
-        parser = self._parser if parser is self else parser
+        parser = self._parser
         message = with_suggestion(message, parser)
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"error: {shortened(message)}", file=sys.stderr)
+        print(f"error: {first_reason(message)}", file=sys.stderr)
         help_of = parser.prog.replace(" [options]", "")
         print(f"{help_of} --help lists the arguments", file=sys.stderr)
         sys.exit(2)
@@ -184,21 +168,6 @@ def nearest_file(path: str | Path) -> str:
     return nearest(str(Path(path)), names)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A suggestion for a misspelt name.
-
-    Args:
-        name: The name.
-        names: The names that there are.
-
-    Returns:
-        ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
-    """
-    folded = {other.casefold(): other for other in names}
-    found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
-    return f"; did you mean {folded[found[0]]!r}?" if found else ""
-
-
 def with_suggestion(message: str, parser: ArgumentParser) -> str:
     """Add the name that may have been meant to a message of a parser, behind the wrong one."""
     if "did you mean" in message:
@@ -206,50 +175,39 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         return message
     near = ""
     if match := _WRONG_OPTION.search(message):
-        name = match[1] or match[2]
-        near = nearest(name, options_of(parser)) or nearest(name.partition(".")[0], ["init_args"])
+        near = nearest(match[1] or match[2], [*options_of(parser), "init_args"])
     elif match := _WRONG_CHOICE.search(message):
         near = nearest(match[1], re.findall(r"[\w.-]+", match[2]))
     elif match := _WRONG_LITERAL.search(message):
         near = nearest(match[2], re.findall(r"[\w.-]+", match[1]))
-    elif match := _WRONG_ATTRIBUTE.search(message):
-        near = nearest(match[2], dir(sys.modules.get(match[1])))
     elif match := _WRONG_FILE.search(message):
         path = match[1] or match[2] or match[3]
         return f"{message.partition(':')[0]}: there is no file {path!r}{nearest_file(path)}"
-    elif match := _WRONG_MODULE.search(message):
-        near = nearest(match[1], list(sys.modules))
     elif match := _WRONG_CLASS.search(message):
-        near = nearest(match[1], [path.rpartition(".")[2] for path in known_classes(parser)])
-    if not (match and near):
+        module, _, name = (match[1] or match[2]).rpartition(".")
+        names = [path.rpartition(".")[2] for path in known_classes(parser)]
+        members = vars(sys.modules.get(module, object)).items()
+        names += [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
+        near = nearest(name, names)
+    elif match := _NO_DATASET.search(message):
+        near = ": let its class inherit from torch.utils.data.Dataset"
+    if not near or match is None or near in message:
         return message
-    place = match.end() + message[match.end() :].startswith(" is not accepted") * 16
-    return message[:place] + near + message[place:]
+    end = (message + "\n").index("\n", match.end())
+    return message[:end].removesuffix(".") + near + message[end:]
 
 
-def shortened(message: str, length: int = 600) -> str:
-    """Reduce a message of jsonargparse to one line: where the mistake is, and the first reasons.
-
-    Args:
-        message: A message of any number of lines, those of nested values indented.
-        length: The most characters to keep.
-    """
-    words = dict[str, None]()
-    depth: int | None = None
-    for line in message.splitlines():
-        text = line.strip().removeprefix("- ").rstrip()
-        if not text or _NOISE.match(text):
-            continue
-        indent = len(line) - len(line.lstrip(" -"))
-        if text.startswith("Given value: "):
-            if depth is not None and len(text) < 100:
-                words[text] = None
-            if depth is not None:
-                break
-        elif depth is None or indent == depth:
-            words[text] = None
-            # What ends in a colon says where, and what follows it, why. Other types of a union,
-            # further down, have reasons that nobody wants to know.
-            depth = depth if text.endswith(":") else indent
-    text = " ".join(words)
-    return text if len(text) <= length else text[:length] + " ..."
+def first_reason(message: str) -> str:
+    """What jsonargparse says of a value that fits none of its types, in one line: where the mistake
+    is, and the first reason, or that with a suggestion."""
+    lines = [line.strip(" -") for line in message.splitlines()]
+    kept = [line for line in lines if line and not _NOISE.match(line)]
+    # What ends in a colon says where.
+    reasons = [index for index, line in enumerate(kept) if line[-1] != ":"] or [len(kept) - 1]
+    reason = kept[reasons[0]]
+    if re.fullmatch(r"Expected a <class '\w+'>", reason):
+        reason = next((kept[i] for i in reasons if "did you mean" in kept[i]), reason)
+    words = [*kept[: reasons[0]], reason]
+    if not re.search("value|did you mean", reason):
+        words += [line for line in lines if line.startswith("Given value: ")][:1]
+    return " ".join(words)

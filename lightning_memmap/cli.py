@@ -22,17 +22,13 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
-from lightning_memmap._compat.parsers import commands_of, known_classes
-from lightning_memmap.arguments import (
-    TrainingParser,
-    nearest,
-    print_error,
-)
+from lightning_memmap._compat.parsers import commands_of
+from lightning_memmap.arguments import TrainingParser, first_reason, print_error
 from lightning_memmap.commands.doctor import doctor
 from lightning_memmap.commands.rows import rows
 from lightning_memmap.commands.store import store_command
 from lightning_memmap.compare.command import compare
-from lightning_memmap.errors import DatasetError, MemmapError
+from lightning_memmap.errors import DatasetError, MemmapError, nearest
 from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = "Train with data that stays resident on every device."
@@ -101,13 +97,9 @@ class TrainingCLI(LightningCLI):
         names = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(strategy, str) and strategy.lower() not in names:
             parser = commands_of(self.parser)[str(self.subcommand)]
-            classes = {path.rpartition(".")[2]: path for path in known_classes(parser)}
-            near = nearest(strategy, [*names, *classes, *classes.values()])
-            for name, path in classes.items():
-                near = near.replace(repr(name), repr(path))
             ours = ", ".join(name for name, *_ in STRATEGIES)
             parser.error(
-                f"trainer.strategy: unknown strategy {strategy!r}{near or '.'}"
+                f"trainer.strategy: unknown strategy {strategy!r}{nearest(strategy, names) or '.'}"
                 f" Those of this pack are {ours}"
             )
 
@@ -161,7 +153,10 @@ def main(args: Sequence[str] | None = None) -> None:
         if not _is_mistake(reason):
             raise
         print_error(reason)
-        sys.exit(1)
+        # A store that is damaged, or processes that differ, are not a wrong argument.
+        wrong = (TypeError, ValueError, MisconfigurationException)
+        missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+        sys.exit(2 if isinstance(reason, (*wrong, *missing)) else 1)
 
 
 def _run(args: Sequence[str] | None) -> None:
@@ -209,17 +204,21 @@ def _is_mistake(error: BaseException) -> bool:
         return _is_mistake(error.__cause__)
     if isinstance(error, (MemmapError, MisconfigurationException)):
         return True
-    raiser = _raiser(error)
     if isinstance(error, TypeError) and not _is_raised(error):
-        return raiser == "jsonargparse"
-    raisers = ("lightning_memmap", "lightning", "fsspec")
-    return isinstance(error, (TypeError, ValueError, OSError)) and raiser in raisers
+        # A class that a config names was called with arguments that it does not have.
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = str(frame.f_globals.get("__name__"))
+        return module.startswith(("jsonargparse", "lightning.pytorch.cli"))
+    raisers = ("lightning_memmap", "lightning", "jsonargparse", "fsspec")
+    return isinstance(error, (TypeError, ValueError, OSError)) and _raiser(error) in raisers
 
 
 def _reason(error: BaseException) -> BaseException:
     """The error that jsonargparse wrapped when it made an object of a config, or the error."""
     while _raiser(error) == "jsonargparse" and (inner := error.__cause__ or error.__context__):
         error = inner
+    if _raiser(error) == "jsonargparse" and isinstance(error, ValueError):
+        return ValueError(first_reason(str(error))).with_traceback(error.__traceback__)
     return error
 
 

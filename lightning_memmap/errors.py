@@ -4,6 +4,8 @@ A wrong argument raises ValueError or TypeError. The classes here say that somet
 call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
 from reprlib import repr as short_repr
 
@@ -54,6 +56,21 @@ def check_number(name: str, value: object) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give a number")
     return float(value)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A suggestion for a misspelt name.
+
+    Args:
+        name: The name.
+        names: The names that there are.
+
+    Returns:
+        ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
+    """
+    folded = {other.casefold(): other for other in names}
+    found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    return f"; did you mean {folded[found[0]]!r}?" if found else ""
 
 
 def is_refused_call(error: BaseException) -> bool:

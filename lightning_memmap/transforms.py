@@ -6,6 +6,7 @@ data devices together.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap.errors import with_article
+from lightning_memmap.errors import is_refused_call, with_article
 from lightning_memmap.loading import OnSuperBatch, RowList
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.transform import check_callable
@@ -92,19 +93,31 @@ class PerSample:
             return self._call_with_keywords(batch, self.keywords)
         rows = _num_rows(batch)
         samples = [
-            self.function(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
+            self._called(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
             for row in range(rows)
         ]
         lists = [name for name, leaf in leaves.items() if isinstance(leaf, RowList)]
         _check_alike(samples, self.function, lists)
         return _collated(samples, lists)
 
+    def _called(self, *sample: Any, **keywords: Any) -> Any:
+        try:
+            return self.function(*sample, **keywords)
+        except TypeError as error:
+            if not is_refused_call(error):
+                raise
+            found = f"the keywords {[*keywords]}" if keywords else f"a {type(sample[0]).__name__}"
+            raise TypeError(
+                f"PerSample(function={short_repr(self.function)}): it cannot be called with a"
+                f" sample ({error}): give a function of {found}"
+            ) from error
+
     def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
         fields = {keyword: _find(batch, name) for keyword, name in keywords.items()}
         arrays = {keyword: _channels_last(leaf) for keyword, leaf in fields.items()}
         results = []
         for row in range(_num_rows(batch)):
-            result = self.function(**{key: array[row] for key, array in arrays.items()})
+            result = self._called(**{key: array[row] for key, array in arrays.items()})
             if result is None:
                 raise _none_error(self.function, row)
             if missing := [keyword for keyword in keywords if keyword not in result]:

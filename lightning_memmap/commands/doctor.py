@@ -1,4 +1,4 @@
-"""``lightning-memmap doctor``: what this machine has, and what will work on it."""
+"""``lightning-memmap doctor``: what this machine has, and what stores can do in a folder."""
 
 import mmap
 import os
@@ -6,9 +6,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -27,46 +26,28 @@ _STYLES = {"ok": "green", "limited": "yellow", "bad": "bold red"}
 _PAGE = 4096
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that was looked at.
-
-    Args:
-        what: What it is.
-        state: Whether it is as it should be.
-        text: What was found, and what to do about it.
-    """
+class Finding(NamedTuple):
+    """Something that was looked at, whether it is as it should be, and what to do about it."""
 
     what: str
     state: State
     text: str
 
 
-def doctor_parser() -> BriefParser:
-    """Make the parser of the command."""
-    parser = BriefParser(
-        prog="lightning-memmap doctor",
-        description="Look at devices and memory, and try out what stores need of the file system"
-        " of a folder. Exit code: 0, 1 if something that is needed does not work there, or 2 for a"
-        " wrong argument, such as a folder that is missing.",
-    )
-    parser.add_argument("folder", nargs="?", default=".", help="Where stores are, or will be.")
-    return parser
-
-
 def doctor(args: list[str]) -> int:
     """Run ``lightning-memmap doctor`` with these arguments.
 
-    Args:
-        args: Arguments of the command line, after ``lightning-memmap doctor``.
-
     Returns:
         The exit code: 0, 1 if something that is needed does not work, or 2 without such a folder.
-
-    Raises:
-        SystemExit: An argument is unknown (code 2), or help was asked for (0).
     """
-    folder = Path(doctor_parser().parse_args(args).folder)
+    parser = BriefParser(
+        prog="lightning-memmap doctor",
+        description="Look at GPUs and memory, and try out what stores need of the file system of a"
+        " folder. Exit code: 0, 1 if something that is needed does not work there, or 2 for a wrong"
+        " argument, such as a folder that is missing.",
+    )
+    parser.add_argument("folder", nargs="?", default=".", help="Where stores are, or will be.")
+    folder = Path(parser.parse_args(args).folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else f"is not there{nearest_file(folder)}"
         print(f"error: {printable(folder)} {what}: name a folder", file=sys.stderr)
@@ -80,34 +61,24 @@ def doctor(args: list[str]) -> int:
 
 
 def machine() -> Iterator[Finding]:
-    """Look at the processor, GPUs and memory, within the limits of the control groups."""
-    cores = len(os.sched_getaffinity(0))
-    threads = f"{cores} cores for this process, {torch.get_num_threads()} threads of torch"
-    yield Finding("processor", "ok", threads)
+    """Look at GPUs and memory, within the limits of the control groups."""
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         yield Finding(f"cuda:{index}", "ok", f"{found.name}, {format_bytes(found.total_memory)}")
     if not torch.cuda.is_available():
-        cuda = torch.version.cuda
-        built = f"for CUDA {cuda}, and finds no GPU" if cuda else "without CUDA"
-        yield Finding("GPUs", "limited", f"torch {torch.__version__} is built {built}")
-    total = psutil.virtual_memory().total
-    text = f"{format_bytes(available_bytes())} free for this process, of {format_bytes(total)}"
-    yield Finding("host memory", "ok", text)
+        yield Finding("GPUs", "limited", f"torch {torch.__version__} finds none")
+    total = format_bytes(psutil.virtual_memory().total)
+    free = format_bytes(available_bytes())
+    yield Finding("host memory", "ok", f"{free} free for this process, of {total}")
 
 
 def file_system(folder: Path) -> Iterator[Finding]:
-    """Try out in a folder what building and reading a store needs. Nothing is left behind.
-
-    Args:
-        folder: Where stores are, or will be.
-
-    Yields:
-        Its file system, its free space, and each thing that was tried.
-    """
+    """Try out in a folder what building and reading a store needs. Nothing is left behind."""
     folder = folder.absolute()
-    free = format_bytes(shutil.disk_usage(folder).free)
-    yield Finding("folder", "ok", f"{folder}: {_file_system_of(folder)}, {free} free")
+    disks = psutil.disk_partitions(all=True)
+    found = [(len(d.mountpoint), d.fstype) for d in disks if folder.is_relative_to(d.mountpoint)]
+    kind, free = max(found, default=(0, "unknown"))[1], shutil.disk_usage(folder).free
+    yield Finding("folder", "ok", f"{folder}: file system {kind}, {format_bytes(free)} free")
     try:
         temporary = tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder)
     except OSError as error:
@@ -117,75 +88,60 @@ def file_system(folder: Path) -> Iterator[Finding]:
     with temporary as name:
         for what, (attempt, otherwise, text) in _ATTEMPTS.items():
             try:
-                attempt(Path(name))
-            except (OSError, Timeout, _DoesNotHoldError) as error:
-                yield Finding(what, otherwise, f"{text} ({error})")
-            else:
-                yield Finding(what, "ok", "works")
+                wrong = attempt(Path(name))
+            except (OSError, Timeout) as error:
+                wrong = str(error)
+            yield Finding(
+                what, otherwise if wrong else "ok", f"{text} ({wrong})" if wrong else "works"
+            )
 
 
-def _file_system_of(folder: Path) -> str:
-    found = [
-        (len(part.mountpoint), part.fstype)
-        for part in psutil.disk_partitions(all=True)
-        if folder.is_relative_to(part.mountpoint)
-    ]
-    return max(found)[1] if found else "unknown file system"
-
-
-class _DoesNotHoldError(Exception):
-    """The file system did something, and the outcome is wrong."""
-
-
-def _hold(condition: bool, text: str) -> None:
-    if not condition:
-        raise _DoesNotHoldError(text)
-
-
-def _map(folder: Path) -> None:
+def _map(folder: Path) -> str:
     path = folder / "mapped"
     path.write_bytes(bytes(_PAGE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
         os.pwrite(file.fileno(), b"row", 7)
-        _hold(mapping[7:10] == b"row", "what is written is not seen in the mapping")
+        return "" if mapping[7:10] == b"row" else "what is written is not seen in the mapping"
 
 
-def _rename(folder: Path) -> None:
-    (folder / "building").mkdir()
-    (folder / "building" / "row").write_bytes(b"row")
-    os.rename(folder / "building", folder / "store")
-    _hold((folder / "store" / "row").read_bytes() == b"row", "the renamed folder is another one")
+def _rename(folder: Path) -> str:
+    for name in ("old", "new"):
+        (folder / name).write_text(name)
+    os.replace(folder / "new", folder / "old")
+    return (
+        "" if (folder / "old").read_text() == "new" else "the file that was replaced is still there"
+    )
 
 
-def _lock(folder: Path) -> None:
+def _lock(folder: Path) -> str:
     with FileLock(folder / "lock", timeout=1):
         try:
             with FileLock(folder / "lock", timeout=0):
-                pass
+                return "two holders at once"
         except Timeout:
-            return
-    raise _DoesNotHoldError("two holders at once")
+            return ""
 
 
-def _claim(folder: Path) -> None:
+def _claim(folder: Path) -> str:
     with (folder / "claimed").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, _PAGE)
+    return ""
 
 
-def _read_directly(folder: Path) -> None:
+def _read_directly(folder: Path) -> str:
     path = folder / "direct"
     path.write_bytes(b"row".ljust(_PAGE))
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, _PAGE) as buffer:
-            _hold(os.preadv(descriptor, [buffer], 0) == _PAGE, "too few bytes")
-            _hold(buffer[:3] == b"row", "other bytes")
+            os.preadv(descriptor, [buffer], 0)
+            return "" if buffer[:3] == b"row" else "other bytes"
     finally:
         os.close(descriptor)
 
 
 #: What is tried, what it means if it fails, and what to say then.
-_ATTEMPTS: dict[str, tuple[Callable[[Path], None], State, str]] = {
+_ATTEMPTS: dict[str, tuple[Callable[[Path], str], State, str]] = {
     "memory mapping": (_map, "bad", "stores cannot be opened here: choose a local disk"),
     "atomic rename": (_rename, "bad", "stores cannot be built here: choose a local disk"),
     "file locks": (_lock, "bad", "two builds could meet here: choose a local disk"),

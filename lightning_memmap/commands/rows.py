@@ -23,7 +23,7 @@ from lightning_memmap.commands.row_values import (
 )
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
-from lightning_memmap.errors import MemmapError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
@@ -110,7 +110,14 @@ def rows(args: list[str]) -> int:
         refuse_several_configs(args)
         question = RowsOptions(**given)
         data, topology = _data_of(question)
-        store = data.open_train_store()
+        try:
+            store = data.open_train_store()
+        except StoreNotFoundError as error:
+            raise StoreNotFoundError(
+                f"no store at {data.store_path('train')}: this command reads it, and loads no"
+                f" dataset: store the dataset first, with `lightning-memmap fit --config"
+                f" {question.config}` or `lightning-memmap store build`"
+            ) from error
         order = data.train_sampler(store, topology)
         if question.ckpt_path is None:
             epochs = Epochs.of(data, order, topology, SkippedSteps())

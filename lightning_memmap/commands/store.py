@@ -1,6 +1,5 @@
 """``lightning-memmap store``: build, describe, check, plan for, show and copy stores."""
 
-import os
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning_memmap.arguments import (
     imports_for_pages,
     print_error,
 )
-from lightning_memmap.commands.found_stores import stores_in, stores_or_errors
+from lightning_memmap.commands.found_stores import places_in, stores_in, stores_or_errors
 from lightning_memmap.commands.image_tables import image_tables
 from lightning_memmap.commands.store_info import print_info
 from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
@@ -31,9 +30,8 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.places import place_of
+from lightning_memmap.store.places import check_path, place_of
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
@@ -264,7 +262,7 @@ def _plan(
 
 
 def _show(path: str, *, out: str = "store.html") -> int:
-    """Write a page with samples, distributions and sizes.
+    """Write a page with samples and sizes.
 
     Args:
         path: Directory of a store, or of one store per split.
@@ -285,11 +283,10 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
         url: Where it goes.
         overwrite: Replace stores that are there.
     """
-    directory = Path(os.path.realpath(path))
-    for store in stores_in(path).values():
-        name = store.path.relative_to(directory).as_posix()
-        there = url if name == "." else f"{url.rstrip('/')}/{name}"
-        push_store(store.path, there, overwrite=overwrite)
+    check_path(path)
+    for name, place in places_in(path).items():
+        there = f"{url.rstrip('/')}/{name}" if name else url
+        push_store(place, there, overwrite=overwrite)
         _make_console().print(printable(there), soft_wrap=True)
     return 0
 
@@ -302,7 +299,7 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
         path: The directory that it goes to.
         overwrite: Replace stores that are there.
     """
-    for name, there in stores_at(url).items():
-        store = pull_store(there, Path(path) / name, overwrite=overwrite)
+    for name, there in places_in(url).items():
+        store = pull_store(str(there), Path(path) / name, overwrite=overwrite)
         _make_console().print(printable(store.path), soft_wrap=True)
     return 0

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_memmap.arguments import nearest
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
 #: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through
@@ -172,7 +171,8 @@ class ComparisonOptions:
             Only needed where something is run.
         variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
             ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
-            DataLoader with N workers, with ``+ideal`` one batch is replayed. ``all`` stands for
+            DataLoader with N workers, with ``+ideal`` one batch is replayed: the no-load upper
+            bound. ``all`` stands for
             all strategies and, on one device, all loaders.
         devices: Devices of each variant; on a CPU processes or logical data devices. A step has
             ``batch_size`` of the config times this many rows, in every variant.

@@ -68,7 +68,8 @@ def launch(out: Path) -> Launched:
         for key, value in os.environ.items()
         if key not in _LAUNCHER and not key.startswith("PL_")
     }
-    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(out / "spec.json")]
+    given = [str(out / "spec.json"), str(os.getpid())]
+    command = [sys.executable, "-m", "lightning_memmap.compare.worker", *given]
     return Launched(command, out / "log.txt", env=kept)
 
 

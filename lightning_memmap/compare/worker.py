@@ -1,4 +1,4 @@
-"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC``.
+"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC PARENT``.
 
 Under a strategy with several processes, each of them runs this file again.
 """
@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
-from lightning_memmap.arguments import TrainingParser, shortened
+from lightning_memmap.arguments import TrainingParser, first_reason
 from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
@@ -70,7 +70,7 @@ class RunCLI(LightningCLI):
         try:
             self.config = parser.parse_object(args)
         except ArgumentError as error:
-            raise ValueError(f"config: {shortened(str(error))}") from error
+            raise ValueError(f"config: {first_reason(str(error))}") from error
 
 
 class ConfigCheck(RunCLI):
@@ -88,8 +88,8 @@ class ConfigCheck(RunCLI):
 
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
-    path, parent = Path(sys.argv[1]), os.getppid()
-    while not path.exists():  # It was started ahead.
+    path, parent = Path(sys.argv[1]), int(sys.argv[2])
+    while not path.exists():  # It was started ahead, by a process that may have ended.
         if os.getppid() != parent:
             return
         sleep(0.01)

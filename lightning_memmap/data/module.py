@@ -20,8 +20,13 @@ from lightning_memmap._compat.loops import (
     validate_anew,
 )
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.arguments import nearest
-from lightning_memmap.data.options import OPTIONS, DataOptions, Option, OptionAttributes
+from lightning_memmap.data.options import (
+    OPTIONS,
+    DataOptions,
+    Option,
+    OptionAttributes,
+    without_loader_options,
+)
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
@@ -31,6 +36,7 @@ from lightning_memmap.data.splits import (
     has_several,
     named_datasets,
 )
+from lightning_memmap.errors import nearest
 from lightning_memmap.loading import (
     BatchLoader,
     FormedCollate,
@@ -200,6 +206,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     test_dataset = _SplitDataset("test")
     predict_dataset = _SplitDataset("predict")
 
+    @without_loader_options
     def __init__(
         self,
         train_dataset: AnyDataset | dict[str, AnyDataset | None] | None = None,

@@ -8,10 +8,10 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-from lightning_memmap.arguments import nearest, nearest_file
+from lightning_memmap.arguments import nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
-from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, nearest
 from lightning_memmap.sampling import Rows, SamplerFactory, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store

@@ -80,9 +80,11 @@ def check_datasets(kind: str, given: Any) -> None:
         entries = {}
     if entries and kind == "train" and not isinstance(given, Mapping):
         raise TypeError(
-            f"train_dataset: found {len(entries)} datasets, and training has one: join them with"
+            f"train_dataset: found a list of {len(entries)} {type(entries[0]).__name__}, which are"
+            " taken for datasets, and training has one: join them with"
             " torch.utils.data.ConcatDataset, or give a dict of them by name and say how they are"
-            " mixed: sampler=Mixture({'a': 0.7, 'b': 0.3})"
+            " mixed: sampler=Mixture({'a': 0.7, 'b': 0.3}); if they are samples, such as graphs,"
+            " give a Dataset whose rows are dicts of their tensors"
         )
     seen: dict[str, Any] = {}
     for name, dataset in entries.items():

@@ -92,7 +92,7 @@ class Columns:
         self._columns = [*zip(columns, cut, strict=True)]
         dense = [c for c, is_cut in self._columns if isinstance(c, Tensor) and not is_cut]
         #: The rows of the fields that have one shape, and are not cut into windows.
-        self._dense = Buffers.of(dense)
+        self.dense = Buffers.of(dense)
 
     def empty(self, num_rows: int, pin_memory: bool = False) -> Buffers:
         """Memory for rows of the fields whose rows have one shape, on the CPU."""
@@ -125,7 +125,7 @@ class Columns:
 
     def _take_on_cpu(self, places: Tensor, rows: Tensor, out: Buffers) -> list[Leaf]:
         if self._series is None:
-            copy_rows(self._dense, places, out)
+            copy_rows(self.dense, places, out)
             leaves: list[Leaf] = [*out.tensors]
             for index, (column, _) in enumerate(self._columns):
                 if isinstance(column, Ragged):
@@ -143,7 +143,7 @@ class Columns:
             else:
                 dense.append(index)
         chosen = Buffers([out.tensors[i] for i in dense], [out.rows[i] for i in dense])
-        copy_rows(self._dense, rows, chosen)
+        copy_rows(self.dense, rows, chosen)
         return leaves
 
 
@@ -158,13 +158,14 @@ class Memory(RandomAccessRows):
     def __init__(self, columns: Columns, places: Places) -> None:
         self.device, self.fields = columns.device, columns.fields
         self.row_bytes = columns.row_bytes
-        self._columns: Columns | None = columns
+        #: The fields; None once they are released.
+        self.columns: Columns | None = columns
         self._places = places
 
     @override
     def release(self) -> None:
         super().release()
-        self._columns = None
+        self.columns = None
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
@@ -174,9 +175,9 @@ class Memory(RandomAccessRows):
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Leaf]:
-        if self._columns is None:
+        if self.columns is None:
             raise released_error()
-        return self._columns.take(slots, slots, out, pin_memory)
+        return self.columns.take(slots, slots, out, pin_memory)
 
 
 def mapped_rows(opened: Sequence[OpenColumn], places: Places) -> Memory:

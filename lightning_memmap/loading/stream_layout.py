@@ -240,7 +240,7 @@ class StreamLayout:
         used = min(1.0, part * line.length / line.stride)
         pairs = zip(self._columns, self._is_cut, strict=True)
         sizes = [field.step_bytes for (field, _), is_cut in pairs if is_cut]
-        return used * self.space.share_used(found, max(sizes, default=1))
+        return used * self.space.share_used(found, max([1, *sizes]))
 
 
 def located_steps(

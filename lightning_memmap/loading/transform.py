@@ -98,13 +98,15 @@ class DeviceTransform:
     def _transformed(self, batch: Any, **keywords: Any) -> Any:
         try:
             return self._transform(batch, **keywords)
-        except TypeError as error:
-            if not is_refused_call(error):
+        except (TypeError, AttributeError) as error:
+            is_of_torch = type(self._transform).__module__.startswith("torch")  # And torchvision.
+            if not (is_of_torch or is_refused_call(error)):
                 raise
             raise TypeError(
                 f"transform={short_repr(self._transform)}: it cannot be called with a batch"
                 f" ({error}): give a function of one argument, the {type(batch).__name__} of all"
-                " rows of a batch; PerSample runs one of a single sample"
+                " rows of a batch, such as lambda batch: {**batch, 'x': module(batch['x'])};"
+                " PerSample runs one of a single sample"
             ) from error
 
 

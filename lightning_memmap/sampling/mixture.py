@@ -17,10 +17,12 @@ from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows, shard_starts
+from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
 
 #: Where the points of a set lie is one of so many fractions of their distance.
 _FRACTIONS = 2**32
+#: The fractions of its multiples are spread evenly, however many of them follow one another.
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 class Mixture(SamplerFactory):
@@ -151,8 +153,9 @@ class Sets:
     """The sets of a mixture, and how they are divided into shards by the positions of an epoch.
 
     The positions of an epoch lie on a line, set after set, and are cut into shards; those of
-    batches of one set each are cut set by set. A shard has the piece of a set that its piece of the
-    set's positions is drawn from. Nothing is kept for each row; a row on a cut is in two shards.
+    batches of one set each are divided set by set. A shard has the piece of a set that its piece of
+    the set's positions is drawn from. Nothing is kept for each row; a row on a cut is in two
+    shards.
 
     Args:
         sizes: Rows of each set.
@@ -174,10 +177,12 @@ class Sets:
         """The positions that each shard has of each set, int64 of shape (C, sets)."""
         total, ends = sum(self.counts), np.cumsum(self.counts)
         if self.global_batch is None:
-            firsts = shard_starts(total, num_shards)[:, None]
-            lasts = np.append(firsts[1:], total)[:, None]
+            order = self.shards_on_line(num_shards)
+            lengths = shard_rows(total, num_shards)[order]
+            lasts = np.cumsum(lengths)[:, None]
+            firsts = lasts - lengths[:, None]
             overlaps: Integers = np.minimum(lasts, ends) - np.maximum(firsts, ends - self.counts)
-            return np.maximum(overlaps, 0, out=overlaps)
+            return np.maximum(overlaps, 0)[order.argsort()]
         found = np.zeros((num_shards, len(self.counts)), np.int64)
         begins = self.batch_begins(num_shards)
         sets = self.sets_of_batches(begins)
@@ -188,6 +193,15 @@ class Sets:
             has_more = (np.arange(num_shards) - begin) % num_shards < more
             found += (rounds + has_more)[:, None] * of_sets
         return found
+
+    def shards_on_line(self, num_shards: int) -> Integers:
+        """The shards in the order of their pieces of the line.
+
+        Neighbours there are far from each other: small steps, which have rows of some shards in a
+        row, have all sets too.
+        """
+        shards = np.arange(num_shards)
+        return shards if self.global_batch is not None else (shards * _GOLDEN % 1).argsort()
 
     def batch_begins(self, num_shards: int) -> Integers:
         """The shard that each batch of an epoch begins at."""
@@ -213,7 +227,8 @@ class Sets:
     def pieces(self, num_shards: int) -> list[_Piece]:
         """What shards have, shard after shard, and set after set."""
         shard_counts = self.shard_counts(num_shards)
-        firsts = np.cumsum(shard_counts, axis=0) - shard_counts
+        order = self.shards_on_line(num_shards)
+        firsts = np.cumsum(shard_counts[order], axis=0)[order.argsort()] - shard_counts
         pieces = []
         for shard, number in np.argwhere(shard_counts).tolist():
             size, count = self.sizes[number], self.counts[number]
@@ -263,24 +278,32 @@ class MixtureSampler(Sampler):
 
     sets: Sets
 
-    def _pieces(self) -> tuple[list[_Piece], list[int]]:
-        """The pieces, and a random number for each, which is the same in each epoch."""
+    def _pieces(self, shard: int) -> list[tuple[_Piece, int]]:
+        """The pieces of a shard, and a random number for each, which is the same in each epoch."""
 
-        def make() -> tuple[list[_Piece], list[int]]:
+        def make() -> list[list[tuple[_Piece, int]]]:
             pieces = self.sets.pieces(self.num_shards)
-            return pieces, random_bits(self.seed, 0, 1).random_raw(len(pieces)).tolist()
+            begins = random_bits(self.seed, 0, 1).random_raw(len(pieces)).tolist()
+            found: list[list[tuple[_Piece, int]]] = [[] for _ in range(self.num_shards)]
+            for piece, begin in zip(pieces, begins, strict=True):
+                found[piece.shard].append((piece, begin))
+            return found
 
         with self._tables.lock:
-            return self._tables.get("pieces", 0, make)
+            return self._tables.get("pieces", 0, make)[shard]
+
+    def _points(self, epoch: int) -> list[int]:
+        """Where the points of each set lie."""
+        raw = random_bits(self.seed, epoch).random_raw(len(self.sets.counts))
+        points: list[int] = (raw % np.uint64(_FRACTIONS)).tolist()
+        return points
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
-        raw = random_bits(self.seed, epoch).random_raw(len(self.sets.counts))
-        points = (raw % np.uint64(_FRACTIONS)).tolist()
+        with self._tables.lock:
+            points = self._tables.get("points", epoch, lambda: self._points(epoch))
         found, end = [np.zeros(0, np.int64)], 0
-        for piece, begin in zip(*self._pieces(), strict=True):
-            if piece.shard != shard:
-                continue
+        for piece, begin in self._pieces(shard):
             size, count = self.sets.sizes[piece.set], self.sets.counts[piece.set]
             rows, done = piece.rows, piece.positions.start
             # The first and the last row by themselves: they may be in other shards too.
@@ -310,8 +333,7 @@ class MixtureSampler(Sampler):
 
         with self._tables.lock:
             sets = self._tables.get("batches", epoch, make)
-        pieces = [piece for piece in self._pieces()[0] if piece.shard == shard]
-        ends = np.cumsum([len(piece.rows) for piece in pieces])
+        ends = np.cumsum([len(piece.rows) for piece, _ in self._pieces(shard)])
         of_rows = np.searchsorted(ends, offsets, side="right")
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         found = np.empty_like(offsets)

@@ -83,8 +83,14 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
 
 def permutation(size: int, bits: np.random.Philox) -> Integers:
     """A permutation of one set of rows, int64 of shape (size,)."""
-    zero = np.zeros(1, np.int64)
-    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero)
+    return column(permuted(np.array([size]), bits), 0, size)
+
+
+def column(permutations: Permutation, shard: int, count: int) -> Integers:
+    """The first permuted offsets of one shard, at least one: int64 of shape (count,)."""
+    if isinstance(permutations, _Rotated):
+        return permutations.column(0, count - 1, shard)
+    return permutations.grid(0, count - 1, np.array([shard]), np.zeros(1, np.int64))
 
 
 def every(columns: Integers) -> Integers | slice:
@@ -156,7 +162,7 @@ class _Rotated:
         """Permuted offsets; see `Permutation`."""
         turned, num = self._first[first : last + 1], len(columns)
         if num == 1:
-            one: Integers = self._column(first, last, int(columns[0])) + begins[0]
+            one: Integers = self.column(first, last, int(columns[0])) + begins[0]
             return one
         step = min(max(1, _CACHED // num), len(turned))
         rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)
@@ -171,7 +177,7 @@ class _Rotated:
         offsets[(at[short] - first) * num + short] = (self._instead[columns] + begins)[short]
         return offsets
 
-    def _column(self, first: int, last: int, column: int) -> Integers:
+    def column(self, first: int, last: int, column: int) -> Integers:
         """The permuted offsets of one shard, in less time."""
         places = self._first[first : last + 1] + self._rotations[column]
         offsets: Integers = self._last.take(places, mode="wrap").astype(np.int64)

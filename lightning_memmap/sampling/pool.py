@@ -109,17 +109,17 @@ class Pool:
         """The index of each shard's first row, int64 of shape (C,)."""
         return firsts_of(self.sizes)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of all shards together."""
         return int(self.sizes.sum())
 
-    @property
+    @cached_property
     def num_positions(self) -> int:
         """Positions of an epoch."""
         return int(self.counts.sum())
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Rows of the longest shard."""
         return int(self.sizes.max())

@@ -20,6 +20,7 @@ from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
+    column,
     every,
     permuted,
     random_bits,
@@ -139,8 +140,7 @@ class Sampler(Identified):
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        column, zero = np.array([shard], np.int64), np.zeros(1, np.int64)
-        found: Integers = drawn[self._permutation(epoch).grid(0, len(drawn) - 1, column, zero)]
+        found: Integers = drawn[column(self._permutation(epoch), shard, len(drawn))]
         return found
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
@@ -190,8 +190,9 @@ class Sampler(Identified):
         for shard in missing:
             found = np.asarray(self.offsets(epoch, shard))
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
-            is_right = found.shape == (count,) and np.issubdtype(found.dtype, np.integer)
-            if not is_right or (count and not 0 <= found.min() <= found.max() < size):
+            is_right = found.shape == (count,) and found.dtype.kind in "iu"
+            # A negative number is a huge one without a sign.
+            if not is_right or (count and found.astype(np.uint64, copy=False).max() >= size):
                 raise ValueError(
                     f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
                     f" {found!r}: return {count} integers from 0 to {size - 1}, the offset within"

@@ -12,6 +12,7 @@ from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
+    column,
     permutation,
     permuted,
     random_bits,
@@ -147,27 +148,18 @@ class WeightedSampler(Sampler):
 
     lengths: Numbers
 
-    def _pieces(self) -> Integers:
-        """How much of each row is in each shard; see `_Line.pieces`."""
-        given = self.lengths.array, self.num_positions, self.num_shards
-        with self._tables.lock:
-            return self._tables.get("pieces", 0, lambda: _Line.of(*given).pieces())
-
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
-        sizes, words = self.pool.sizes, (self.seed, epoch)
-        unit_bits, count = _unit_bits(self.num_positions), int(self.pool.counts[shard])
-        begin, size = int(self.pool.starts[shard]), int(sizes[shard])
-        order, most = np.arange(size, dtype=np.int64), max(1, int(sizes.max()) - 2)
+        pool, unit_bits = self.pool, _unit_bits(self.num_positions)
+        begin, size = int(pool.starts[shard]), int(pool.sizes[shard])
+        order, count = np.arange(size, dtype=np.int64), int(pool.counts[shard])
         if size > 3:
-            order[1:-1] = 1 + self._order(epoch, shard, size - 2, most)
+            order[1:-1] = 1 + self._order(epoch, shard, size - 2, pool.longest - 2)
         with self._tables.lock:
-            raw = self._tables.get(
-                "point", epoch, lambda: int(random_bits(*words, _OFFSET).random_raw(1)[0])
-            )
-        point = raw >> (64 - unit_bits)
+            point = self._tables.get("point", epoch, lambda: self._point(epoch)) >> (64 - unit_bits)
+            pieces = self._tables.get("pieces", 0, self._pieces)
         # A copy: in order, they come from memory in half of the time.
-        lengths = self._pieces()[begin : begin + size].copy()
+        lengths = pieces[begin : begin + size].copy()
         # The points before an end: point k lies at k, plus the offset. The first row stays there.
         lengths[:1] += (1 << unit_bits) - 1 - point
         # The last row has what is left.
@@ -189,9 +181,15 @@ class WeightedSampler(Sampler):
 
         with self._tables.lock:
             orders = self._tables.get("rows", epoch, make)
-        column, zero = np.array([shard], np.int64), np.zeros(1, np.int64)
-        found = orders.grid(0, most - 1, column, zero)
+        found = column(orders, shard, most)
         return found if size == most else found[found < size]
+
+    def _point(self, epoch: int) -> int:
+        return int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0])
+
+    def _pieces(self) -> Integers:
+        """How much of each row is in each shard; see `_Line.pieces`."""
+        return _Line.of(self.lengths.array, self.num_positions, self.num_shards).pieces()
 
 
 class _Line(NamedTuple):

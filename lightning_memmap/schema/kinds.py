@@ -281,7 +281,8 @@ def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
         raise SchemaError(f"field {name!r}: found {leaf}")
     raise SchemaError(
         f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
-        " numpy array, a PIL image, a number, a bool, a str, bytes or a time"
+        " numpy array, a PIL image, a number, a bool, a str, bytes, a date, a datetime or a"
+        " timedelta"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.build import BATCH, Nesting, builder
 from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import FieldOptions, Form
@@ -42,7 +42,12 @@ class Schema:
 
     @classmethod
     def infer(cls, samples: Sequence[Any], options: FieldOptions = _NO_OPTIONS) -> "Schema":
-        """Find the schema that samples have in common."""
+        """Find the schema that samples have in common.
+
+        They may differ in leading dimensions, which are None then, in the lengths of lists, and in
+        what is None; a MismatchError says that they differ in more, and a SchemaError that one
+        cannot be stored.
+        """
         structure, fields = infer_samples(samples, options.forms)
         found = cls(tuple(fields), structure)
         if not fields and not found.unknown.keys() - {"value"}:
@@ -153,7 +158,7 @@ class Schema:
                 names.append(field_name(path))
         if name in names:
             return f"{name!r} is a list whose length is the same in all rows"
-        return f"there is no field {name!r}, among {names}"
+        return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
@@ -206,7 +211,8 @@ class Schema:
     def stack(
         self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
     ) -> list[Values]:
-        """Check samples against this schema and stack their leaves."""
+        """Check samples against this schema and stack their leaves, where there is room if
+        possible; see `stack_samples`. A SchemaError names the field, and not the row."""
         return stack_samples(samples, self.structure, self.fields, room or {})
 
     def flatten(self, sample: Any) -> list[Tensor]:
@@ -214,7 +220,8 @@ class Schema:
         return [next(values.rows()) for values in self.stack([sample])]
 
     def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
-        """Check a batch of rows against this schema and return its leaves, one per field."""
+        """Check a batch of rows against this schema, which is one of `from_batch`: for each field a
+        tensor of shape (B, *field shape) on its device, or the rows one by one on the CPU."""
         leaves = _batch_leaves(batch, self.structure, ())
         found_leaves = list[Tensor | RowList]()
         for field, leaf in zip(self.fields, leaves, strict=True):

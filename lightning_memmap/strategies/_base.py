@@ -46,9 +46,8 @@ class SuperBatchMixin(Strategy):
 
     Args:
         *args: Arguments of the strategy that this is mixed into.
-        prefetch: Coming steps that are made ready while one is computed; see
-            `lightning_memmap.loading.prefetch`. By default 2 where the root device is a GPU, and
-            0 on a CPU, which would only do the same work at another time.
+        prefetch: Steps that are prefetched while one is computed. By default 2 where the root
+            device is a GPU, and 0 on a CPU, which would only do the same work at another time.
         **kwargs: Arguments of the strategy that this is mixed into.
 
     Raises:
@@ -63,9 +62,9 @@ class SuperBatchMixin(Strategy):
         self.set_prefetch(prefetch)
 
     def set_prefetch(self, prefetch: int | None) -> None:
-        """Choose how many coming steps are made ready; None for the default of the device."""
+        """Choose how many steps are prefetched; None for the default of the device."""
         if prefetch is not None:
-            check_integer("prefetch", prefetch, 0, "steps that are made ready ahead, 0 for none")
+            check_integer("prefetch", prefetch, 0, "steps to prefetch, 0 for none")
         self._prefetch = prefetch
 
     if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class SuperBatchMixin(Strategy):
 
     @property
     def prefetch(self) -> int:
-        """Coming steps that are made ready while one is computed."""
+        """Steps that are prefetched while one is computed."""
         if self._prefetch is None:
             return _PREFETCH if has_streams(self.root_device) else 0
         return self._prefetch
@@ -280,7 +279,7 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
             precision_plugin=precision_plugin,
         )
         if data_devices is not None and not data_devices:
-            raise ValueError("data_devices=[]: name at least one device, or leave it out")
+            raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
         self._parallel_devices: list[torch.device] = []
         self._cluster_environment: ClusterEnvironment | None = None

@@ -98,8 +98,8 @@ def shard_module(
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; leave that"
-                " out of configure_model, or use Lightning's ModelParallelStrategy"
+                f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; omit that"
+                " from configure_model, or use Lightning's ModelParallelStrategy"
             )
     units = _units(module, options)
     roots = [module] if module.automatic_optimization else _roots_by_hand(module)

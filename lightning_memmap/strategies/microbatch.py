@@ -122,7 +122,7 @@ class MicroBatches:
                 raise ValueError(
                     f"a batch of {num_rows} rows has a tensor of shape {tuple(leaf.shape)}: batches"
                     " are divided by rows, so the first dimension of every tensor must be the"
-                    " rows; leave others out of the batch"
+                    " rows; omit others from the batch"
                 )
             if count == padded_rows:
                 return leaf[start : start + count]

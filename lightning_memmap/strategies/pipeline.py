@@ -283,7 +283,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True: memmap_pipeline runs batch norm on the rows of each"
-                " micro-batch; leave it out, or use group or layer norm"
+                " micro-batch; omit it, or use group or layer norm"
             )
 
     @override

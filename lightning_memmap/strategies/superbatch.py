@@ -28,8 +28,8 @@ class SuperBatchStrategy(OneProcess):
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer, the root device first.
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
-        prefetch: Coming steps that are made ready on side streams while one is computed. By default
-            2 where the root device is a GPU, and 0 on a CPU.
+        prefetch: Steps that are prefetched on side streams while one is computed. By default 2
+            where the root device is a GPU, and 0 on a CPU.
         accelerator: As for every Lightning strategy.
         checkpoint_io: As for every Lightning strategy.
         precision_plugin: As for every Lightning strategy.
@@ -57,7 +57,7 @@ class SuperBatchStrategy(OneProcess):
         self.set_prefetch(prefetch)
         if data_devices is not None and not root_holds_data:
             raise ValueError(
-                "root_holds_data=False with data_devices: leave one of them out; the devices that"
+                "root_holds_data=False with data_devices: omit one of them; the devices that"
                 " you name are the ones that hold data"
             )
         self._root_holds_data = root_holds_data

@@ -189,8 +189,8 @@ def test_memory_holds_each_step_once(store: Store) -> None:
         (source,) = loader._rows.sources
         assert isinstance(source, Memory)
         (index,) = (i for i, (shape, _) in enumerate(source.fields) if shape == (LENGTH,))
-        assert source._columns is not None
-        steps = source._columns._columns[index][0]
+        assert source.columns is not None
+        steps = source.columns._columns[index][0]
         assert isinstance(steps, torch.Tensor)
         held += steps.untyped_storage().nbytes() // 4
     # Shards c with c % 4 == rank are pieces of the line: where one ends inside a series, the next

@@ -26,6 +26,7 @@ from filelock import FileLock
 from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
+from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain
 from lightning_memmap.store.manifest import Manifest, check_files
@@ -102,6 +103,11 @@ class CachedShards(RemoteShards):
                 num_bytes = self.num_bytes(missing).sum()
                 self.fetch(missing, "fetching", hidden=bool(num_bytes < _SHOWN_BYTES))
             self._known = self.records()
+
+    @override
+    def read_index(self, field: int) -> Integers:
+        with self._cache.usable():
+            return super().read_index(field)
 
     @override
     def verify(self, number: int, advance: Callable[[int], None]) -> bool:

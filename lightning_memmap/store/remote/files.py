@@ -108,13 +108,20 @@ class RemoteFiles:
         return None
 
     def stores(self) -> list[str]:
-        """The directories in this one that have a manifest, one or two levels down."""
+        """Find the store in this directory, an empty path, or the stores one or two levels down."""
+        if self.read_if_there(MANIFEST, 0) is not None:
+            return [""]
         if self._is_web:
-            raise StoreNotFoundError(f"the files at {self.url} cannot be listed")
+            raise StoreNotFoundError(
+                f"no store at {self.url}, and no directory that can be listed: give the URL of one"
+                f" store, such as {self.url / 'train'}"
+            )
         files = self._tried(partial(self._system.find, self._path, maxdepth=3), "")
         names = [str(file).rstrip("/").removeprefix(f"{self._path}/") for file in files]
         found = [name.removesuffix(f"/{MANIFEST}") for name in names if f"/{MANIFEST}" in name]
-        return sorted(name for name in found if name[:1] != "." and "/." not in name)
+        if not (found := [name for name in found if name[0] != "." and "/." not in name]):
+            raise StoreNotFoundError(f"no store at {self.url}, nor in the directories there")
+        return sorted(found)
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Copy a file there, or write a small one. Object stores show it once it is whole."""

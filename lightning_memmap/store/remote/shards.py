@@ -163,6 +163,27 @@ class RemoteShards:
             raise error
         return is_right
 
+    def read_index(self, field: int) -> Integers:
+        """Read where the rows of a field end that differ in length: from the files here, or for
+        shards that are not here, from the server, and not their values.
+
+        Checksums are of a shard's index and values together. So what the server gives is compared
+        with the ends of shards in the manifest, and the rest when a shard is fetched.
+        """
+
+        def read(number: int) -> bytes:
+            pieces = (self._read_here if self._is_here(number) else self._read)(number, 1)
+            return b"".join(data for _, _, data in pieces)
+
+        numbers = self.numbers([field], range(self.manifest.num_shards))
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            index = b"".join(pool.map(read, numbers))
+        for shard, number in enumerate(numbers):
+            for _, first, end in self.manifest.columns[field].edge_bytes(shard):
+                if index[first : first + len(end)] != end:
+                    raise self.changed() or self._damaged(number - 1)
+        return np.frombuffer(index, np.int64)
+
     def _is_here(self, number: int) -> bool:
         return bool(self._read_records(number, 1)[0] > 0)
 
@@ -177,18 +198,19 @@ class RemoteShards:
         name = self.manifest.columns[field].field.name
         return digest.hexdigest() == self.manifest.checksums[name][shard]
 
-    def _read(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        """Read the bytes of a shard from its server: file, first byte, bytes."""
+    def _read(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
+        """Read the bytes of a shard, or its first pieces, from its server: file, first byte,
+        bytes."""
         try:
-            for name, start, end in self.pieces[number]:
+            for name, start, end in self.pieces[number][:count]:
                 for first in range(start, end, _READ_BYTES):
                     last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
                     yield name, first, self.files.read(at, first, last)
         except StoreNotFoundError as error:
             raise self.changed() or self._damaged(number) from error
 
-    def _read_here(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        for name, start, end in self.pieces[number]:
+    def _read_here(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
+        for name, start, end in self.pieces[number][:count]:
             with open(open_plain(self.directory / name), "rb", buffering=0) as file:
                 for first in range(start, end, _READ_BYTES):
                     size = min(_READ_BYTES, end - first)

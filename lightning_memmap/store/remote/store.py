@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.open_columns import OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store
@@ -44,6 +44,15 @@ class RemoteStore(Store):
         found = [index for index, name in enumerate(names) if fields is None or name in fields]
         self._shards.require(found, shards)
         return [self._mapped[index] for index in found]
+
+    @override
+    def lengths(self, field: str) -> Integers:
+        index = self._index_of(field)
+        column = self._mapped[index]
+        if not isinstance(column, ItemRows):
+            return super().lengths(field)
+        ends = self._shards.read_index(index).reshape(column.index.shape)
+        return replace(column, index=ends).lengths()
 
     def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
         """Compare the shards here with their checksums, and read the others from the server.

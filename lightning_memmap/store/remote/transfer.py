@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeGuard
 
-from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
 from lightning_memmap.store.files import TEMPORARY, sync_path
@@ -138,33 +138,6 @@ def pull_store(
         shards.fetch(shards.missing(numbers), "pulling", hidden=not progress)
         place.commit(replace(manifest, generation=generation.name))
     return open_directory(place.path)
-
-
-def stores_at(url: str) -> dict[str, str]:
-    """Find the store at a URL, or the stores in the directory there, one for each split.
-
-    Returns:
-        The URL of each store, by its path from there: ``train``, ``val/0``; an empty path for the
-        URL itself.
-
-    Raises:
-        StoreNotFoundError: There is none.
-        StoreError: The URL cannot be reached.
-    """
-    place = _url(url)
-    files = RemoteFiles(place)
-    if files.read_if_there(MANIFEST, 0) is not None:
-        return {"": place}
-    try:
-        found = files.stores()
-    except StoreNotFoundError as error:
-        raise StoreNotFoundError(
-            f"no store at {url}, and no directory that can be listed: give the URL of one store,"
-            f" such as {place / 'train'}: {error}"
-        ) from error
-    if not found:
-        raise StoreNotFoundError(f"no store at {url}, nor in the directories there")
-    return {name: str(place / name) for name in found}
 
 
 def _url(given: str) -> StoreUrl:

@@ -4,7 +4,6 @@ A row of a column is what a sample has: a number or time of numpy, in the dtype 
 or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,28 +11,20 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Values
 from lightning_memmap.schema.kinds import Bytes, Text
 from lightning_memmap.schema.leaves import as_tensor
 from lightning_memmap.schema.stack import fit_items, fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF
+from lightning_memmap.store.sources.column import Column, Rows
 
 
-class TableColumn(ABC):
-    """A column of a table, whose rows can be taken as an array of Arrow."""
+class TableColumn(Column):
+    """A column of a table, whose rows are taken as an array of Arrow."""
 
-    @abstractmethod
-    def take(self, rows: range | Integers) -> Any:
-        """Rows in a range of step 1 or in any order."""
-
+    @override
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows have for each field; see `arrow_values`."""
         return arrow_values(found, node, fields)
-
-    def pieces(self, rows: Integers) -> Integers | None:
-        """As of `lightning_memmap.store.sources.Source`."""
-        return None
 
 
 class ArrowColumn(TableColumn):
@@ -62,7 +53,7 @@ class ArrowColumn(TableColumn):
         return bool(self.column.null_count)
 
     @override
-    def take(self, rows: range | Integers) -> Any:
+    def take(self, rows: Rows) -> Any:
         return take(self.column, rows)
 
 
@@ -75,7 +66,7 @@ def simple_array(column: Any, otherwise: Any) -> Any:
     return _numbers(_one(column)) if is_simple and not column.null_count else otherwise
 
 
-def take(column: Any, rows: range | Integers) -> Any:
+def take(column: Any, rows: Rows) -> Any:
     """Rows of a column of Arrow, in a range of step 1 or in any order."""
     import pyarrow as pa
 

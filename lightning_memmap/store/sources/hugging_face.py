@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Values
 from lightning_memmap.schema.fields import TO_NUMPY
 from lightning_memmap.schema.kinds import Duration
 from lightning_memmap.store.sources.arrow import TableColumn, arrow_values
+from lightning_memmap.store.sources.column import Rows
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
 _FORMATS = {None, "numpy", "torch"}
@@ -25,7 +25,7 @@ class HuggingFaceColumn(TableColumn):
     name: str
 
     @override
-    def take(self, rows: range | Integers) -> Any:
+    def take(self, rows: Rows) -> Any:
         found = (
             self.dataset[rows.start : rows.stop] if isinstance(rows, range) else self.dataset[rows]
         )

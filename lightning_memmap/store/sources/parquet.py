@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, take
+from lightning_memmap.store.sources.column import Rows
 
 #: Files that are open at once.
 _MAX_OPEN_FILES = 16
@@ -57,7 +58,8 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise  # It names the file.
     except (ArrowException, OSError) as error:
         raise DatasetError(
-            f"{path}: it cannot be read as a Parquet file ({describe_error(error)})"
+            f"{path}: it cannot be read as a Parquet file ({describe_error(error)}); read another"
+            " format with a library of tables, such as pandas.read_csv, and give the table"
         ) from None
 
 
@@ -184,7 +186,7 @@ class ParquetColumn(TableColumn):
         return np.searchsorted(self._files.ends, rows, side="right")
 
     @override
-    def take(self, rows: range | Integers) -> Any:
+    def take(self, rows: Rows) -> Any:
         import pyarrow as pa
 
         numbers = np.asarray(rows, np.int64)

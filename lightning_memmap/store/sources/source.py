@@ -28,6 +28,7 @@ from lightning_memmap.schema.structure import LEAF, children_of
 from lightning_memmap.schema.values import join_values, take_rows
 from lightning_memmap.store.sources import hugging_face
 from lightning_memmap.store.sources.arrow import TableColumn
+from lightning_memmap.store.sources.column import Column, Rows
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
 
@@ -36,14 +37,17 @@ _FILE_MODULES = {"h5py", "zarr"}
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
 
-Rows = range | Integers
-
 
 class Source(Protocol):
     """The rows of a dataset."""
 
     def read(self, rows: Rows) -> list[Values]:
-        """Read rows, in a range of step 1 or in any order, int64 of shape (n,)."""
+        """The rows of each field, in the dtypes in which they are kept.
+
+        Raises:
+            SchemaError: These rows must be read one by one, as some may not fit.
+            DatasetError: They cannot be read.
+        """
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
@@ -147,19 +151,6 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
-class Column(Protocol):
-    """Rows that lie in an array or a column of a table, with one field or several."""
-
-    def take(self, rows: Rows) -> Any:
-        """Rows in a range of step 1 or in any order, as this kind of column has them."""
-
-    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows, of a structure, have for each of its fields."""
-
-    def pieces(self, rows: Integers) -> Integers | None:
-        """As of `Source`."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Array(Column):
     """A tensor or array, or one in a file, which is read by slices."""
@@ -187,10 +178,6 @@ class _Array(Column):
         return (
             [*values, Values(torch.ones(len(found), dtype=torch.bool))] if is_optional else values
         )
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        return None
 
 
 @dataclass(frozen=True, eq=False)

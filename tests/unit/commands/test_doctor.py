@@ -38,7 +38,7 @@ def test_doctor_on_a_good_folder_succeeds_and_leaves_nothing(
 ) -> None:
     code, out, _ = run(str(tmp_path))
     assert code == 0, out
-    for words in ("processor", "host memory", str(tmp_path), "atomic rename"):
+    for words in ("GPUs", "host memory", str(tmp_path), "atomic rename"):
         assert words in out
     assert not list(tmp_path.iterdir())
 
@@ -77,7 +77,7 @@ def test_doctor_of_a_folder_without_write_access_says_what_works_still(
 @pytest.mark.parametrize(
     ("what", "owner", "name", "state"),
     [
-        ("atomic rename", os, "rename", "bad"),
+        ("atomic rename", os, "replace", "bad"),
         ("claiming space", os, "posix_fallocate", "limited"),
         ("direct reads", os, "preadv", "limited"),
         ("memory mapping", os, "pwrite", "bad"),

@@ -266,3 +266,4 @@ def test_config_that_cannot_be_is_refused(command: Command, tmp_path: Path) -> N
     command.write(store_dir=str(tmp_path / "elsewhere"))
     assert command("--devices", 1) == 2
     assert "no store at" in command.err
+    assert "store the dataset first, with `lightning-memmap fit --config" in command.err

@@ -1,13 +1,15 @@
 """Starting a run: what is said of one that does not end well, and that nothing of it is left."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_memmap.compare.config import RunSpec, shared_config
-from lightning_memmap.compare.runner import RunError, run
+from lightning_memmap.compare.runner import RunError, launch, run
 from lightning_memmap.compare.worker import write_error
 
 
@@ -62,6 +64,18 @@ def test_interrupt_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(make_spec(tmp_path), 60.0, interrupt)
     assert children() <= before
+
+
+def test_run_that_was_started_ahead_waits_for_its_spec_and_ends_with_its_parent(
+    tmp_path: Path,
+) -> None:
+    started = launch(tmp_path / "run")
+    assert not started.ends_within(0.1)
+    with pytest.raises(RunError, match="required: model"):
+        run(make_spec(tmp_path), 100.0, ignore, started)
+    # It has no parent of this number.
+    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(tmp_path / "x"), "0"]
+    assert subprocess.run(command, timeout=100, check=False).returncode == 0
 
 
 def test_shared_config_keeps_what_all_arms_can_have() -> None:

@@ -270,7 +270,7 @@ class TestStreams:
         operators = Operators(device)
         with operators:
             for source in loader._rows.sources:
-                for tensor in source.memory.tensors:
+                for tensor in source.columns.dense.tensors:
                     tensor.mul_(1)
         for _ in uses(loader, operators):
             pass

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_key
@@ -34,7 +32,6 @@ from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
     NumberedRows,
-    check_save_and_resume,
     epoch_rows,
     joined,
     loader_over,
@@ -65,59 +62,7 @@ def reading_threads() -> list[threading.Thread]:
 SUBSETS = [None, StridedRows(1, 3), StridedRows(0, 4, excluded=True)]
 
 
-@st.composite
-def setups(draw: st.DrawFn) -> dict[str, Any]:
-    shuffle = draw(st.booleans())
-    return {
-        "num_rows": draw(st.sampled_from([5, 24, 97, 181, 400])),
-        "num_shards": draw(st.sampled_from([1, 7, 24])),
-        "num_devices": draw(st.sampled_from([1, 2, 3, 8])),
-        "size": draw(st.sampled_from([1, 2, 3])),
-        "batch_size": draw(st.integers(1, 9)),
-        "window": draw(st.sampled_from([1, 2, 3, 5, 10, 1000])),
-        "subset": draw(st.sampled_from(SUBSETS)),
-        "options": {
-            "shuffle": shuffle,
-            "drop_last": draw(st.booleans()),
-            "seed": draw(st.integers(0, 2**40)),
-            "transform": draw(st.sampled_from([None, untouched])),
-        },
-    }
-
-
 class TestRows:
-    @given(setup=setups(), epoch=st.integers(0, 3))
-    def test_rows_are_those_of_the_mapping_with_the_same_window(
-        self, numbered_store: Stores, setup: dict[str, Any], epoch: int
-    ) -> None:
-        store = numbered_store(setup["num_rows"], setup["num_shards"])
-        size, batch_size, options = setup["size"], setup["batch_size"], setup["options"]
-        subset = setup["subset"]
-        num_rows = store.num_rows if subset is None else subset.num_rows(store.num_rows)
-        topology = setup["num_devices"] * size
-        assume(num_rows >= topology * (batch_size if options["drop_last"] else 1))
-        for rank in range(size):
-            streamed, mapped = (
-                make_loader(
-                    store,
-                    setup["num_devices"],
-                    batch_size,
-                    residency=residency,
-                    rank=rank,
-                    size=size,
-                    window=setup["window"],
-                    subset=subset,
-                    **options,
-                )
-                for residency in ("stream", "mmap")
-            )
-            # Two epochs of one loader: memory is used again.
-            for each in (epoch, epoch + 1):
-                streamed.set_epoch(each)
-                mapped.set_epoch(each)
-                assert epoch_rows(streamed) == epoch_rows(mapped)
-        assert not reading_threads()
-
     def test_all_dtypes_and_shapes_are_read_as_they_are(self, tmp_path: Path) -> None:
         store = build_store(Kinds(), tmp_path / "kinds", num_shards=3, progress=False)
         batches = []
@@ -297,30 +242,6 @@ class Kinds(torch.utils.data.Dataset[Any]):
 
 
 class TestResume:
-    @pytest.mark.parametrize("transform", [None, untouched])
-    @pytest.mark.parametrize("shuffle", [True, False])
-    def test_resume_after_any_step_goes_on_with_the_next_row(
-        self, numbered_store: Stores, shuffle: bool, transform: Any
-    ) -> None:
-        def make(num_devices: int = 2, batch_size: int = 6, **options: Any) -> SuperBatchLoader:
-            return make_loader(
-                numbered_store(97, 24),
-                num_devices,
-                batch_size,
-                window=2,
-                shuffle=shuffle,
-                transform=transform,
-                **options,
-            )
-
-        def streamed() -> SuperBatchLoader:
-            return make(residency="stream")
-
-        check_save_and_resume(streamed, 1)
-        # Of another residency, number of devices and batch size: the order is the same.
-        check_save_and_resume(streamed, 1, lambda: make(4, 5, residency="mmap"))
-        check_save_and_resume(lambda: make(1, 7), 0, lambda: make(3, 2, residency="stream"))
-
     def test_state_of_another_window_is_refused(self, numbered_store: Stores) -> None:
         def make(window: int | None, residency: str = "stream") -> SuperBatchLoader:
             store = numbered_store(97, 24)
@@ -466,12 +387,6 @@ class TestThread:
             del super_batch
         found[0] += [rows_of(super_batch.to(CPU)) for super_batch in one]
         assert found == [whole, whole]
-
-    def test_batches_that_are_kept_are_never_overwritten(self, numbered_store: Stores) -> None:
-        for transform in (None, untouched):
-            loader = self.make(numbered_store, transform=transform)
-            kept = [super_batch.to(CPU) for super_batch in loader]
-            assert [rows_of(batch) for batch in kept] == epoch_rows(loader)
 
     def test_loader_used_in_inference_mode_trains_after_it(self, numbered_store: Stores) -> None:
         loader = self.make(numbered_store)

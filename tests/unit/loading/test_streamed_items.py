@@ -1,6 +1,5 @@
 """Rows that differ in length, read window by window: those of the mapping, in bounded memory."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import (
     FormedCollate,
     SuperBatchLoader,
-    runs,
 )
 from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.split import largest_window_bytes
@@ -36,7 +34,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, make_loader, make_split, read_in_blocks
+from tests.rows import CPU, make_loader, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -101,19 +99,6 @@ def make(
     return make_loader(store, num_devices, batch_size, forms=forms, collate=collate, **options)
 
 
-@st.composite
-def setups(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "batch_size": draw(st.integers(3, 9)),
-        "window": draw(st.sampled_from([1, 2, 5, 1000])),
-        "num_devices": draw(st.sampled_from([1, 2, 3, 4])),
-        "subset": draw(st.sampled_from([None, StridedRows(0, 4, excluded=True)])),
-        "shuffle": draw(st.booleans()),
-        "transform": draw(st.sampled_from([None, lambda batch: batch])),
-        "forms": draw(st.sampled_from([None, {"sound": "jagged"}, {"sound": "list"}])),
-    }
-
-
 def test_fields_without_any_item_in_the_used_rows_are_streamed(
     stores: dict[tuple[int, int], Store],
 ) -> None:
@@ -125,28 +110,6 @@ def test_fields_without_any_item_in_the_used_rows_are_streamed(
     rows = list(batches(streamed))
     assert rows == list(batches(mapped))
     assert len(rows) > 1
-
-
-@pytest.mark.slow
-@given(setup=setups(), shape=st.sampled_from([(5, 7), (97, 24)]), size=st.integers(1, 2))
-@settings(deadline=None, max_examples=10)
-def test_rows_are_those_of_the_mapping(
-    stores: dict[tuple[int, int], Store],
-    setup: dict[str, Any],
-    shape: tuple[int, int],
-    size: int,
-) -> None:
-    store = stores[shape]
-    assume(shape[0] > setup["num_devices"] * size * 2)
-    for rank in range(size):
-        streamed, mapped = (
-            make(store, residency, rank=rank, size=size, **setup)
-            for residency in ("stream", "mmap")
-        )
-        for epoch in range(2):
-            streamed.set_epoch(epoch)
-            mapped.set_epoch(epoch)
-            assert list(batches(streamed)) == list(batches(mapped))
 
 
 def test_each_epoch_has_each_row_once_and_is_read_window_by_window(
@@ -161,61 +124,6 @@ def test_each_epoch_has_each_row_once_and_is_read_window_by_window(
         for batch in found:
             for row, text in zip(batch["row"].tolist(), batch["text"], strict=True):
                 assert text == sample(row)["text"]
-
-
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
-def test_resume_after_any_step_goes_on_with_the_next_row(
-    stores: dict[tuple[int, int], Store], transform: Any
-) -> None:
-    whole = list(batches(make(stores[97, 24], "stream", 7, 2, 2, transform=transform)))
-    for count in range(1, len(whole), 2):
-        saved = make(stores[97, 24], "stream", 7, 2, 2, transform=transform)
-        for _, _ in zip(range(count), saved, strict=False):
-            pass
-        for residency in ("stream", "mmap"):
-            resumed = make(stores[97, 24], residency, 7, 2, 2, transform=transform)
-            resumed.load_state_dict(saved.state_dict())
-            assert list(batches(resumed)) == whole[count:]
-
-
-def test_batches_that_are_kept_are_never_overwritten(
-    stores: dict[tuple[int, int], Store],
-) -> None:
-    # Raw super-batches too: their rows are not put together before they are asked for.
-    for transform in (None, lambda batch: batch):
-        kept = list(make(stores[181, 7], "stream", 3, 2, transform=transform))
-        expected = batches(make(stores[181, 7], "mmap", 3, 2, transform=transform))
-        assert [plain(each.to(CPU)) for each in kept] == list(expected)
-
-
-@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
-def test_items_are_read_to_their_places_wherever_their_blocks_begin(
-    stores: dict[tuple[int, int], Store], monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    # Several pieces a run, and room for whatever it takes.
-    read_in_blocks(monkeypatch, block_bytes, 4 * 4096)
-    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
-    for window, size in ((20, 1), (3, 1), (1000, 7)):
-        options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
-        streamed, mapped = (
-            make(stores[181, 7], residency, **options) for residency in ("stream", "mmap")
-        )
-        assert list(batches(streamed)) == list(batches(mapped))
-
-
-@pytest.mark.parametrize("read_bytes", [1, 50, 3000])
-def test_items_that_lie_apart_are_read_in_pieces(
-    stores: dict[tuple[int, int], Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
-    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
-    subset = StridedRows(1, 3)
-    for num_devices in (1, 5):
-        streamed, mapped = (
-            make(stores[97, 24], residency, subset=subset, num_devices=num_devices)
-            for residency in ("stream", "mmap")
-        )
-        assert list(batches(streamed)) == list(batches(mapped))
 
 
 class TestMemory:

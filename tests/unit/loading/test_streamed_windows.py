@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader, runs
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.places import SeriesPlaces
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamLayout, located_steps
@@ -34,8 +34,8 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
-from tests.datasets import Series, all_windows, windows_in
-from tests.rows import make_window_loader, read_in_blocks
+from tests.datasets import Series, windows_in
+from tests.rows import make_window_loader
 
 LENGTH = 8
 LENGTHS = {
@@ -127,34 +127,6 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
-@given(setup=setups(), name=st.sampled_from(sorted(LENGTHS)), size=st.integers(1, 2))
-@settings(deadline=None, max_examples=10)
-def test_windows_are_those_of_the_mapping(
-    stores: dict[str, Store], setup: dict[str, Any], name: str, size: int
-) -> None:
-    if name == "few":
-        setup = {**setup, "subset": None}
-    found = []
-    for rank in range(size):
-        streamed, mapped = (
-            make_window_loader(stores[name], **setup, rank=rank, size=size, residency=residency)
-            for residency in ("stream", "mmap")
-        )
-        for epoch in range(2):
-            streamed.set_epoch(epoch)
-            mapped.set_epoch(epoch)
-            steps = steps_of(streamed)
-            assert steps == steps_of(mapped)
-            found += chain.from_iterable(steps)
-    # Each window once an epoch.
-    expected = all_windows(LENGTHS[name], LENGTH, setup["windows"].stride)
-    kept = [each for each in expected if setup["subset"] is None or each[0] % 3]
-    assert sorted(found) == sorted(kept * 2)
-
-
 @pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
 @given(
@@ -198,83 +170,6 @@ def test_any_number_of_devices_has_the_same_global_batches(
             steps_of(make_window_loader(stores["many"], windows, count, 12 // count, **options))
             == alone
         )
-
-
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
-def test_resume_after_any_step_goes_on_with_the_next_window(
-    stores: dict[str, Store], transform: Any
-) -> None:
-    def make(residency: str = "stream", devices: int = 2) -> SuperBatchLoader:
-        loader = make_window_loader(
-            stores["few"],
-            Windows(LENGTH, 4),
-            devices,
-            24 // devices,
-            residency=residency,
-            window=4,
-            transform=transform,
-        )
-        loader.set_epoch(1)
-        return loader
-
-    whole = steps_of(make())
-    for count in range(1, len(whole), 3):
-        saved = make()
-        for _, _ in zip(range(count), saved, strict=False):
-            pass
-        for residency, devices in (("stream", 2), ("mmap", 2), ("stream", 4)):
-            resumed = make(residency, devices)
-            resumed.load_state_dict(saved.state_dict())
-            assert steps_of(resumed) == whole[count:]
-
-
-def test_batches_that_are_kept_are_never_overwritten(stores: dict[str, Store]) -> None:
-    for transform in (None, lambda batch: batch):
-        options: dict[str, Any] = {"window": 2, "transform": transform}
-        kept = list(
-            make_window_loader(stores["few"], Windows(LENGTH, 3), residency="stream", **options)
-        )
-        expected = make_window_loader(stores["few"], Windows(LENGTH, 3), **options)
-        assert [windows_in(batch.to("cpu"), LENGTH) for batch in kept] == steps_of(expected)
-
-
-@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
-def test_steps_are_read_to_their_places_wherever_their_blocks_begin(
-    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
-    for window, size in ((20, 1), (3, 1), (1000, 3)):
-        options: dict[str, Any] = {"window": window, "rank": size - 1, "size": size}
-        streamed, mapped = (
-            make_window_loader(stores["few"], Windows(LENGTH, 3), residency=residency, **options)
-            for residency in ("stream", "mmap")
-        )
-        assert steps_of(streamed) == steps_of(mapped)
-
-
-@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.parametrize("read_bytes", [8, 50, 3000])
-def test_steps_that_lie_apart_are_read_in_pieces(
-    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
-    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
-    monkeypatch.setattr(runs, "_MAX_FREE", 0)
-    monkeypatch.setattr(runs, "_MAX_FREE_BYTES", 0)
-    for num_devices in (1, 5):
-        streamed, mapped = (
-            make_window_loader(
-                stores["many"],
-                Windows(LENGTH, 3),
-                num_devices,
-                window=4,
-                residency=residency,
-                subset=StridedRows(1, 3, excluded=True),
-            )
-            for residency in ("stream", "mmap")
-        )
-        assert steps_of(streamed) == steps_of(mapped)
 
 
 # Memory, and bytes

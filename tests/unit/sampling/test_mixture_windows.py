@@ -184,6 +184,16 @@ def test_curriculum_of_windows_has_the_rows_of_its_stages() -> None:
         assert rows_of(sampler, epoch).tolist() == rows_of(stage, epoch).tolist()
 
 
+@pytest.mark.parametrize("num_shards", [24, 192])
+@pytest.mark.parametrize("batch", [8, 32, 256])
+def test_steps_have_all_sets_also_if_they_have_rows_of_some_shards_only(
+    num_shards: int, batch: int
+) -> None:
+    sampler = mixture([9000, 11_000], [0.7, 0.3], 20_000, None, num_shards, 3)
+    order = sampler.dataset_rows(1, range(20_000 // batch * batch)).reshape(-1, batch)
+    assert (np.abs((order < 9000).sum(axis=1) - 0.7 * batch) < 1 + 0.02 * batch).all()
+
+
 @st.composite
 def by_batch(draw: st.DrawFn) -> MixtureSampler:
     sizes = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))

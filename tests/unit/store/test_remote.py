@@ -167,6 +167,35 @@ def test_field_of_a_url_is_fetched_alone(tmp_path: Path, reads: list[tuple[str, 
     assert {name for name, _, _ in reads} == {"label.memmap"}
 
 
+def test_lengths_of_a_url_read_the_index_alone(
+    url: str, built: Path, reads: list[tuple[str, int, int]]
+) -> None:
+    store, whole = open_store(url), open_store(built)
+    assert is_row(store[5], 5)
+    reads.clear()
+    for name in ("name", "box"):
+        assert np.array_equal(store.lengths(name), whole.lengths(name))
+    assert {name for name, _, _ in reads} == {"name.index", "box.index"}
+    # Shard 1 was here.
+    assert len(reads) == 2 * (NUM_SHARDS - 1)
+    reads.clear()
+    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
+    reads.clear()
+    store.lengths("name")
+    assert reads == []
+
+
+def test_lengths_of_a_url_with_another_end_of_a_shard_are_an_error(
+    url: str, tmp_path: Path
+) -> None:
+    (path,) = (tmp_path / "far" / "s").rglob("name.index")
+    ends = np.fromfile(path, np.int64)
+    ends[: 2 * NUM_ROWS // NUM_SHARDS] += 1
+    ends.tofile(path)
+    with pytest.raises(StoreError, match="is damaged: the bytes of field 'name', shard"):
+        open_store(url).lengths("name")
+
+
 @given(data=st.data())
 def test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -30,7 +30,6 @@ from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote import files
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE
-from lightning_memmap.store.remote.transfer import stores_at
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Numbered, holds
 from tests.models import Points, Regression, make_trainer
@@ -164,7 +163,7 @@ def test_server_that_tells_no_lengths_is_pulled_from(web: FileServer, tmp_path: 
     assert holds(
         pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
     )
-    assert list(stores_at(f"{web.url}/train")) == [""]
+    assert files.RemoteFiles(StoreUrl(f"{web.url}/train")).stores() == [""]
 
 
 def test_mistake_of_a_library_is_not_tried_again(

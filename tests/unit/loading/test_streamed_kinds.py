@@ -1,0 +1,174 @@
+"""Whatever is streamed, rows of one or of many sizes or windows, comes as from the mapping."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
+from lightning_memmap.sampling import StridedRows
+from lightning_memmap.schema import Windows, read_forms
+from lightning_memmap.store import Store, build_store
+from tests.datasets import Series
+from tests.rows import CPU, NumberedRows, make_loader, make_window_loader, read_in_blocks
+from tests.unit.loading.test_streamed_items import VARIABLE, plain, sample
+
+KINDS = ["rows", "items", "windows"]
+NUM_ROWS, LENGTH = 97, 8
+#: Of series, of which some are shorter than a window.
+LENGTHS = [3 + row * 7 % 30 for row in range(40)]
+Make = Callable[..., SuperBatchLoader]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store"),
+    pytest.mark.filterwarnings("ignore:the train rows are in .* shards"),
+]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
+    path = tmp_path_factory.mktemp("kinds")
+    datasets: dict[str, Any] = {
+        "rows": NumberedRows(NUM_ROWS),
+        "items": [sample(row) for row in range(NUM_ROWS)],
+        "windows": Series(LENGTHS),
+    }
+    return {
+        kind: build_store(
+            dataset,
+            path / kind,
+            num_shards=12,
+            variable=VARIABLE if kind == "items" else {},
+            progress=False,
+        )
+        for kind, dataset in datasets.items()
+    }
+
+
+def make(
+    stores: dict[str, Store],
+    kind: str,
+    residency: str,
+    *,
+    stride: int = 3,
+    forms: Any = None,
+    **options: Any,
+) -> SuperBatchLoader:
+    store = stores[kind]
+    options = {"num_devices": 1, "batch_size": 6, "shuffle": True, "window": 5, **options}
+    if kind == "windows":
+        return make_window_loader(store, Windows(LENGTH, stride), residency=residency, **options)
+    if kind == "items":
+        options["collate"] = FormedCollate(store.schema, read_forms({**VARIABLE, **(forms or {})}))
+        options["forms"] = forms
+    return make_loader(store, residency=residency, **options)
+
+
+def batches(loader: SuperBatchLoader) -> list[Any]:
+    return [plain(super_batch.to(CPU)) for super_batch in loader]
+
+
+def both(stores: dict[str, Store], kind: str, **options: Any) -> list[list[Any]]:
+    """The batches of a stream, and those of the mapping."""
+    return [batches(make(stores, kind, each, **options)) for each in ("stream", "mmap")]
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "batch_size": draw(st.integers(3, 9)),
+        "window": draw(st.sampled_from([1, 2, 5, 1000])),
+        "num_devices": draw(st.sampled_from([1, 2, 3, 4, 8])),
+        "subset": draw(
+            st.sampled_from([None, StridedRows(1, 3), StridedRows(0, 4, excluded=True)])
+        ),
+        "shuffle": draw(st.booleans()),
+        "transform": draw(st.sampled_from([None, lambda batch: batch])),
+        "stride": draw(st.sampled_from([1, 3, 8, 11])),
+        "forms": draw(st.sampled_from([None, {"sound": "jagged"}, {"sound": "list"}])),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(setup=setups(), size=st.integers(1, 2))
+@settings(deadline=None, max_examples=10)
+def test_batches_are_those_of_the_mapping(
+    stores: dict[str, Store], kind: str, setup: dict[str, Any], size: int
+) -> None:
+    assume(setup["num_devices"] * size <= 12)
+    for rank in range(size):
+        options = {**setup, "rank": rank, "size": size}
+        # Two epochs of one loader: memory is used again.
+        streamed, mapped = (make(stores, kind, each, **options) for each in ("stream", "mmap"))
+        for epoch in (2, 3):
+            streamed.set_epoch(epoch)
+            mapped.set_epoch(epoch)
+            assert batches(streamed) == batches(mapped)
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_after_any_step_goes_on_with_the_next_row(
+    stores: dict[str, Store], kind: str, transform: Any
+) -> None:
+    def loader(residency: str = "stream", devices: int = 2) -> SuperBatchLoader:
+        batch = {"batch_size": 12 // devices, "num_devices": devices}
+        made = make(stores, kind, residency, window=2, transform=transform, **batch)
+        made.set_epoch(1)
+        return made
+
+    whole = batches(loader())
+    for count in range(1, len(whole), 3):
+        saved = loader()
+        for _, _ in zip(range(count), saved, strict=False):
+            pass
+        for residency, devices in (("stream", 2), ("mmap", 2), ("stream", 4)):
+            resumed = loader(residency, devices)
+            resumed.load_state_dict(saved.state_dict())
+            assert batches(resumed) == whole[count:]
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_that_are_kept_are_never_overwritten(
+    stores: dict[str, Store], kind: str, transform: Any
+) -> None:
+    # Raw super-batches: their rows are not put together before they are asked for.
+    options: dict[str, Any] = {"batch_size": 3, "window": 2, "transform": transform}
+    kept = list(make(stores, kind, "stream", **options))
+    assert [plain(each.to(CPU)) for each in kept] == batches(make(stores, kind, "mmap", **options))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 512, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_are_read_to_their_places_wherever_their_blocks_begin(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, block_bytes: int
+) -> None:
+    # Several reads a run, and room for whatever it takes.
+    read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
+    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
+    for window, size in ((20, 1), (3, 1), (1000, 3)):
+        streamed, mapped = both(stores, kind, window=window, rank=size - 1, size=size)
+        assert streamed == mapped
+
+
+@pytest.mark.parametrize("read_bytes", [1, 50, 3000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_lie_apart_are_read_in_pieces(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, read_bytes: int
+) -> None:
+    for name, value in {
+        "_READ_BYTES": read_bytes,
+        "_GAP_BYTES": read_bytes // 2,
+        "_MAX_FREE": 0,
+        "_MAX_FREE_BYTES": 0,
+    }.items():
+        monkeypatch.setattr(runs, name, value)
+    for num_devices in (1, 5):
+        streamed, mapped = both(
+            stores, kind, num_devices=num_devices, window=4, subset=StridedRows(1, 3, excluded=True)
+        )
+        assert streamed == mapped
