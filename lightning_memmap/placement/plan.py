@@ -339,7 +339,7 @@ def plan_placement(
 
     Raises:
         ValueError: An unknown residency.
-        PlacementError: The data does not fit, and the message says what does.
+        PlacementError: The data does not fit: the message gives both numbers and what to do.
     """
     check_residency(residency)
     used: dict[torch.device, int] = defaultdict(int)
