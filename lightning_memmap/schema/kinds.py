@@ -8,7 +8,7 @@ import enum
 import sys
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -224,7 +224,8 @@ class Time(Duration, frozen=True):
 class Image(Kind, frozen=True):
     """Images of Pillow, decoded, channels first."""
 
-    mode: str
+    # It is printed, and may come from a stranger.
+    mode: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9;]{1,16}\Z")]
 
     @override
     @classmethod

@@ -771,6 +771,10 @@ HOSTILE = {
     "no name": with_container("dataclass", ["a"], []),
     "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
     "numbers that are one number": numbers([]),
+    "terminal codes as mode": edited(
+        "fields", 0, "kind", value={"type": "image", "mode": "\x1b[2J"}
+    ),
+    "line as mode": edited("fields", 0, "kind", value={"type": "image", "mode": "RGB\n"}),
     "kind of nothing": edited("fields", 0, "kind", value={"type": "nothing"}),
     "unit of nothing": edited("fields", 1, "kind", value={"type": "time", "unit": "x"}),
     "text of numbers": edited("fields", 0, "kind", value={"type": "text"}),
