@@ -583,11 +583,9 @@ class _Build:
         """Write those of some rows of the store that are missing. The workers end with that."""
         todo = building.missing(rows)
         num_done = len(rows) - sum(map(len, todo))
-        try:
-            with show("storing", len(rows), self.row_bytes, num_done) as advance:
-                self._write(building, todo, advance)
-        finally:
-            self.workers.close()
+        with show("storing", len(rows), self.row_bytes, num_done) as advance:
+            self._write(building, todo, advance)
+        self.workers.close()
 
     def _write(self, building: Building, todo: list[range], advance: Advance) -> None:
         workers = self.workers
@@ -633,6 +631,7 @@ class _Build:
                 writer.finish()
                 note()
             except BaseException:
+                workers.close(at_once=True)
                 try:
                     writer.finish()
                 except OSError:

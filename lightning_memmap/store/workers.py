@@ -8,17 +8,17 @@ import pickle
 import signal
 import stat
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from itertools import islice
+from multiprocessing import connection
 from threading import Thread
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from lightning_memmap.errors import DatasetError, MemmapError, check_integer, describe_error
@@ -28,8 +28,6 @@ Outcome = TypeVar("Outcome")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
-#: In a worker, the id of the process that started it.
-_starter: int | None = None
 
 
 class Workers:
@@ -47,22 +45,8 @@ class Workers:
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset = dataset
         self.num_workers = num_workers
-        self._orders, self._start = _Orders(), _Start()
-        # torch would draw the workers' seed from the global generator: the run that builds a store
-        # would then have other random numbers than runs that find it built.
-        generator = torch.Generator()
-        generator.seed()
-        self._loader: Iterable[Any] = DataLoader(
-            _Worker(dataset),
-            batch_size=None,
-            sampler=self._orders,
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            generator=generator,
-            worker_init_fn=self._start,
-            in_order=False,
-            persistent_workers=num_workers > 0,
-        )
+        self._pool: ProcessPoolExecutor | None = None
+        self._num_runs = 0
 
     def run(
         self,
@@ -82,19 +66,60 @@ class Workers:
         Raises:
             MemmapError: A task raised it.
             OSError: A task raised it.
-            DatasetError: A task raised any other error.
+            DatasetError: A task raised any other error, or its process was killed.
         """
-        self._orders.take(pickle.dumps(make) if self.num_workers else make, tasks)
-        self._start.positions = _positions()
-        for outcome in self._loader:
-            if isinstance(outcome, _Failure):
-                outcome.reraise()
+        self._num_runs += 1
+        if self.num_workers:
+            self._run_in_pool(pickle.dumps(make), tasks, receive)
+            return
+        work: Callable[[Task], Outcome] | None = None
+        for task in tasks:
+            with _our_errors():
+                work = work or make(self.dataset)
+                outcome = work(task)
             receive(outcome)
 
-    def close(self) -> None:
-        """End the processes. Nothing more is read."""
-        # The loader ends them when it is no longer there.
-        self._loader = ()
+    def _run_in_pool(
+        self, make: bytes, tasks: Iterable[Any], receive: Callable[[Any], None]
+    ) -> None:
+        pool, todo, waiting = self._started(), iter(tasks), set[Future[Any]]()
+        try:
+            while True:
+                for task in islice(todo, 2 * self.num_workers - len(waiting)):
+                    waiting.add(pool.submit(_work, self._num_runs, make, task))
+                if not waiting:
+                    return
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    receive(future.result())
+        except BrokenProcessPool as error:
+            raise DatasetError(
+                "a worker process that read the dataset has died. If memory ran out, use a smaller"
+                f" num_workers than {self.num_workers}; num_workers=0 reads in this process and"
+                " shows where it dies. What was stored is kept"
+            ) from error
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self.num_workers,
+                multiprocessing.get_context(),
+                _begin,
+                (self.dataset, _positions()),
+            )
+        return self._pool
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the processes, once they have done their tasks or at once. Nothing more is read."""
+        if self._pool is not None:
+            # It has no other way to end those that are at work.
+            for process in list((self._pool._processes or {}).values()) if at_once else ():
+                process.kill()
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
     def __enter__(self) -> Self:
         return self
@@ -105,22 +130,7 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the processes.
-
-        Raises:
-            DatasetError: The block has failed since one of them was killed.
-        """
-        self.close()
-        if trace is not None and self.num_workers:
-            # Its frames, too, keep the loader's iterator, and with it the workers that are left.
-            traceback.clear_frames(trace)
-        death = _worker_death(error) if isinstance(error, Exception) else None
-        if death is not None:
-            raise DatasetError(
-                f"a worker process that read the dataset has died ({death}). If memory ran out, use"
-                f" a smaller num_workers than {self.num_workers}; num_workers=0 reads in this"
-                " process and shows where it dies. What was stored is kept"
-            ) from error
+        self.close(at_once=error is not None)
 
 
 def run_tasks(
@@ -136,54 +146,68 @@ def run_tasks(
         tasks: The tasks.
         num_workers: Worker processes; with 0, this process does all tasks.
         receive: Called in this process with each outcome.
-
-    Raises:
-        MemmapError: A task raised it.
-        OSError: A task raised it.
-        DatasetError: A task raised any other error, or its process was killed.
     """
     with Workers(work, num_workers) as workers:
         workers.run(_as_it_is, tasks, receive)
 
 
-def _worker_death(error: BaseException | None) -> RuntimeError | None:
-    """The error that torch raises for a worker that was killed, if it is the cause of this one.
-
-    torch has no class for it, and raises it in a signal handler: anywhere in the loop, even in the
-    middle of code that then fails in another way.
-    """
-    while error is not None:
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def check_num_workers(num_workers: int) -> int:
-    """Check a number of processes that a user gives.
-
-    Args:
-        num_workers: The value.
-
-    Returns:
-        The value as an int of Python.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is below 0, or more processes than any machine could run.
-    """
+    """Check a number of processes that a user gives, and return it as an int of Python."""
     num_workers = check_integer("num_workers", num_workers, 0, "0 or more processes")
     if num_workers > _MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers}: at most {_MAX_WORKERS} processes")
     return num_workers
 
 
-def end_with_starter(worker_id: int) -> None:
-    """Have this worker process killed when the process that started it ends.
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    """Errors of a dataset as those of this package, which can be sent to another process."""
+    try:
+        yield
+    except (MemmapError, OSError):
+        raise
+    except Exception as error:
+        raise DatasetError(describe_error(error)) from error
 
-    Args:
-        worker_id: Not used; the ``DataLoader`` passes it.
-    """
+
+def _as_it_is(outcome: Any) -> Any:
+    return outcome
+
+
+# In a worker process
+
+#: The id of the process that started this one, the dataset, and what the last run made of it.
+_starter: int | None = None
+_dataset: Any = None
+_made: tuple[int, Callable[[Any], Any]] = (0, _as_it_is)
+
+
+def _begin(dataset: Any, positions: dict[int, int]) -> None:
+    """What a worker process does first."""
+    global _dataset
+    end_with_starter()
+    # The process that started this one decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    if multiprocessing.get_start_method() == "fork":
+        _open_anew(positions)
+    _dataset = dataset
+
+
+def _work(number: int, make: bytes, task: Any) -> Any:
+    global _made
+    exit_if_orphaned()
+    try:
+        with _our_errors():
+            if number != _made[0]:
+                _made = number, pickle.loads(make)(_dataset)
+            return _made[1](task)
+    finally:
+        exit_if_orphaned()
+
+
+def end_with_starter() -> None:
+    """Have this worker process killed when the process that started it ends."""
     global _starter
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -199,20 +223,18 @@ def end_with_starter(worker_id: int) -> None:
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
 
 
-@dataclass
-class _Start:
-    """What a worker process does first.
+def _end_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    Args:
-        positions: Where this process stands in files that it has open for reading, by descriptor.
-    """
 
-    positions: dict[int, int] = field(default_factory=dict)
-
-    def __call__(self, worker_id: int) -> None:
-        end_with_starter(worker_id)
-        if multiprocessing.get_start_method() == "fork":
-            _open_anew(self.positions)
+def exit_if_orphaned() -> None:
+    """End this process if it is a worker and the process that started it is gone."""
+    parent = multiprocessing.parent_process()
+    if _starter is not None and (
+        os.getppid() != _starter or parent is None or not parent.is_alive()
+    ):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _positions() -> dict[int, int]:
@@ -242,81 +264,3 @@ def _open_anew(positions: dict[int, int]) -> None:
             os.lseek(own, position, os.SEEK_SET)
             os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
             os.close(own)
-
-
-def _end_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_if_orphaned() -> None:
-    """End this process if it is a worker and the process that started it is gone."""
-    parent = multiprocessing.parent_process()
-    if _starter is not None and (
-        os.getppid() != _starter or parent is None or not parent.is_alive()
-    ):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _as_it_is(outcome: Any) -> Any:
-    return outcome
-
-
-class _WorkerTracebackError(Exception):
-    """The traceback of a worker process as text, shown as the cause of the error."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The error of a task, in a form that can be sent to another process, whatever was raised."""
-
-    error: MemmapError | OSError
-    traceback: str
-
-    def reraise(self) -> None:
-        raise self.error from _WorkerTracebackError(f"\n{self.traceback}")
-
-
-class _Order(NamedTuple):
-    """One task, and how to make what does it: pickled for another process."""
-
-    number: int
-    make: Any
-    task: Any
-
-
-class _Orders:
-    """What is to be done next."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._orders: Iterable[_Order] = ()
-
-    def take(self, make: Any, tasks: Iterable[Any]) -> None:
-        """Take tasks, which are handed out one by one."""
-        number = self._number = self._number + 1
-        self._orders = (_Order(number, make, task) for task in tasks)
-
-    def __iter__(self) -> Iterator[_Order]:
-        return iter(self._orders)
-
-
-class _Worker(Dataset[Any]):
-    """Item ``order`` is the outcome of its task, or its failure."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._number = 0
-        self._work: Callable[[Any], Any] = _as_it_is
-
-    def __getitem__(self, order: _Order) -> Any:
-        exit_if_orphaned()
-        try:
-            if order.number != self._number:
-                make = pickle.loads(order.make) if isinstance(order.make, bytes) else order.make
-                self._work, self._number = make(self._dataset), order.number
-            return self._work(order.task)
-        except (MemmapError, OSError) as error:
-            return _Failure(error.with_traceback(None), traceback.format_exc())
-        except Exception as error:
-            return _Failure(DatasetError(describe_error(error)), traceback.format_exc())

@@ -60,7 +60,6 @@ def test_folder_is_stored_encoded_and_planned_for(
     )
     num_bytes = sum(file.stat().st_size for file in folder.glob("*/*"))
     assert f"{num_bytes / 1024:.1f} KiB" in encoded_line
-    assert "threads" in encoded_line
     assert f"RGB {HEIGHT} x {WIDTH}" in decoded_line
     assert f"{12 * 3 * HEIGHT * WIDTH / 1024:.1f} KiB" in decoded_line
     page = tmp_path / "store.html"

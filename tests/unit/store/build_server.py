@@ -22,6 +22,7 @@ from lightning_memmap.store import (
     build,
     build_part,
     build_store,
+    building,
     finish_store,
     open_store,
     pull_store,
@@ -266,11 +267,13 @@ def read_slowly(delay_s: float) -> None:
     RemoteFiles.read = slow  # type: ignore[method-assign]
 
 
-def let_go(worker_id: int) -> None:
+def let_go() -> None:
     """A worker that ends only when its work is done."""
+    note_starter()
+    building.exit_if_orphaned = lambda: None
 
 
-def note_starter(worker_id: int) -> None:
+def note_starter() -> None:
     """A worker that learns of the end of its builder only by looking."""
     workers._starter = os.getppid()
 
