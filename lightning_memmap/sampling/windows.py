@@ -5,7 +5,7 @@ are long runs of a file, or lie near each other there, which a disk reads fast. 
 file, no tensor.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,44 +140,3 @@ class ReadWindows:
         rounds = np.arange(first, last, dtype=np.int64)[:, None]
         wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
         return np.broadcast_to(held, grid.shape)[wanted], grid[wanted]
-
-    def row_offsets(
-        self,
-        epoch: int,
-        positions: range,
-        window_slots: int,
-        run_starts: Callable[[Sequence[range]], Sequence[Integers]],
-    ) -> Integers:
-        """Where the rows of positions lie, if all windows of an epoch lay one after the other.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            positions: As for `Sampler.at`.
-            window_slots: Slots for rows in a window's memory.
-            run_starts: Returns, for each run of a window, the slot of its first row by shard: int64
-                of shape (C,) for each run. The rows of a run lie one after the other.
-
-        Returns:
-            Slots, counted from that of the first window of the epoch, int64 of shape
-            (len(positions),).
-
-        Raises:
-            ValueError: As for `Sampler.at`.
-        """
-        shards, offsets = self.sampler.at(epoch, positions)
-        for number, here in self.parts(positions):
-            runs = self.runs(epoch, number)
-            starts = [start + number * window_slots for start in run_starts(runs)]
-            offsets[here] = _slots(shards[here], offsets[here], runs, starts)
-        return offsets
-
-
-def _slots(
-    shards: Integers, offsets: Integers, runs: Sequence[range], starts: Sequence[Integers]
-) -> Integers:
-    """The slots of rows, from the slot by shard at which each run starts."""
-    slots = starts[0][shards] + (offsets - runs[0].start)
-    for run, start in zip(runs[1:], starts[1:], strict=True):
-        here = np.flatnonzero((offsets >= run.start) & (offsets < run.stop))
-        slots[here] = start[shards[here]] + (offsets[here] - run.start)
-    return slots

@@ -3,7 +3,6 @@
 import math
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -57,35 +56,6 @@ def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
             assert sorted(offsets) == sorted(o for o in wanted if o < sizes[shard])
             # A short shard lacks the last one alone.
             assert len(offsets) >= len(wanted) - 1
-
-
-@given(windows(), st.integers(0, 5), st.data())
-def test_row_offsets_are_rows_of_runs_from_their_starts_on(
-    cut: ReadWindows, epoch: int, data: st.DataObject
-) -> None:
-    sampler = cut.sampler
-    divisors = [n for n in range(1, sampler.num_shards + 1) if sampler.num_shards % n == 0]
-    step = data.draw(st.sampled_from(divisors))
-    start = data.draw(st.integers(0, sampler.num_positions))
-    positions = range(start, sampler.num_positions, step)
-
-    def run_starts(runs: Sequence[range]) -> list[np.ndarray]:
-        # What no two rows have in common, and another number for each shard and run.
-        shards = np.arange(sampler.num_shards)
-        return [10**9 * shards + 10**6 * index + 7 for index in range(len(runs))]
-
-    found = cut.row_offsets(epoch, positions, 10**12, run_starts)
-
-    shards, offsets = sampler.at(epoch, positions)
-    assert len(set(found.tolist())) == len(positions)
-    for position, place, shard, offset in zip(
-        positions, found.tolist(), shards.tolist(), offsets.tolist(), strict=True
-    ):
-        number, inside = divmod(place, 10**12)
-        assert number == cut.number_of(position)
-        assert inside // 10**9 == shard
-        run, row = divmod(inside % 10**9, 10**6)
-        assert cut.runs(epoch, number)[run][row - 7] == offset
 
 
 def test_windows_known_seed_gives_known_rows() -> None:
