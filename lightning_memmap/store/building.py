@@ -100,11 +100,7 @@ class StorePlan:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the store before a row is written, in the order of the fields.
-
-        Raises:
-            StoreError: The files would be larger than any file can be.
-        """
+        """The columns of the store before a row is written, in the order of the fields."""
         try:
             return grow_columns(self.schema, self.shards)
         except ValueError as error:
@@ -125,11 +121,7 @@ class StorePlan:
         }
 
     def check(self) -> None:
-        """Check that the store can be opened once it is built.
-
-        Raises:
-            StoreError: It has too many rows, shards, fields or names for a manifest.
-        """
+        """Check that the store can be opened once it is built."""
         sums = {field.name: ("0" * 16,) * self.num_shards for field in self.schema.fields}
         Manifest(
             self.shards, self.schema, self.columns, (), sums, {}, classes=self.classes
@@ -163,15 +155,7 @@ class RowWriter:
         self._journal = None if journal is None else _share(journal, self.files.directory)
 
     def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
-        """Write rows in any order.
-
-        Args:
-            rows: The rows, a range of step 1 or int64 of shape (B,).
-            values: Those of each column.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Write rows in any order."""
         for column, each in zip(self._columns, values, strict=True):
             exit_if_orphaned()
             column.write(self.files, rows, each)
@@ -235,18 +219,6 @@ class Building:
     ) -> "Building":
         """Make the files of a build, or go on with those of an interrupted build of the same. The
         lock of the store must be held until it is finished.
-
-        Args:
-            plan: The store.
-            fingerprint: The identity of the dataset.
-            contents: JSON values that must be the same in a build that goes on with this one,
-                beside the plan.
-            resume: Whether to go on.
-            variable_bytes: Bytes of the rows that differ in length, estimated.
-
-        Raises:
-            StoreError: An interrupted build cannot be removed.
-            OSError: The disk is too small. Everything is removed again.
         """
         directory = StoreDirectory(plan.path)
         contents = {**plan.to_json(), **contents}
@@ -313,18 +285,6 @@ class Building:
     ) -> "Building":
         """Go on with one part of a build, whose files the first part makes. The lock of the store
         must be held, for this call alone.
-
-        Args:
-            plan: The store.
-            fingerprint: The identity of the dataset.
-            contents: JSON values that all parts must have in common, beside the plan.
-            part: Number of the part.
-            **more: JSON values that the first part records.
-
-        Raises:
-            PartInUseError: Another process has the part.
-            StoreError: The other parts are of another build.
-            OSError: The disk is too small, or the file system has no locks.
         """
         directory = StoreDirectory(plan.path)
         contents = {**plan.to_json(), **contents}
@@ -380,11 +340,7 @@ class Building:
         self._written.append(rows)
 
     def sync(self) -> None:
-        """Bring what was written to the disk, and list it in the journal.
-
-        Raises:
-            OSError: The disk reports an error. The journal is as it was.
-        """
+        """Bring what was written to the disk, and list it in the journal."""
         # If this fails they are never listed: when asked again, the file system may no longer
         # report the failure.
         rows, self._written = merge_ranges(self._written), []
@@ -416,22 +372,7 @@ class Building:
         num_threads: int,
         show: ShowProgress,
     ) -> None:
-        """Make this the store, once all rows are written. The lock must be held.
-
-        Args:
-            probes: Row and hash of rows, which are compared with what was written; None where
-                nobody has read them before.
-            source: Where the rows came from, for people to read. Time and versions are added.
-            fingerprint: The identity of the dataset; None if the rows do not come from one.
-            num_threads: Threads that read and hash, at least 2.
-            show: Shows the progress.
-
-        Raises:
-            DatasetError: A probe row differs from what was written: the dataset is random. Nothing
-                is kept.
-            StoreError: A file is not what was written.
-            OSError: The files cannot be written or read.
-        """
+        """Make this the store, once all rows are written. The lock must be held."""
         plan = self.plan
         # What was written last is brought to the disk while it is read.
         with ThreadPoolExecutor(1) as thread:
@@ -508,21 +449,7 @@ def read_parts(path: Path) -> dict[str, Any]:
 
 
 def read_part(path: Path, part: int, num_rows: int) -> list[range] | None:
-    """The rows of one part that are on the disk.
-
-    Args:
-        path: The generation.
-        part: Number of the part.
-        num_rows: Rows of the dataset.
-
-    Returns:
-        The rows in ranges; None where no process has begun with the part.
-
-    Raises:
-        PartInUseError: A process writes it.
-        StoreError: Its journal is no plain file of this user.
-        OSError: It cannot be read.
-    """
+    """The rows of one part that are on the disk."""
     try:
         with own_directory(path) as directory:
             descriptor = open_own(_part_journal(part), directory, os.O_RDWR)
@@ -540,15 +467,7 @@ def read_part(path: Path, part: int, num_rows: int) -> list[range] | None:
 
 @contextmanager
 def explained(path: Path, then: str) -> Iterator[None]:
-    """Say what to do about a file that cannot be written.
-
-    Args:
-        path: Directory of the store.
-        then: What follows.
-
-    Raises:
-        OSError: As the system says, and what to do.
-    """
+    """Say what to do about a file that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -565,17 +484,7 @@ def explained(path: Path, then: str) -> Iterator[None]:
 def allocate_files(
     directory: Path, columns: Sequence[Column], path: Path, variable_bytes: int = 0
 ) -> None:
-    """Make the files of columns, and claim their space: a full disk is an error now, and not late.
-
-    Args:
-        directory: Where they go, a directory without files.
-        columns: The columns.
-        path: Where the store is to be, for messages.
-        variable_bytes: Bytes that rows which differ in length will take beside, estimated.
-
-    Raises:
-        OSError: The disk is too small. The directory is removed.
-    """
+    """Make the files of columns and claim their space: a full disk is an error now, not late."""
     try:
         # Several columns may have a file in common.
         files = {
@@ -639,13 +548,7 @@ def _write_key(path: Path, name: str, key: Mapping[str, Any]) -> None:
 
 
 def _read_key(directory: int, name: str) -> dict[str, Any]:
-    """Read what is built, not checked, in an open directory of this user.
-
-    Raises:
-        StoreError: It belongs to another user, or is too large.
-        ValueError: It is not JSON.
-        OSError: It cannot be read.
-    """
+    """Read what is built, not checked, in an open directory of this user."""
     found = json.loads(read_own(name, directory, _MAX_KEY_BYTES))
     if not isinstance(found, dict):
         raise ValueError(f"{name} holds no JSON object")
@@ -655,11 +558,7 @@ def _read_key(directory: int, name: str) -> dict[str, Any]:
 def _difference(
     found: Mapping[str, Any], fingerprint: Fingerprint, contents: Mapping[str, Any]
 ) -> str | None:
-    """Say in words how what was found differs from what is to be built; None where it does not.
-
-    Raises:
-        ValueError: What was found is not a key.
-    """
+    """Say in words how what was found differs from what is to be built; None where it does not."""
     changed = msgspec.convert(found.get("fingerprint"), Fingerprint).difference(fingerprint)
     if changed is not None:
         return f"since then, {changed}"
@@ -743,11 +642,7 @@ def variable_bytes(plan: StorePlan, row_bytes: float) -> int:
 
 
 def numbers_of(rows: Sequence[int] | Integers, num_rows: int) -> Integers:
-    """Row numbers as an array, checked.
-
-    Raises:
-        IndexError: One is outside the store.
-    """
+    """Row numbers as an array, checked."""
     numbers = np.asarray(rows, np.int64)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_rows):
         raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")

@@ -27,20 +27,7 @@ def compute_checksums(
     num_threads: int = 2,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, tuple[str, ...]]:
-    """Read all files of a store and hash each shard.
-
-    Args:
-        directory: Where the files are.
-        columns: The columns of the store.
-        num_threads: Threads that read and hash; XXH3 releases the interpreter lock.
-        advance: Called with the number of bytes read since the last call, from these threads.
-
-    Returns:
-        By field name, one XXH3 hash of 64 bits in hexadecimal for each shard.
-
-    Raises:
-        StoreError: A file is a link, is not a plain file, or cannot be read.
-    """
+    """Read all files of a store and hash each shard."""
     sums = {}
     with ThreadPoolExecutor(num_threads) as pool:
         for column in columns:
@@ -65,11 +52,7 @@ def compute_checksums(
 
 
 def hashed_bytes(columns: Sequence[Column]) -> int:
-    """The bytes that `compute_checksums` reads.
-
-    Args:
-        columns: The columns of the store.
-    """
+    """The bytes that `compute_checksums` reads."""
     pieces = chain.from_iterable(chain.from_iterable(c.shard_ranges() for c in columns))
     return sum(end - start for _, start, end in pieces)
 

@@ -41,11 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_store(directory: Path) -> bool:
-    """Whether a directory has a manifest, as every store has, whole or damaged.
-
-    Raises:
-        StoreError: This process may not look into the directory.
-    """
+    """Whether a directory has a manifest, as every store has, whole or damaged."""
     try:
         os.lstat(directory / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,25 +55,13 @@ def is_store(directory: Path) -> bool:
 
 
 def stores_within(directory: Path) -> list[str]:
-    """The names of the stores that lie in a directory, in order.
-
-    Raises:
-        StoreError: This process may not look into one of them.
-    """
+    """The names of the stores that lie in a directory, in order."""
     found = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
     return [name for name in found if not name.startswith(".") and is_store(directory / name)]
 
 
 def check_free(directory: Path, argument: str) -> None:
-    """Check that a place has a store, what builds leave of one, or nothing.
-
-    Args:
-        directory: The place.
-        argument: What chooses it.
-
-    Raises:
-        StoreError: Something else is there.
-    """
+    """Check that a place has a store, what builds leave of one, or nothing."""
     if not os.path.lexists(directory) or is_store(directory):
         return
     names = os.listdir(directory) if directory.is_dir() else [""]
@@ -126,13 +110,6 @@ class StoreDirectory:
         """Hold the lock for changes; what nobody names is removed first.
 
         Everyone who may write to the directory may use the lock, no matter who made it.
-
-        Args:
-            timeout_s: Seconds to wait for another process that has the lock.
-
-        Raises:
-            StoreError: Another process keeps the lock for longer, this process may not use it, or
-                the store that is there is of another format.
         """
         path = self.path / _LOCK
         try:
@@ -171,24 +148,13 @@ class StoreDirectory:
             lock.release()
 
     def begin(self, name: str | None = None) -> Path:
-        """Make a generation for a build. The lock must be held, until it has a key.
-
-        Args:
-            name: Its name; by default one of its own.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Make a generation for a build. The lock must be held, until it has a key."""
         path = self.path / (name or f"g-{secrets.token_hex(8)}")
         path.mkdir()
         return path
 
     def unfinished(self, key: str) -> list[Path]:
-        """The generations of unfinished builds that are ours.
-
-        Args:
-            key: `KEY` or `PARTS`.
-        """
+        """The generations of unfinished builds that are ours."""
         return [path for path in self._generations() if os.path.lexists(path / key)]
 
     def discard(self, key: str = KEY) -> None:
@@ -197,16 +163,7 @@ class StoreDirectory:
             remove_tree(path)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a generation the store. The lock must be held, and its files be on the disk.
-
-        Args:
-            manifest: Says what is in the generation. From the moment on at which it is in place, it
-                is the store; the one before is removed.
-
-        Raises:
-            StoreError: The manifest could not be read again.
-            OSError: The disk reports an error.
-        """
+        """Make a generation the store. The lock must be held, and its files be on the disk."""
         sync_path(self.files(manifest))
         sync_path(self.path)
         manifest.write(self.path)
@@ -215,11 +172,7 @@ class StoreDirectory:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove what nobody names: old generations, and in the current one what its build needed.
-
-        Raises:
-            StoreError: The store is of another format, whose files are not known.
-        """
+        """Remove old generations, and in the current one what its build needed."""
         with suppress(OSError):  # It is not there, or this process may not remove it.
             (self.path / _UNFINISHED_MANIFEST).unlink()
         try:
@@ -252,11 +205,7 @@ class StoreDirectory:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a generation. No link in it is followed.
-
-    Raises:
-        StoreError: It cannot be removed.
-    """
+    """Remove a generation. No link in it is followed."""
     try:
         shutil.rmtree(path)
     except OSError as error:

@@ -29,19 +29,7 @@ TEMPORARY = ".tmp"
 
 
 def open_plain(path: Path) -> int:
-    """Open a plain file for reading, without following a link or waiting for a pipe.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        StoreError: It is a link, a directory or a device.
-        OSError: It cannot be opened.
-    """
+    """Open a plain file for reading, without following a link or waiting for a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -56,19 +44,7 @@ def open_plain(path: Path) -> int:
 
 
 def check_plain(path: Path) -> int:
-    """Check that a path leads to a plain file.
-
-    Args:
-        path: The file. A link is not followed.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        StoreError: It is a link, a directory or a device.
-        OSError: It cannot be looked up.
-    """
+    """Check that a path leads to a plain file."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise _not_plain(path)
@@ -80,15 +56,7 @@ def _not_plain(path: Path) -> StoreError:
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """Make the error for a file of a store that the system does not let this process read.
-
-    Args:
-        path: The file.
-        error: What the system said.
-
-    Returns:
-        The error, to be raised by the caller.
-    """
+    """Make the error for a file of a store that the system does not let this process read."""
     return StoreError(
         f"{path} cannot be read: {error.strerror}: see that you have the right to read it and all"
         " directories above it, that its disk works, and that the process may open more files"
@@ -97,27 +65,14 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write bytes at an offset of a file, in as many calls as it takes.
-
-    Args:
-        descriptor: A file that is open for writing.
-        data: What to write, with items of one byte.
-        offset: Where to begin, in bytes from the start of the file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write bytes at an offset of a file, in as many calls as it takes."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Read bytes of a file, not through a mapping: there, an error of the disk ends the process.
-
-    Raises:
-        OSError: The file cannot be read, or ends before.
-    """
+    """Read bytes of a file, not through a mapping: there, an error of the disk ends the process."""
     data = np.empty(num_bytes, np.uint8)
     done = 0
     while done < num_bytes:
@@ -129,16 +84,7 @@ def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uin
 
 
 def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
-    """Give a file its size, and its place on the disk.
-
-    Args:
-        descriptor: The file, open for writing.
-        num_bytes: Its size.
-        purpose: What it is for, for the message.
-
-    Raises:
-        OSError: The disk is too small.
-    """
+    """Give a file its size, and its place on the disk."""
     os.truncate(descriptor, num_bytes)
     if num_bytes and hasattr(os, "posix_fallocate"):
         try:
@@ -163,17 +109,7 @@ def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) -> None:
-    """Write rows of one size into a file.
-
-    Args:
-        descriptor: A file that is open for writing.
-        locations: Where they go, in rows from the start of the file, each once: int64 of shape
-            (B,).
-        rows: Their bytes, uint8 of shape (B, bytes of a row).
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write rows of one size into a file."""
     order = np.argsort(locations)
     locations, size = locations[order], rows.shape[1]
     data = rows.take(order, axis=0).reshape(-1).data
@@ -184,14 +120,7 @@ def write_rows(descriptor: int, locations: Integers, rows: NDArray[np.uint8]) ->
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file, or the entries of a directory, to the disk.
-
-    Args:
-        path: The file or directory.
-
-    Raises:
-        OSError: It cannot be opened, or the disk reports an error.
-    """
+    """Bring a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,18 +152,7 @@ class OpenFiles:
         self._files: dict[str, int] = {}
 
     def open(self, name: str, flags: int = 0) -> int:
-        """Return the descriptor of a file, valid until the next call.
-
-        Args:
-            name: Name of the file in the directory. A link is not followed.
-            flags: Flags of ``os.open`` beside those for writing, such as ``os.O_CREAT``.
-
-        Returns:
-            The descriptor, open for writing.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Return the descriptor of a file, valid until the next call."""
         if name not in self._files:
             if len(self._files) >= self._max_open:
                 os.close(self._files.pop(next(iter(self._files))))
@@ -251,11 +169,7 @@ class OpenFiles:
                 _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
-        """Bring the files that are open to the disk.
-
-        Raises:
-            OSError: The disk reports an error.
-        """
+        """Bring the files that are open to the disk."""
         for descriptor in self._files.values():
             os.fsync(descriptor)
 
@@ -275,30 +189,14 @@ SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def check_own(name: str, state: os.stat_result) -> None:
-    """Check that something is a plain file of this user, without another name.
-
-    Args:
-        name: Its name, for the message.
-        state: What the system says of it.
-
-    Raises:
-        StoreError: It is not.
-    """
+    """Check that something is a plain file of this user, without another name."""
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1 or state.st_uid != os.geteuid():
         raise StoreError(f"{name} is not a plain file that belongs to this user")
 
 
 @contextmanager
 def own_directory(building: Path) -> Iterator[int]:
-    """Open a directory of this user, and give its descriptor.
-
-    Args:
-        building: The directory. A link is not followed.
-
-    Raises:
-        StoreError: It belongs to another user.
-        OSError: It cannot be opened.
-    """
+    """Open a directory of this user, and give its descriptor."""
     directory = os.open(building, os.O_RDONLY | os.O_DIRECTORY | SAFE_FLAGS)
     try:
         if os.fstat(directory).st_uid != os.geteuid():
@@ -309,20 +207,7 @@ def own_directory(building: Path) -> Iterator[int]:
 
 
 def open_own(name: str, directory: int, flags: int) -> int:
-    """Open a plain file of this user.
-
-    Args:
-        name: Its name.
-        directory: The descriptor of its directory.
-        flags: Flags of ``os.open`` beside `SAFE_FLAGS`.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        StoreError: It is no plain file, or belongs to another user.
-        OSError: It cannot be opened.
-    """
+    """Open a plain file of this user."""
     descriptor = os.open(name, flags | SAFE_FLAGS, 0o666, dir_fd=directory)
     try:
         check_own(name, os.fstat(descriptor))
@@ -333,29 +218,14 @@ def open_own(name: str, directory: int, flags: int) -> int:
 
 
 def read_own(name: str, directory: int, max_bytes: int) -> bytes:
-    """Read a plain file of this user; see `open_own`.
-
-    Args:
-        name: Its name.
-        directory: The descriptor of its directory.
-        max_bytes: The most bytes that it may have.
-    """
+    """Read a plain file of this user; see `open_own`."""
     descriptor = open_own(name, directory, os.O_RDONLY)
     with open(descriptor, "rb") as file:
         return read_at_most(file, name, max_bytes)
 
 
 def read_at_most(file: IO[bytes], name: str, max_bytes: int) -> bytes:
-    """Read a file to its end.
-
-    Args:
-        file: The file.
-        name: Its name, for the message.
-        max_bytes: The most bytes that it may have.
-
-    Raises:
-        StoreError: It is larger.
-    """
+    """Read a file to its end."""
     data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise StoreError(f"{name} is larger than {max_bytes} bytes")

@@ -82,14 +82,7 @@ class JoinedStore(Store):
         return self.chosen({})
 
     def chosen(self, selections: Mapping[str, Subset]) -> JoinedRows:
-        """Some rows of the stores.
-
-        Args:
-            selections: What chooses those of a store, by its name; all rows of the others.
-
-        Raises:
-            ValueError: There are no such rows.
-        """
+        """Some rows of the stores."""
         subsets = [
             selections[name].subset(f"train/{name}", 0, part) if name in selections else None
             for name, part in zip(self._names, self._parts, strict=True)
@@ -228,15 +221,7 @@ class _JoinedItems(ItemRows):
 
 
 def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:
-    """How many rows more than those before it lie before each part in memory.
-
-    Args:
-        fields: The fields, whose parts all begin at the same row.
-        sizes: Rows of each part.
-
-    Returns:
-        int64 of shape (parts,). Between two parts is at least one row.
-    """
+    """How many rows more than those before it lie before each part in memory."""
     # A part begins at a multiple of so many rows that each field begins with a page.
     unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
     shifts, first, total = [], 0, 0
@@ -248,19 +233,7 @@ def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:
 
 
 def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:
-    """Map files into one range of addresses.
-
-    Args:
-        field: What the files have rows of, all of one shape.
-        files: Each with the first of its bytes in the range, a multiple of a page, and its size.
-        num_rows: Rows of the whole range.
-
-    Returns:
-        Of shape (num_rows, *field shape). What a process writes there does not reach the files.
-
-    Raises:
-        StoreError: A file cannot be mapped.
-    """
+    """Map files into one range of addresses."""
     shape, num_bytes = (num_rows, *field.item_shape), num_rows * field.item_bytes
     if not files or not num_bytes:
         return torch.empty(shape, dtype=field.dtype, device="cpu")

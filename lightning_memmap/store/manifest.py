@@ -101,17 +101,7 @@ class Manifest:
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
-        """Bytes of the rows of each shard.
-
-        Args:
-            pool: How the rows, or some of them, are divided into shards; by default as stored.
-            fields: Names of the fields that count; by default all.
-            num_data_devices: Data devices of all processes, each of which has a copy of what their
-                shards share.
-
-        Returns:
-            int64 of shape (C,). Where the size of each row is not known, they are rounded up.
-        """
+        """Bytes of the rows of each shard."""
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if pool is not None and isinstance(pool.rows, WindowedRows):
             return window_bytes(columns, pool, num_data_devices)
@@ -132,15 +122,7 @@ class Manifest:
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
     def write(self, directory: Path) -> None:
-        """Write the manifest; its presence is what makes the directory a store.
-
-        Args:
-            directory: The directory with the files of the columns.
-
-        Raises:
-            StoreError: The manifest could not be read again. Nothing has been written.
-            OSError: The file cannot be written. A manifest that was there before is as it was.
-        """
+        """Write the manifest; its presence is what makes the directory a store."""
         data = self.encode()
         temporary = directory / (MANIFEST + TEMPORARY)
         # What a killed process has left there, or others have planted, is removed, not written to.
@@ -154,9 +136,6 @@ class Manifest:
     def encode(self) -> bytes:
         """Convert the manifest to the bytes of its file: JSON, which begins with the digest of all
         that follows.
-
-        Raises:
-            StoreError: The bytes could not be read again.
         """
         body = {
             "format": FORMAT,
@@ -181,19 +160,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read and check the manifest of a store.
-
-        Args:
-            directory: Directory of the store.
-
-        Returns:
-            The manifest. Whether its files are there is not checked: see `check_files`.
-
-        Raises:
-            StoreNotFoundError: There is no store in this directory.
-            StoreError: The manifest cannot be read, is damaged, contradicts itself, or has another
-                version.
-        """
+        """Read and check the manifest of a store."""
         path = directory / MANIFEST
         try:
             with open(open_plain(path), "rb") as file:
@@ -209,15 +176,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> "Manifest":
-        """Read and check the bytes of a manifest.
-
-        Args:
-            data: At most one byte more than `MAX_MANIFEST_BYTES`.
-            where: Where the store is, for messages.
-
-        Raises:
-            StoreError: It is damaged, contradicts itself, or has another version.
-        """
+        """Read and check the bytes of a manifest."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise StoreError(
                 f"the manifest of the store at {where} is larger than {MAX_MANIFEST_BYTES} bytes"
@@ -325,15 +284,7 @@ def _shown(value: msgspec.Raw) -> str:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every file of the columns is there, is a plain file, and has exactly its size.
-
-    Args:
-        directory: Where the files are.
-        manifest: The manifest of the store.
-
-    Raises:
-        StoreError: The message names the file, what was found and what was expected.
-    """
+    """Check that every file of the columns is there, is a plain file, and has exactly its size."""
     for column in manifest.columns:
         for name, expected in column.file_bytes.items():
             path = directory / name
@@ -351,18 +302,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def check_num_shards(num_shards: int) -> int:
-    """Check a number of shards that a user gives.
-
-    Args:
-        num_shards: The value.
-
-    Returns:
-        The value as an int of Python.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is not in ``[1, MAX_SHARDS]``.
-    """
+    """Check a number of shards that a user gives."""
     num_shards = check_integer("num_shards", num_shards)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards={num_shards}: at least 1 is needed, and at most {MAX_SHARDS}")

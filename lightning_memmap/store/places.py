@@ -21,14 +21,7 @@ class StoreUrl(str):
 
 
 def place_of(given: str | Path) -> Path | StoreUrl:
-    """Tell URLs from paths.
-
-    Args:
-        given: What a user gives.
-
-    Raises:
-        ValueError: It is a URL that `Path` has shortened.
-    """
+    """Tell URLs from paths."""
     if isinstance(given, str) and _URL.match(given):
         return StoreUrl(given)
     if _SHORTENED_URL.match(os.fspath(given)):
@@ -40,28 +33,14 @@ def place_of(given: str | Path) -> Path | StoreUrl:
 
 
 def local_path(given: str | Path) -> Path:
-    """The path that a user gives, with ``~`` as a shell has it: a config passes no shell.
-
-    Args:
-        given: The path.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """The path that a user gives, with ``~`` as a shell has it: a config passes no shell."""
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"{given!r}: give a path")
     return Path(os.path.expanduser(given))
 
 
 def check_path(given: str | Path) -> None:
-    """Check that something that is done in a directory is not asked for at a URL.
-
-    Args:
-        given: What a user gives.
-
-    Raises:
-        ValueError: It is a URL.
-    """
+    """Check that something that is done in a directory is not asked for at a URL."""
     if isinstance(place_of(given), StoreUrl):
         raise ValueError(
             f"path={str(given)!r} is a URL, and this needs a directory: build stores in one and"
@@ -70,17 +49,7 @@ def check_path(given: str | Path) -> None:
 
 
 def store_directory(path: str | Path) -> Path:
-    """The directory of a store, from what a user gives.
-
-    Args:
-        path: The path, in which links are followed.
-
-    Returns:
-        The absolute path.
-
-    Raises:
-        ValueError: It names none, or is a URL.
-    """
+    """The directory of a store, from what a user gives."""
     check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path={path!r}: name the directory of the store")
@@ -93,15 +62,7 @@ def store_directory(path: str | Path) -> Path:
 
 
 def make_parent(directory: Path) -> None:
-    """Make the directory in which a store is to lie, where it is missing.
-
-    Args:
-        directory: Directory of the store.
-
-    Raises:
-        StoreError: Something else is in the way.
-        OSError: It cannot be made.
-    """
+    """Make the directory in which a store is to lie, where it is missing."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

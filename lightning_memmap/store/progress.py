@@ -14,19 +14,7 @@ ShowProgress = Callable[..., AbstractContextManager[Advance]]
 def show_progress(
     what: str, total: int | None, item_bytes: int, done: int = 0, *, hidden: bool = False
 ) -> Iterator[Advance]:
-    """Show speed, gigabytes and the time that is left, on standard error.
-
-    Args:
-        what: The work, in a word.
-        total: Items to work on; None where that is not known.
-        item_bytes: Bytes of an item; 0 where that is not known. If it is 1, items are counted as
-            bytes, else as rows.
-        done: Items that are done already.
-        hidden: Show nothing.
-
-    Yields:
-        A function that advances the bar by a number of items.
-    """
+    """Show speed, gigabytes and the time that is left, on standard error."""
     if hidden:
         yield lambda count: None
         return

@@ -39,12 +39,7 @@ class RowRanges:
                 first += count
 
     def note(self, num_rows: int, duration_s: float) -> None:
-        """Take into account how long a range took.
-
-        Args:
-            num_rows: Rows of the range, at least 1.
-            duration_s: Seconds that they took.
-        """
+        """Take into account how long a range took."""
         self._row_s = (self._row_s + duration_s / num_rows) / 2
 
     def _next_count(self) -> int:
@@ -59,14 +54,7 @@ class RowRanges:
 
 
 def merge_ranges(ranges: Iterable[range]) -> list[range]:
-    """Return the same rows in as few ranges as possible, in ascending order.
-
-    Args:
-        ranges: Ranges with a step of 1, in any order. They may overlap.
-
-    Returns:
-        Ranges with a step of 1, between any two of which some row is missing.
-    """
+    """Return the same rows in as few ranges as possible, in ascending order."""
     merged: list[range] = []
     for rows in sorted(ranges, key=lambda rows: rows.start):
         if merged and rows.start <= merged[-1].stop:
@@ -77,16 +65,7 @@ def merge_ranges(ranges: Iterable[range]) -> list[range]:
 
 
 def missing_ranges(done: Iterable[range], stop: int, first: int = 0) -> list[range]:
-    """Return the rows from ``first`` to ``stop`` that are in none of the ranges.
-
-    Args:
-        done: Ranges with a step of 1, in any order. They may overlap.
-        stop: One past the last row that is looked for.
-        first: The first row that is looked for.
-
-    Returns:
-        Ranges in ascending order that neither overlap nor touch.
-    """
+    """Return the rows from ``first`` to ``stop`` that are in none of the ranges."""
     missing = []
     for rows in (*merge_ranges(done), range(stop, stop)):
         end = min(rows.start, stop)

@@ -9,30 +9,12 @@ from lightning_memmap.store.columns import Column
 
 
 def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
-    """Return the bytes of rows over all columns of a store.
-
-    Args:
-        columns: The columns.
-        rows: Rows in dataset order.
-
-    Returns:
-        Bytes of all these rows together.
-    """
+    """Return the bytes of rows over all columns of a store."""
     return sum(column.num_bytes(rows) for column in columns)
 
 
 def window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
-    """Bytes that each shard takes of series that are cut into windows.
-
-    Args:
-        columns: The columns of a store, or some of them.
-        pool: Of windows over series.
-        num_data_devices: Data devices of all processes, each of which has a copy of what their
-            shards share.
-
-    Returns:
-        int64 of shape (C,), rounded up.
-    """
+    """Bytes that each shard takes of series that are cut into windows."""
     line = pool.rows
     assert isinstance(line, WindowedRows)
     step_bytes = series_bytes = 0

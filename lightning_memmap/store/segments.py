@@ -20,18 +20,7 @@ _MOST_COPIED = 2.5
 def copy_segments(
     source: Bytes, starts: Integers, target: Bytes, places: Integers, lengths: Integers
 ) -> None:
-    """Copy pieces of memory.
-
-    Args:
-        source: Memory to copy from, of shape (bytes,).
-        starts: The first byte of each piece in it, int64 of shape (n,).
-        target: Memory to copy to, of shape (bytes,), which does not overlap with the source.
-        places: The first byte of each piece there, int64 of shape (n,).
-        lengths: Bytes of each piece, int64 of shape (n,).
-
-    Raises:
-        IndexError: A piece is outside one of the two.
-    """
+    """Copy pieces of memory."""
     if not len(lengths):
         return
     for memory, firsts in ((source, starts), (target, places)):
@@ -56,18 +45,7 @@ def copy_segments(
 
 
 def pack_segments(source: Bytes, starts: Integers, target: Bytes, lengths: Integers) -> None:
-    """Copy pieces of memory, one directly after the other.
-
-    Args:
-        source: Memory to copy from, of shape (bytes,).
-        starts: The first byte of each piece in it, int64 of shape (n,).
-        target: Memory to copy to, of the shape (bytes of all pieces,), which does not overlap with
-            the source.
-        lengths: Bytes of each piece, int64 of shape (n,).
-
-    Raises:
-        IndexError: A piece is outside one of the two.
-    """
+    """Copy pieces of memory, one directly after the other."""
     places = np.cumsum(lengths) - lengths
     longest = int(lengths.max(initial=0))
     is_uneven = longest * len(lengths) > _MOST_COPIED * len(target)

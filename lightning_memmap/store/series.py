@@ -26,19 +26,7 @@ class Series(NamedTuple):
 
 
 def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
-    """What a sampler orders: rows of a store, or the windows over them.
-
-    Args:
-        store: The store.
-        rows: Its rows, or some of them.
-        variable: The form of fields by name.
-
-    Returns:
-        The rows themselves where no field is cut into windows.
-
-    Raises:
-        ValueError: A field cannot be cut into windows, or fields are cut in different ways.
-    """
+    """What a sampler orders: rows of a store, or the windows over them."""
     forms = {name: form for name, form in variable.items() if isinstance(form, Windows)}
     if not forms:
         return rows
@@ -71,20 +59,7 @@ def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
 
 
 def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
-    """Find the series that rows of a store are. No step is read.
-
-    Args:
-        store: The store.
-        fields: The names of the fields that are cut into windows.
-        rows: The rows.
-
-    Returns:
-        The series in the order of their line.
-
-    Raises:
-        ValueError: The fields differ in the steps of a row.
-        StoreError: The index of the store is damaged.
-    """
+    """Find the series that rows of a store are. No step is read."""
     places = store.in_memory(series_places(rows))
     opened = [*chain(*(store.provide([name], range(store.num_shards)) for name in fields))]
     found = [_series(column, places) for column in opened]
@@ -115,14 +90,7 @@ def _series(column: OpenColumn, places: Integers) -> Series:
 
 
 def steps_of(column: OpenColumn) -> Tensor:
-    """The steps of all rows of a column, one after the other.
-
-    Args:
-        column: Its rows are series.
-
-    Returns:
-        A mapped tensor of shape (steps, *step shape).
-    """
+    """The steps of all rows of a column, one after the other."""
     if isinstance(column, ItemRows):
         return column.items
     return column.tensor.as_subclass(Tensor).flatten(0, 1)
@@ -163,15 +131,7 @@ def fields_of(store: Store, rows: Rows) -> Fields:
 
 
 def windows_over(steps: Tensor, length: int) -> Tensor:
-    """All windows over steps, as a view.
-
-    Args:
-        steps: Of shape (steps, *step shape), contiguous.
-        length: Steps of a window.
-
-    Returns:
-        Of shape (steps - length + 1, length, *step shape): element ``i`` begins at step ``i``.
-    """
+    """All windows over steps, as a view."""
     stride = steps.stride()
     shape = (max(0, len(steps) - length + 1), length, *steps.shape[1:])
     return torch.as_strided(steps, shape, (stride[0], *stride), steps.storage_offset())

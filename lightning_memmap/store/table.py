@@ -46,15 +46,7 @@ class _Marks(FixedColumn):
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
-    """Check that a table may be written to a path.
-
-    Args:
-        path: Directory of the table.
-        overwrite: Whether a store that is there may be replaced.
-
-    Raises:
-        StoreError: Something other than a store is there, or a store is and ``overwrite`` is False.
-    """
+    """Check that a table may be written to a path."""
     check_free(path, "path")
     if is_store(path) and not overwrite:
         raise StoreError(
@@ -95,17 +87,7 @@ class TableBuild:
             self._cleanup = stack.pop_all()
 
     def finish(self, num_written: int, **source: str) -> Store:
-        """Commit the table, once all processes have closed their writers.
-
-        Args:
-            num_written: Rows that all processes together have written. A row that was written twice
-                counts twice.
-            **source: Where the table came from, for people to read.
-
-        Raises:
-            StoreError: A row was not written, or was written twice. What was written is removed; an
-                old table stays.
-        """
+        """Commit the table, once all processes have closed their writers."""
         plan = self._plan
         with self._cleanup, explained(plan.path, "nothing was changed"):
             self._check_written(num_written)
@@ -174,17 +156,7 @@ class TableWriter:
             ) from None
 
     def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
-        """Write rows in any order.
-
-        Args:
-            rows: The rows of the table, int64 of shape (B,).
-            leaves: One tensor of the field's dtype and shape (B, *field shape) per field, on any
-                device; where rows differ in length, a tensor of each.
-
-        Raises:
-            IndexError: A row is outside the table.
-            OSError: The files cannot be written.
-        """
+        """Write rows in any order."""
         if not len(rows):
             return
         numbers = numbers_of(rows, self._plan.num_rows)
@@ -197,11 +169,7 @@ class TableWriter:
         self.num_written += len(numbers)
 
     def close(self) -> None:
-        """Bring the rows to the disk and close the files.
-
-        Raises:
-            OSError: The disk reports an error.
-        """
+        """Bring the rows to the disk and close the files."""
         self._writer.files.sync()
         self.abandon()
 

@@ -54,20 +54,7 @@ class Workers:
         tasks: Iterable[Task],
         receive: Callable[[Outcome], None],
     ) -> None:
-        """Do tasks, and pass on each outcome as soon as it is there, in any order.
-
-        Args:
-            make: Makes of the dataset what does one task. It is called once in each process that
-                has a task. In worker processes what it makes must not depend on what other tasks
-                did, and it must be possible to pickle it.
-            tasks: The tasks, taken one by one, at most two ahead for each worker.
-            receive: Called in this process with each outcome.
-
-        Raises:
-            MemmapError: A task raised it.
-            OSError: A task raised it.
-            DatasetError: A task raised any other error, or its process was killed.
-        """
+        """Do tasks, and pass on each outcome as soon as it is there, in any order."""
         self._num_runs += 1
         if self.num_workers:
             self._run_in_pool(pickle.dumps(make), tasks, receive)
@@ -139,14 +126,7 @@ def run_tasks(
     num_workers: int,
     receive: Callable[[Outcome], None],
 ) -> None:
-    """Do tasks of one kind, by processes of their own: see `Workers.run`.
-
-    Args:
-        work: Does one task. It is sent to each process once.
-        tasks: The tasks.
-        num_workers: Worker processes; with 0, this process does all tasks.
-        receive: Called in this process with each outcome.
-    """
+    """Do tasks of one kind, by processes of their own: see `Workers.run`."""
     with Workers(work, num_workers) as workers:
         workers.run(_as_it_is, tasks, receive)
 
