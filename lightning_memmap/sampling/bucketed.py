@@ -157,9 +157,14 @@ class BucketedSampler(Sampler):
         # How many layers a bucket would span if there were no shards, and a part of them.
         span = num_layers / self.num_buckets
         together = 1 + round((span + 0.5) / 4)
-        strata = np.arange(num_layers) // together
-        keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers)
-        return np.append(drawn[np.lexsort((keys, strata))[layers]], drawn[num_layers:])
+        common = drawn[:num_layers]
+        if together > 1 and num_layers:
+            strata = np.arange(num_layers, dtype=np.uint64) // np.uint64(together)
+            bits = np.uint64(int(strata[-1]).bit_length())
+            keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers) >> bits
+            # In one number with the random bits: several times as fast as two keys.
+            common = common[(keys | strata << (np.uint64(64) - bits) if bits else keys).argsort()]
+        return np.append(common[layers], drawn[num_layers:])
 
     def _layers(self, epoch: int, count: int) -> Integers:
         """The order of the rows that all shards have, the same for each."""
