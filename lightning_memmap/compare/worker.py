@@ -90,7 +90,7 @@ def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
     path, parent = Path(sys.argv[1]), int(sys.argv[2])
     while not path.exists():  # It was started ahead, by a process that may have ended.
-        if os.getppid() != parent:
+        if not psutil.pid_exists(parent):
             return
         sleep(0.01)
     spec = RunSpec.read(path)
