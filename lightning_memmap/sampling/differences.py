@@ -9,6 +9,7 @@ _VAGUE = ("sampler", "", "num_positions", "num_rows", "length", "digest")
 _REMEDIES = {
     "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
     "num_positions": "the num_samples and the rows of the checkpoint",
+    "positions of sets": "the shares, num_samples and training sets of the checkpoint",
     "global_batch": "the batch size and the number of devices of the checkpoint",
     "num_rows": "the dataset, subset and windows of the checkpoint",
     "stores": "the training sets of the checkpoint",

@@ -124,6 +124,13 @@ class Mixture(SamplerFactory):
         else:
             num_batches = max(1, count // batch)
             counts = [each * batch for each in _rounded(num_batches * shares, num_batches)]
+            for name, share, each in zip(joined.stores, shares, counts, strict=True):
+                if share and not each:
+                    raise ValueError(
+                        f"{self!r}: of the {num_batches} batches of an epoch, which have"
+                        f" {batch} rows each, none would be of {name!r}: give it a larger share,"
+                        " or more and smaller batches, by num_samples and batch_size"
+                    )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
         return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
 
@@ -170,8 +177,9 @@ class Sets:
     @property
     def identity(self) -> dict[str, Any]:
         """What tells these from others, as JSON values."""
-        found: dict[str, Any] = {"positions of sets": str(self.counts)}
-        return found if self.global_batch is None else {**found, "global_batch": self.global_batch}
+        # What differs first is what a checkpoint is refused for.
+        found = {} if self.global_batch is None else {"global_batch": self.global_batch}
+        return {**found, "positions of sets": str(self.counts)}
 
     def shard_counts(self, num_shards: int) -> Integers:
         """The positions that each shard has of each set, int64 of shape (C, sets)."""

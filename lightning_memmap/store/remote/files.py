@@ -1,5 +1,6 @@
 """The files of a remote directory, through fsspec, and what can go wrong with them."""
 
+import errno
 import logging
 import math
 import os
@@ -116,12 +117,19 @@ class RemoteFiles:
                 f"no store at {self.url}, and no directory that can be listed: give the URL of one"
                 f" store, such as {self.url / 'train'}"
             )
-        files = self._tried(partial(self._system.find, self._path, maxdepth=3), "")
+        if not (found := self.stores_inside()):
+            raise StoreNotFoundError(f"no store at {self.url}, nor in the directories there")
+        return found
+
+    def stores_inside(self) -> list[str]:
+        """Find the stores one or two levels down in a directory that can be listed."""
+        try:
+            files = self._tried(partial(self._system.find, self._path, maxdepth=3), "")
+        except StoreNotFoundError:
+            return []
         names = [str(file).rstrip("/").removeprefix(f"{self._path}/") for file in files]
         found = [name.removesuffix(f"/{MANIFEST}") for name in names if f"/{MANIFEST}" in name]
-        if not (found := [name for name in found if name[0] != "." and "/." not in name]):
-            raise StoreNotFoundError(f"no store at {self.url}, nor in the directories there")
-        return sorted(found)
+        return sorted(name for name in found if name[0] != "." and "/." not in name)
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Copy a file there, or write a small one. Object stores show it once it is whole."""
@@ -228,6 +236,11 @@ def _final_error(error: Exception, where: str) -> MemmapError | None:
     what, status = describe_error(error), _status(error)
     if isinstance(error, FileNotFoundError):
         return StoreNotFoundError(f"there is no {where}: {what}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreError(
+            f"{where} cannot be written: {what}: make room there, and do the same again: it goes on"
+            " with what is missing"
+        )
     is_refused = 400 <= status < 500 and status not in _TRANSIENT
     has_no_right = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
     if is_refused or has_no_right or status in _UNABLE or isinstance(error, _MISTAKES):

@@ -75,6 +75,11 @@ def push_store(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"
             " choose another URL"
         )
+    if before is None and (inner := there.stores_inside()):
+        raise StoreError(
+            f"{url} is a directory of stores, such as {inner[0]!r}: choose the URL of one store,"
+            f" such as {there.url / inner[0]}"
+        )
     new = replace(manifest, generation=copy_name(manifest, before))
     sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:

@@ -77,7 +77,7 @@ class Spool:
     def __init__(
         self, stream: Any, directory: Path, advance: Advance, options: FieldOptions
     ) -> None:
-        self._num_rows = 0
+        self._num_rows, self._directory = 0, directory
         samples = samples_of(stream)
         piece = list(islice(samples, NUM_PROBES))
         if not piece:
@@ -131,8 +131,17 @@ class Spool:
     def _append(self, samples: list[Any]) -> None:
         rows = range(len(self), len(self) + len(samples))
         stacked = stack_rows(samples, rows, self.schema, lambda: self._first)
-        for column, values in zip(self._columns, stacked, strict=True):
-            column.append(values)
+        try:
+            for column, values in zip(self._columns, stacked, strict=True):
+                column.append(values)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"after {self._num_rows} rows of the stream, which are kept beside the store until"
+                f" all have come: {error.strerror}: make room, or choose a directory on a larger"
+                " disk",
+                str(self._directory),
+            ) from error
         self._num_rows += len(samples)
 
 

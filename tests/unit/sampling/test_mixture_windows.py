@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
@@ -203,7 +203,13 @@ def by_batch(draw: st.DrawFn) -> MixtureSampler:
     factory = Mixture(dict(zip("abcdef", shares, strict=False)), draw(st.integers(1, 400)), True)
     factory = factory.for_batches(draw(st.sampled_from([1, 2, 4, 6, 9, 16, 24, 60])))
     pool = Pool.of(joined(sizes, num_shards), num_shards)
-    made = made_sampler(factory, pool, 5, FIELDS, draw(st.sampled_from([None, 1, 3, 10, 1000])))
+    window = draw(st.sampled_from([None, 1, 3, 10, 1000]))
+    try:
+        made = made_sampler(factory, pool, 5, FIELDS, window)
+    except ValueError as error:
+        if "none would be of" not in str(error):
+            raise
+        reject()
     assert isinstance(made, MixtureSampler)
     return made
 
@@ -253,6 +259,9 @@ def test_by_batch_sets_come_in_random_order_and_rows_of_a_set_in_turn() -> None:
     assert all(len(found) == 400 for found in small)
     assert len(small[0] | small[1]) > 480
     assert sampler.identity["sets"]["global_batch"] == 16
+    rare = Mixture({"a": 0.985, "b": 0.015}, 240, by_batch=True).for_batches(8)
+    with pytest.raises(ValueError, match=r"of the 30 batches .* 8 rows each, none would be of 'b'"):
+        rare.make(Pool.of(joined([900, 500], 24), 24), 3, FIELDS)
     with pytest.raises(ValueError, match="by_batch"):
         Mixture({"a": 1}, by_batch=True).make(Pool.of(joined([9], 2), 2), 3, FIELDS)
     with pytest.raises(TypeError, match="by_batch=1: give True or False"):

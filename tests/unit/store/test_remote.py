@@ -1,5 +1,6 @@
 """Stores at a URL: fetched shard by shard into a cache of bounded size, pushed and pulled."""
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -640,6 +642,28 @@ def test_push_over_another_store_needs_overwrite(tmp_path: Path) -> None:
     push_store(tmp_path / "2", url, overwrite=True, progress=False)
     assert holds(open_store(url), Numbered(50, 2))
     assert verify_store(tmp_path / "far") == []
+
+
+def test_push_to_a_directory_of_stores_is_an_error(tmp_path: Path) -> None:
+    store = build_store(Numbered(50), tmp_path / "here", progress=False)
+    push_store(store.path, (tmp_path / "far" / "train").as_uri(), progress=False)
+    with pytest.raises(StoreError, match="far is a directory of stores, such as 'train'"):
+        push_store(store.path, (tmp_path / "far").as_uri(), progress=False)
+    assert os.listdir(tmp_path / "far") == ["train"]
+
+
+def test_push_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = build_store(Numbered(50), tmp_path / "here", progress=False)
+    url = (tmp_path / "far").as_uri()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "put_file", is_full)
+        with pytest.raises(StoreError, match=r"far/g-.* cannot be written: .*No space left"):
+            push_store(store.path, url, progress=False)
+    push_store(store.path, url, progress=False)
+    assert holds(open_store(url), Numbered(50))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -1,5 +1,7 @@
 """Datasets that are iterated over are stored in the order in which their rows arrive."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +152,19 @@ def test_stream_that_raises_names_the_row(tmp_path: Path) -> None:
 
     with pytest.raises(DatasetError, match="raised at row 7: ValueError: the end of the tape"):
         build_store(rows(), tmp_path / "s", progress=False)
+    assert is_empty(tmp_path / "s")
+
+
+def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(streams._SpooledColumn, "append", is_full)
+    with pytest.raises(OSError, match=r"0 rows of the stream.*No space left.*make room") as found:
+        build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
+    assert str(found.value.filename) == str(tmp_path / "s")
     assert is_empty(tmp_path / "s")
 
 
