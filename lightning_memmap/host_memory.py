@@ -19,12 +19,7 @@ _VERSION_2 = "", "memory.max", "memory.current", ""
 
 
 def available_bytes() -> int:
-    """Measure the host memory that is available to this process.
-
-    Returns:
-        Bytes that this process can use before anything is swapped or killed. Pages of files that
-        the kernel can drop count as available.
-    """
+    """Measure the host memory that is available to this process."""
     return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 

@@ -17,14 +17,7 @@ Mood = Literal["", "good", "bad", "unsure", "soft"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, and how it is meant.
-
-    Args:
-        text: The text, which may come from anyone: each renderer escapes it.
-        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
-            less, or plainly.
-        bar: Length of the bar that a page draws below the text, from 0 to 1.
-    """
+    """A text, and how it is meant."""
 
     text: str
     mood: Mood = ""
@@ -33,14 +26,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Args:
-        label: Its heading.
-        meaning: What it shows, in a sentence; may be empty.
-        is_text: Whether it contains words that may be wrapped. Other columns are aligned to the
-            right.
-    """
+    """A column of a table."""
 
     label: str
     meaning: str = ""
@@ -49,14 +35,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, with notes below it.
-
-    Args:
-        title: Its heading.
-        columns: Its columns, of which the first names the variants.
-        rows: One cell for each column in each row.
-        notes: Lines to show below the table.
-    """
+    """A table, with notes below it."""
 
     title: str
     columns: Sequence[Column]
@@ -65,21 +44,12 @@ class Table:
 
 
 def printable(value: object) -> str:
-    """A text that is safe to print: codes that control the terminal are replaced.
-
-    Args:
-        value: What is to be printed, which may come from anyone.
-    """
+    """A text that is safe to print: codes that control the terminal are replaced."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
-
-    Args:
-        table: The table.
-        console: Where to print.
-    """
+    """Print a table and its notes, after an empty line."""
     rich = RichTable(
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -167,17 +167,7 @@ def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any
 def _check_alike(
     results: Sequence[Any], function: Callable[..., Any], lists: Sequence[str] = ()
 ) -> None:
-    """Check that the results of all rows can be collated without loss.
-
-    Args:
-        results: One for each row.
-        function: What returned them.
-        lists: Names of the parts that are given row by row, and may differ.
-
-    Raises:
-        TypeError: A result is None or contains None.
-        ValueError: Two results differ. The message names the row and the field.
-    """
+    """Check that the results of all rows can be collated without loss."""
     for row, result in enumerate(results):
         for name, leaf in named_leaves(result):
             if leaf is None:
@@ -275,11 +265,7 @@ def _channels_last(leaf: Tensor) -> np.ndarray:
 
 
 def _stack_tensors(keyword: str, rows: list[Tensor], field: Tensor) -> Tensor:
-    """Stack results that are tensors.
-
-    Raises:
-        ValueError: They are images with channels last.
-    """
+    """Stack results that are tensors."""
     leaf = torch.stack(rows)
     if field.ndim == leaf.ndim == 4:
         channels = field.shape[1]
@@ -293,12 +279,7 @@ def _stack_tensors(keyword: str, rows: list[Tensor], field: Tensor) -> Tensor:
 
 
 def _stack_arrays(rows: list[np.ndarray], ndim: int) -> Tensor:
-    """Stack results that are arrays; the channels of images are moved first.
-
-    Args:
-        rows: One array per row, all with the same shape and dtype.
-        ndim: Dimensions of the field's batch.
-    """
+    """Stack results that are arrays; the channels of images are moved first."""
     array = np.stack(rows)
     if ndim == 4 and array.ndim == 3:  # A transform dropped the only channel.
         array = array[..., None]

@@ -9,15 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class AbsentRows(Tensor):
-    """Stands for the rows of a field that this process does not hold: a tensor on the meta device.
-
-    It has a shape and a dtype, and no memory. What is computed from it alone stands for rows that
-    are not here either. Together with tensors that have values it would give undefined values with
-    some of torch's functions, such as indexing, so all of them are refused.
-
-    Raises:
-        RuntimeError: It is used together with a tensor on another device.
-    """
+    """A tensor on the meta device for rows of a field that this process does not hold."""
 
     @classmethod
     def __torch_function__(

@@ -12,25 +12,7 @@ from lightning_memmap.sampling.schedule import SkippedSteps
 
 
 class BatchLoader(DataLoader[Any]):
-    """Yields assembled batches, those of another epoch in each iteration.
-
-    Fabric's ``setup_dataloaders`` takes it for a ``DataLoader``, and gives each of several
-    processes its own rows: those at the positions ``p`` with ``p % size == rank``. The batches are
-    made in this process, without torch's samplers, collation or workers.
-
-    `load_state_dict` goes on in the epoch that was saved, or with the next one where that was at
-    its end. Fabric saves and loads the state with ``fabric.save(path, {"loader": loader})``.
-
-    Args:
-        loader: The super-batch loader.
-        device: Where the batches are assembled.
-        sampler: A sampler of Lightning's that says which process this is.
-        **_: Other arguments that Lightning passes when it creates a ``DataLoader`` again.
-
-    Raises:
-        ValueError: The processes do not divide the shards of the store, or some would have no row;
-            see `SuperBatchLoader.of_process`.
-    """
+    """Yields assembled batches, those of another epoch in each iteration."""
 
     # Lightning's own properties, where torch has attributes.
     batch_sampler: Any = None

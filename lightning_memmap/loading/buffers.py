@@ -31,10 +31,7 @@ Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 def rows_of(tensor: Tensor) -> NDArray[Any]:
-    """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory.
-
-    numpy has no bfloat16 and no float8, and copies rows of raw bytes as fast as any.
-    """
+    """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory."""
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
         return np.empty(num_rows, np.dtype((np.void, row_bytes)))
@@ -44,12 +41,7 @@ def rows_of(tensor: Tensor) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory for the rows of a batch.
-
-    Args:
-        tensors: One per field, of shape (B, *field shape).
-        rows: The same memory as raw rows; see `rows_of`.
-    """
+    """Memory for the rows of a batch."""
 
     tensors: list[Tensor]
     rows: list[NDArray[Any]]
@@ -73,10 +65,7 @@ class Buffers:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU with undefined content, in huge pages where it is large.
-
-    Rows are written all over it: in small pages, finding them takes a third of the time.
-    """
+    """A tensor on the CPU with undefined content, in huge pages where it is large."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -110,14 +99,7 @@ def copy_windows(windows: Tensor, starts: Tensor, out: Tensor) -> None:
 
 
 class BufferPool:
-    """Sets of CPU buffers, one tensor per field in each set.
-
-    Args:
-        fields: The shape of one row and the dtype of each field.
-        num_rows: Rows of each buffer.
-        max_slots: Sets that are kept. Where all of them are in use, the pool drops the oldest,
-            which then belongs to its user alone.
-    """
+    """Sets of CPU buffers, one tensor per field in each set."""
 
     def __init__(self, fields: Fields, num_rows: int, max_slots: int = 4) -> None:
         self._fields = fields
@@ -127,10 +109,7 @@ class BufferPool:
         self._idle_count = 0
 
     def get(self, num_rows: int) -> Buffers:
-        """Buffers that nobody else holds, with undefined content.
-
-        They stay the caller's until the last tensor that shares their memory is gone.
-        """
+        """Buffers that nobody else holds, with undefined content."""
         for slot in self._slots:
             if self._is_idle(slot):
                 return _handed_out(slot, num_rows)

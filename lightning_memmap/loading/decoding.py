@@ -94,12 +94,7 @@ def _failed(field: str, which: str, error: ImageError) -> DatasetError:
 
 @dataclass(frozen=True)
 class Images:
-    """The fields of a split that are decoded.
-
-    Args:
-        decoders: The decoder of each, by its place among the fields of the store.
-        num_threads: Threads that decode.
-    """
+    """The fields of a split that are decoded."""
 
     decoders: Mapping[int, ImageDecoder]
     num_threads: int
@@ -112,10 +107,7 @@ class Images:
         return sum(math.prod(decoder.shape) for decoder in self.decoders.values())
 
     def decoded(self, steps: Iterator[Fetched], sampler: Sampler) -> Generator[Fetched, None, None]:
-        """The same steps with images instead of their bytes, and their places behind the fields.
-
-        Those of the next step are decoded meanwhile.
-        """
+        """The same steps with images instead of their bytes, and their places behind the fields."""
         with closing(_Stage(self, sampler)) as stage:
             self._stages.add(stage)
             for step in steps:
@@ -159,10 +151,7 @@ class _Begun:
 
 
 class _Stage:
-    """Threads that decode the images of one epoch.
-
-    They end with the epoch and with `close`. A process that was forked meanwhile has its own.
-    """
+    """Threads that decode the images of one epoch."""
 
     def __init__(self, images: Images, sampler: Sampler) -> None:
         self._images, self._decoders = images, images.decoders
@@ -267,14 +256,7 @@ class _Stage:
 
 
 class _FieldImages:
-    """The images of one field in one step, which several threads decode together.
-
-    Args:
-        decoder: Their decoder.
-        rows: Their bytes, in host memory.
-        pixels: Where they go, uint8 of shape (B, *shape).
-        places: Where their scales and offsets go, float32 of shape (B, 3).
-    """
+    """The images of one field in one step, which several threads decode together."""
 
     def __init__(
         self, decoder: ImageDecoder, rows: VariableRows, pixels: Tensor, places: Tensor

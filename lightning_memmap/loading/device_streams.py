@@ -33,30 +33,20 @@ def _side_stream(module: Any, device: torch.device) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works asynchronously, in streams.
-
-    Such a device also copies from pinned memory by itself.
-    """
+    """Whether a device works asynchronously, in streams."""
     return stream_module(device) is not torch.cpu
 
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """A context in which a device is the one that is meant where none is named.
-
-    Its current stream there is the one that it has now.
-    """
+    """A context in which a device is the one that is meant where none is named."""
     module = stream_module(device)
     with module.stream(module.current_stream(device)):
         yield
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device. Only a copy to the CPU is waited for.
-
-    Rows in pageable host memory are copied to pinned memory first: a copy from there is
-    asynchronous. torch's host allocator does not use that memory again before the copy is done.
-    """
+    """A tensor on a device. Only a copy to the CPU is waited for."""
     if tensor.device == device:
         return tensor
     if tensor.device.type == "cpu" and has_streams(device) and not tensor.is_pinned():
@@ -66,12 +56,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class SideStreams:
-    """A side stream on each of several devices, on which coming steps are made ready.
-
-    Args:
-        device: The device whose current stream uses what was made ready.
-        others: Other devices that take part, repeats allowed.
-    """
+    """A side stream on each of several devices, on which coming steps are made ready."""
 
     def __init__(self, device: torch.device, others: Sequence[torch.device]) -> None:
         self._device = device
@@ -118,15 +103,7 @@ class SideStreams:
 
 
 class Uploader:
-    """Copies rows to a device through two pinned buffers in turn.
-
-    While the device copies from one, the next rows are read into the other. A context manager: at
-    its end all copies are done.
-
-    Args:
-        device: Where the rows go.
-        buffer_bytes: Size of each buffer at most, unless a row is larger.
-    """
+    """Copies rows to a device through two pinned buffers in turn."""
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
         self._streams = SideStreams(device, [])

@@ -22,13 +22,7 @@ _FETCH_BYTES, _FETCH_STEPS = 2**22, 64
 
 
 class Fetcher:
-    """Fetches rows where they are, into a batch for each data device or into one for all.
-
-    Args:
-        rows: The rows of the split.
-        sampler: Their order.
-        is_apart: Whether each data device needs a batch of its own, since a transform runs there.
-    """
+    """Fetches rows where they are, into a batch for each data device or into one for all."""
 
     def __init__(self, rows: SplitRows, sampler: Sampler, is_apart: bool) -> None:
         self._rows = rows

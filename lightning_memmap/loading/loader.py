@@ -31,31 +31,7 @@ _BLOCK_POSITIONS, _BLOCK_STEPS = 2**18, 1024
 
 
 class SuperBatchLoader:
-    """Iterates over the super-batches of one epoch, or over their batches, assembled on one device.
-
-    Each iteration is of the epoch that was set last. `BatchLoader` counts epochs by itself, and
-    gives plain batches.
-
-    Args:
-        rows: The rows of the split.
-        sampler: Their order.
-        batch_size: Rows per data device and step, at least 1.
-        collate: Nests one tensor per field like the dataset's samples.
-        transform: Batch transform that runs on each data device, see `DeviceTransform`, or on the
-            assembled batch, see `OnSuperBatch`.
-        drop_last: Drop an incomplete last step.
-        seed: Seed of random transforms, ``0 <= seed < 2**63``.
-        progress: Tells which of the delivered steps are in the weights of a Trainer, and so in its
-            checkpoints. Without one, all are.
-        skip_steps: Steps of the run that are left out: the first and one past the last of each
-            range, ascending.
-        skipped: What the run leaves out already.
-
-    Raises:
-        ValueError: ``batch_size`` is below 1, the seed is out of range, no step would have its full
-            size under ``drop_last``, all steps of an epoch would be left out, or the rows cannot be
-            fetched in the sampler's order.
-    """
+    """The super-batches of one epoch, or their batches, assembled on one device."""
 
     #: What Lightning's ``BatchSizeFinder`` measures: `batch_sizes`. Absent under
     #: ``overfit_batches``, where Lightning would sample from it.
@@ -125,42 +101,20 @@ class SuperBatchLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step.
-
-        Prediction writers get the numbers of these rows in the dataset. They are known where the
-        order is that of the dataset.
-
-        It is made again each time: one that is kept would keep the loader and its rows in memory
-        until garbage is collected.
-        """
+        """Where Lightning looks for ``sampler.set_epoch`` and for the rows of each step."""
         if not self.order.is_sequential:
             return SimpleNamespace(sampler=self)
         return BatchIndices(self, RowsByStep(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has.
-
-        Args:
-            epoch: Epoch, counted from 0.
-
-        Raises:
-            TypeError: It is not an integer.
-            ValueError: It is negative.
-        """
+        """Choose the epoch whose order the next iteration has."""
         check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
         if self._resume is None and epoch != self._began.epoch:
             self._began, self._delivered = self._state_at_start(), (0, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, the same on every rank.
-
-        That is after the last step delivered, and under a Trainer after the last one that its
-        weights have learned from.
-
-        Returns:
-            The values of a `lightning_memmap.loading.state.LoaderState` by name.
-        """
+        """Where the loader stands, the same on every rank."""
         steps, counts = self._delivered
         if counts is not None and self._progress is not None:
             steps -= self._progress.num_untrained(counts)
@@ -172,18 +126,7 @@ class SuperBatchLoader:
         return replace(began, position=position, steps=steps).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved loader stood, if the next iteration is of the same epoch.
-
-        The number of data devices and the batch size may differ from those before. Whether the
-        order is the same is checked when the iteration begins, or when its length is asked for.
-
-        Args:
-            state: What `state_dict` has returned.
-
-        Raises:
-            ValueError: It is not such a state: see `LoaderState.read`. Or all steps of an epoch
-                would be left out.
-        """
+        """Go on where a saved loader stood, if the next iteration is of the same epoch."""
         self._began = self._resume = LoaderState.read(state)
         self._were_skipped = self._began.skipped
         self._skip()
@@ -191,10 +134,7 @@ class SuperBatchLoader:
 
     @property
     def num_trained(self) -> int | None:
-        """The batches of the epoch that a Trainer's weights have learned from, as it counts them.
-
-        None before the first one is delivered, and without a Trainer that trains.
-        """
+        """The batches of the epoch that a Trainer's weights have learned from; None if unknown."""
         counts = self._delivered[1]
         if counts is None or self._progress is None:
             return None
@@ -202,11 +142,7 @@ class SuperBatchLoader:
 
     @property
     def batch_sizes(self) -> range:
-        """A range whose length is the batch size from which on doubling it is of no use.
-
-        From there on one step has all rows, or, under ``drop_last``, twice the batch size leaves no
-        full step.
-        """
+        """A range whose length is the batch size from which on doubling it is of no use."""
         rows, num_devices = self.order.num_positions, self._rows.topology.num_data_devices
         return range(rows // (2 * num_devices) + 1 if self.drop_last else -(-rows // num_devices))
 
@@ -216,19 +152,7 @@ class SuperBatchLoader:
         return self._rows.topology.data_devices
 
     def assembled(self, device: torch.device, prefetch: int = 0) -> "SuperBatchLoader":
-        """The same loader with batches that are assembled on a device.
-
-        Args:
-            device: The device, usually the root device.
-            prefetch: Coming steps that are made ready on side streams while the consumer has one;
-                see `lightning_memmap.loading.prefetch`. With 0, each is made when it is asked for.
-
-        Returns:
-            A loader that shares the rows of this one.
-
-        Raises:
-            ValueError: ``prefetch`` is below 0.
-        """
+        """The same loader with batches that are assembled on a device."""
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
         loader = copy.copy(self)
@@ -236,30 +160,14 @@ class SuperBatchLoader:
         return loader
 
     def placed(self, topology: DataTopology) -> "SuperBatchLoader":
-        """The same loader with batches where a topology wants them: assembled, or apart.
-
-        Where nothing else assembles them, a transform of assembled batches runs on the first data
-        device.
-        """
+        """The same loader with batches where a topology wants them: assembled, or apart."""
         device = topology.assemble_on
         if device is None and self._collator.is_on_super_batch:
             device = topology.data_devices[0]
         return self if device is None else self.assembled(device, topology.prefetch)
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
-        """A loader over the same shards that serves the rows of one of several processes.
-
-        Args:
-            rank: The process, counted from 0.
-            size: The number of processes.
-
-        Returns:
-            A loader that shares the rows of this one.
-
-        Raises:
-            ValueError: The data devices of all processes do not divide the shards, some would have
-                no row, or no step would have its full size under ``drop_last``.
-        """
+        """A loader over the same shards that serves the rows of one of several processes."""
         topology = replace(self._rows.topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
         if order.num_shards % count or order.num_positions < count:
@@ -278,11 +186,7 @@ class SuperBatchLoader:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Never: the rows would go with it.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Never: the rows would go with it."""
         raise TypeError(
             "a loader is neither pickled nor deep-copied, as all its resident rows would be: pickle"
             " the data module instead, and there call setup() and make a new loader"
@@ -301,12 +205,7 @@ class SuperBatchLoader:
         return LoaderState(order.identity, order.num_positions, self.seed, self._epoch)
 
     def _start(self) -> LoaderState:
-        """Where the epoch begins: at its first row, or where a saved loader stood.
-
-        Raises:
-            ValueError: The saved loader had another order than this one, or leaves fewer rows
-                than there are data devices.
-        """
+        """Where the epoch begins: at its first row, or where a saved loader stood."""
         saved, start = self._resume, self._state_at_start()
         if saved is not None and saved.epoch == self._epoch:
             self._check_order(saved, start)
@@ -373,30 +272,11 @@ class SuperBatchLoader:
             del batch
 
     def is_at_end(self, position: int, epoch: int) -> bool:
-        """Whether no step of an epoch is left from a position on.
-
-        Args:
-            position: The first position that was not delivered.
-            epoch: The epoch.
-
-        Returns:
-            True if the epoch ends at this position.
-        """
+        """Whether no step of an epoch is left from a position on."""
         return not len(self._schedule(position, epoch))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step of an epoch that is not resumed and leaves
-        none out.
-
-        Args:
-            step: The step, counted from 0.
-
-        Returns:
-            The two positions.
-
-        Raises:
-            IndexError: There is no such step.
-        """
+        """The positions of a step, first and end, in an epoch that is not resumed or shortened."""
         return self._whole_epoch.bounds(step)
 
     def step_positions(self, step: int) -> range:
@@ -404,15 +284,7 @@ class SuperBatchLoader:
         return self.positions(*self.bounds(step))
 
     def positions(self, first: int, last: int) -> range:
-        """The positions in a range that this process serves.
-
-        Args:
-            first: The first position.
-            last: One past the last position.
-
-        Returns:
-            The positions ``p`` with ``p % size == rank``: a range with a step of ``size``.
-        """
+        """The positions in a range that this process serves."""
         rank, size = self._rows.topology.rank, self._rows.topology.size
         return range(first + (rank - first) % size, last, size)
 
@@ -433,12 +305,7 @@ class SuperBatchLoader:
         self._delivered = self._delivered[0] + 1, counts
 
     def _steps(self) -> Iterator[SuperBatch]:
-        """The steps of the epoch. Each counts as delivered once `_deliver` is called.
-
-        Raises:
-            RuntimeError: The rows were freed.
-            ValueError: The loader cannot go on where a saved one stood.
-        """
+        """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()
@@ -520,11 +387,7 @@ class SuperBatchLoader:
 
 
 class RowsByStep(Sequence[list[int]]):
-    """The dataset rows of each step of this process, for a loader in dataset order.
-
-    Args:
-        loader: The loader.
-    """
+    """The dataset rows of each step of this process, for a loader in dataset order."""
 
     def __init__(self, loader: SuperBatchLoader) -> None:
         self._loader = loader

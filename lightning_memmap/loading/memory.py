@@ -37,14 +37,7 @@ _LOOKUP_ROWS, _COPY_BYTES = 2**18, 64 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of a field that differ in length, by their places in memory.
-
-    Args:
-        field: The field.
-        items: Memory with their items, of shape (items, *item shape).
-        at: Finds rows among the items.
-        allocate: Gives memory for copies where that of the items will be written over.
-    """
+    """Rows of a field that differ in length, by their places in memory."""
 
     field: Field
     items: Tensor
@@ -59,17 +52,7 @@ class Ragged:
 
 
 class Columns:
-    """The fields of rows in one place in memory.
-
-    Args:
-        columns: For each field a tensor with a row for each place, of shape (places, *field shape),
-            a view of all windows where it is cut into them, or its rows where they differ in
-            length.
-        device: Where they are. Text is on the CPU even so.
-        series: Where the series are, for windows over series. The fields that are not cut then have
-            one row for each series.
-        is_cut: Which fields are cut into windows.
-    """
+    """The fields of rows in one place in memory."""
 
     def __init__(
         self,
@@ -101,14 +84,7 @@ class Columns:
     def take(
         self, places: Tensor, slots: Tensor, out: Buffers | None, pin_memory: bool = False
     ) -> list[Leaf]:
-        """Copy rows into one batch.
-
-        Args:
-            places: Where they lie in the memory, int64 of shape (B,).
-            slots: How series are found that they are windows over; otherwise the places.
-            out: As for `EpochRows.fetch`.
-            pin_memory: As there.
-        """
+        """Copy rows into one batch."""
         rows = places
         if self._series is not None:
             slots = send(slots, self.device)
@@ -148,12 +124,7 @@ class Columns:
 
 
 class Memory(RandomAccessRows):
-    """Rows of some shards in one place in memory.
-
-    Args:
-        columns: Their fields.
-        places: Where they lie.
-    """
+    """Rows of some shards in one place in memory."""
 
     def __init__(self, columns: Columns, places: Places) -> None:
         self.device, self.fields = columns.device, columns.fields
@@ -293,14 +264,7 @@ class _Copies(ExitStack):
         *,
         is_here: bool = False,
     ) -> Tensor:
-        """Copy pieces of items, given by where they begin and how long they are, one after another.
-
-        Args:
-            source: All items.
-            pieces: Where some of them begin, and how long they are.
-            count: Items of all pieces.
-            is_here: Whether they go to the CPU, whatever the device.
-        """
+        """Copy pieces of items, by their begins and lengths, one after another."""
         device = torch.device("cpu") if is_here else self.device
         target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
         if not target.nbytes:

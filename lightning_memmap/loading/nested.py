@@ -35,10 +35,7 @@ def named_leaves(
 
 
 def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
-    """A batch with the containers of this one around other leaves.
-
-    Frozen dataclasses are rebuilt too, which Lightning's ``apply_to_collection`` refuses.
-    """
+    """A batch with the containers of this one around other leaves."""
     if isinstance(batch, defaultdict):
         pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
         return defaultdict(batch.default_factory, pairs)

@@ -21,15 +21,7 @@ TABLE_ROWS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Finds the rows of a split in memory.
-
-    Args:
-        pool: The rows of each shard of the split.
-        starts: The slot of each shard's first row, int64 of shape (C,); None where the rows of a
-            shard do not lie there one after the other.
-        slots: Finds the slots of places in the files; None where they are the same.
-        is_cheap: Whether ``slots`` costs less than a table.
-    """
+    """Finds the rows of a split in memory."""
 
     pool: Pool
     starts: Integers | None
@@ -74,15 +66,7 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class SeriesPlaces:
-    """Where series are in memory: a window's slot is the step at which it begins.
-
-    Args:
-        line: The windows over them.
-        begins: By series, the step at which its first window begins, or would: int64.
-        starts: The first step that is there of each series, int64.
-        rows: Where the other fields of each are, int64. -1 for a series without a window here.
-        device: Where the steps are.
-    """
+    """Where series are in memory: a window's slot is the step at which it begins."""
 
     line: WindowedRows
     begins: Integers

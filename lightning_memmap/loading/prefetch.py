@@ -27,16 +27,7 @@ def prefetched(
     depth: int,
     deliver: Callable[[], None],
 ) -> Iterator[Any]:
-    """The assembled batches of an epoch, made ready some steps ahead.
-
-    While the consumer has a step, the fetches, transforms and copies of the next ones are enqueued
-    on side streams, one on each device. A step is delivered once the target's current stream has
-    been made to wait for it; the program itself does not wait. Only steps that the consumer was
-    given count as delivered in a checkpoint.
-
-    The program is never more than ``depth + 1`` steps ahead of the device: so at most
-    ``2 * depth + 2`` batches are in the device's memory.
-    """
+    """The assembled batches of an epoch, made ready some steps ahead."""
     device, *others = devices
     streams = SideStreams(device, others)
     ready: deque[_Ready] = deque()

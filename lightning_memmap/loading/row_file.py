@@ -29,20 +29,7 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """A file of rows of one size: those of a fixed column, or the items of one whose rows differ in
-    length. It is closed when nothing refers to it any more.
-
-    It is read without the page cache where the file system can do that: filling pages and dropping
-    them costs several times as much as copying out of them. Where it cannot, the pages that were
-    read are dropped from the cache.
-
-    Args:
-        path: The file. A link is not followed.
-        row_bytes: Bytes of a row, at least 1.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
+    """A file of rows of one size, or of items, read without the page cache where that can be."""
 
     def __init__(self, path: Path, row_bytes: int) -> None:
         self.path = path
@@ -114,16 +101,7 @@ class RowFile:
 
 
 class JoinedFile(RowFile):
-    """Several files of rows of one size as one, between which bytes are missing.
-
-    Args:
-        parts: The path of each, where its first byte is, a multiple of `MAX_BLOCK_BYTES`, and its
-            bytes, in ascending order. They do not overlap, even in whole blocks.
-        row_bytes: Bytes of a row, at least 1.
-
-    Raises:
-        OSError: A file cannot be opened.
-    """
+    """Several files of rows of one size as one, between which bytes are missing."""
 
     def __init__(self, parts: Sequence[tuple[Path, int, int]], row_bytes: int) -> None:
         self.row_bytes = row_bytes
@@ -142,13 +120,7 @@ class JoinedFile(RowFile):
 
 
 def aligned_memory(num_bytes: int) -> memoryview:
-    """Allocate memory that `RowFile` can read into, in huge pages where it is large enough.
-
-    A transfer needs a segment for each page that lies apart from the others, and a disk takes a
-    limited number of segments at once: one read would become many small ones.
-
-    A forked process sees zeros there.
-    """
+    """Allocate memory that `RowFile` can read into, in huge pages where it is large enough."""
     is_huge = num_bytes >= _HUGE_PAGE_BYTES
     alignment = _HUGE_PAGE_BYTES if is_huge else MAX_BLOCK_BYTES
     memory = mmap.mmap(-1, num_bytes + alignment, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -41,42 +41,13 @@ class EpochRows(ABC):
 
     @abstractmethod
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; undefined for rows of other sources.
-
-        Args:
-            sampler: The order.
-            epoch: Epoch, counted from 0.
-            positions: As for `lightning_memmap.sampling.Sampler.at`.
-
-        Returns:
-            What `fetch` takes, int64 of shape (len(positions),).
-        """
+        """Where the rows lie that supply positions; undefined for rows of other sources."""
 
     @abstractmethod
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> Sequence[Leaf]:
-        """Copy rows into a batch.
-
-        Args:
-            slots: Of `locate`, int64 of shape (B,), on this device, or on the CPU where a field
-                has dimensions that differ. Rows that are read block by block must be fetched in
-                the order of their epoch.
-            out: Buffers to copy into, for the fields whose rows have one shape, where the rows are
-                on a CPU. New ones are made where it is None.
-            pin_memory: Whether new buffers are pinned, for copies to a device. torch's host
-                allocator uses their memory again once they are freed and the copies are done.
-
-        Returns:
-            One tensor of shape (B, *field shape) for each of these fields, on this device, or
-            `VariableRows`, which are not copied yet.
-
-        Raises:
-            IndexError: A slot is outside the rows of this source.
-            OSError: The disk cannot be read.
-            StoreError: A file is shorter than it was when the store was opened.
-            RuntimeError: The source was released.
-        """
+        """Copy rows into a batch."""
 
 
 class RowSource(ABC):
@@ -88,15 +59,7 @@ class RowSource(ABC):
     is_released = False
 
     def check_sampler(self, sampler: object) -> None:
-        """Check that rows can be fetched in the order of a sampler.
-
-        Args:
-            sampler: The order.
-
-        Raises:
-            TypeError: It is no `lightning_memmap.sampling.Sampler`, such as one of torch's.
-            ValueError: They cannot.
-        """
+        """Check that rows can be fetched in the order of a sampler."""
         if not isinstance(sampler, Sampler):
             raise TypeError(f"sampler={sampler!r}: give a lightning_memmap.sampling.Sampler")
 
@@ -104,16 +67,7 @@ class RowSource(ABC):
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch.
-
-        Args:
-            sampler: The order, which `check_sampler` accepts.
-            epoch: Epoch, counted from 0.
-            position: The first position that will be fetched.
-
-        Returns:
-            A context manager that gives the rows. At its end, threads that read them have ended.
-        """
+        """The rows in the order of an epoch."""
 
     def release(self) -> None:
         """Free the rows. Loaders over them, which a Trainer keeps long, give no more batches."""

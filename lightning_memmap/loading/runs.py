@@ -43,13 +43,7 @@ def scratch_memory(row_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of items of a file, and where they are in memory.
-
-    Args:
-        begins: The first item of each run, int64 of shape (runs,), ascending.
-        ends: One past its last one.
-        places: Where it begins in memory.
-    """
+    """Runs of items of a file, and where they are in memory."""
 
     begins: Integers
     ends: Integers
@@ -79,11 +73,7 @@ class Runs:
 
     @cached_property
     def _buckets(self) -> tuple[int, int, Integers, int]:
-        """A table of the run in which each bucket of items begins: the first item, the bits of a
-        bucket's size, the table, and how many runs begin within a bucket at most.
-
-        To search for the run of an item that may be anywhere takes eight times as long.
-        """
+        """First item, bits of a bucket's size, the run each bucket begins in, runs in a bucket."""
         first, last = int(self.begins[0]), int(self.begins[-1])
         bits = max(0, ((last - first) // (4 * len(self.begins))).bit_length())
         edges = np.arange(first, last + 2 + (1 << bits), 1 << bits)
@@ -92,18 +82,7 @@ class Runs:
 
 
 class ItemSpace:
-    """The memory of a window for items of some files, at the same places in each of them.
-
-    Where runs are few, each begins as far from the beginning of a block in memory as it does in the
-    file, so that a disk can write it directly. Otherwise items are copied there, read together with
-    those near them.
-
-    Args:
-        name: The field, for messages.
-        files: The files of the items; None for one without bytes.
-        max_items: Items in a window at most.
-        num_shards: The shards that they are of; 0 where they lie apart.
-    """
+    """The memory of a window for items of some files, at the same places in each of them."""
 
     def __init__(
         self, name: str, files: Sequence[RowFile | None], max_items: int, num_shards: int

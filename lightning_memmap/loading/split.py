@@ -46,19 +46,7 @@ _LEAST_SHARE = 0.4
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of one split that this process holds.
-
-    Args:
-        topology: The data devices and this process's rank.
-        pool: The rows of each shard of the split.
-        sources: Where rows are fetched from.
-        source_of_shard: Index into ``sources`` for each shard of the split, int64 of shape (C,),
-            -1 for shards of other processes.
-        absent: The fields that no source has, since this process does not need them, each with its
-            place among the fields of the store, in ascending order.
-        images: The fields whose images are decoded; None where there are none.
-        are_numbered: Whether rows come with their numbers: those in the dataset as it was given.
-    """
+    """The rows of one split that this process holds."""
 
     topology: DataTopology
     pool: Pool
@@ -92,12 +80,7 @@ def load_split(
     placement: SplitPlacement,
     forms: Mapping[str, Form] | None = None,
 ) -> SplitRows:
-    """Bring the shards of a split to where the plan wants them.
-
-    Shards of a device or of the host are copied from the store in long reads, each shard once;
-    those in the file mapping are not read yet, nor are those that will be read window by window. A
-    warning is given where most of the bytes that such windows read would not be used.
-    """
+    """Bring the shards of a split to where the plan wants them."""
     fields, pool = placement.size.fields, placement.pool
     needed = [
         pair
@@ -139,14 +122,7 @@ def load_split(
 
 @dataclass(frozen=True)
 class _SourceMaker:
-    """Makes the sources of a split.
-
-    Args:
-        store: The open store.
-        placement: Where each shard goes.
-        columns: The columns that this process needs.
-        opened: The same, open where the rows of this process are.
-    """
+    """Makes the sources of a split."""
 
     store: Store
     placement: SplitPlacement
@@ -238,10 +214,7 @@ def _held_together(
 def largest_window_bytes(
     store: Store, windows: ReadWindows, held: Sequence[int], fields: Collection[str] | None
 ) -> int:
-    """The memory that rows take which are read window by window. No row is read.
-
-    Of a store at a URL, the shards are fetched if it has fields whose rows differ in length.
-    """
+    """The memory that rows take which are read window by window. No row is read."""
     needed = [f for f in store.schema.fields if fields is None or f.name in fields]
     pool, rows = windows.sampler.pool, windows.longest
     places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)

@@ -12,17 +12,7 @@ _NUMBERS = ("num_positions", "seed", "epoch", "position", "steps")
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a loader stands, the same on every rank.
-
-    Args:
-        sampler: The identity of the sampler; see `lightning_memmap.sampling.Sampler.identity`.
-        num_positions: Positions of an epoch.
-        seed: Seed of random transforms.
-        epoch: The epoch.
-        position: The first position of the epoch that was not delivered.
-        steps: The steps of the epoch that were delivered.
-        skipped: The steps that the run leaves out.
-    """
+    """Where a loader stands, the same on every rank."""
 
     sampler: dict[str, Any]
     num_positions: int

@@ -35,16 +35,7 @@ class Steps(NamedTuple):
 
 @dataclass
 class Fetched:
-    """The rows of some steps, where they were fetched.
-
-    Args:
-        steps: The steps: several if their rows were fetched for all data devices at once.
-        first: The data device that has the first row.
-        leaves: One leaf per field, of all rows, or of the rows of each data device.
-        devices: Where the rows of each of these lists are used.
-        is_whole: Whether all rows are in one list.
-        num_fields: Leaves of fields of the store; behind them may be the numbers of the rows.
-    """
+    """The rows of some steps, where they were fetched."""
 
     steps: Steps
     first: int

@@ -38,12 +38,7 @@ _PATIENCE_S = 10.0
 
 
 class Stream(RowSource):
-    """Rows of some shards that stay in the files, and are read window by window.
-
-    Args:
-        layout: How their rows are read.
-        window: Rows of a shard in a window.
-    """
+    """Rows of some shards that stay in the files, and are read window by window."""
 
     device = torch.device("cpu")
 
@@ -78,19 +73,7 @@ class Stream(RowSource):
 
 
 class _StreamedEpoch(EpochRows):
-    """Rows of the windows of one epoch, in the order in which they come.
-
-    Threads read, into memory for two windows. They end with the epoch, with `close`, when this
-    object is garbage-collected, and at the exit of the interpreter. In a process that was forked
-    meanwhile, new ones read on.
-
-    Args:
-        layout: How rows are read.
-        windows: Which rows are in which window.
-        epoch: The epoch.
-        position: The first position that will be fetched.
-        idle: Memory for windows that nobody uses; it is given back there.
-    """
+    """Rows of the windows of one epoch, in the order in which they come."""
 
     device = torch.device("cpu")
 
@@ -202,18 +185,7 @@ class _Unread:
 
 
 class _WindowReader:
-    """Threads that read windows. The next window is begun while the last reads of one finish.
-
-    They know nothing of their user, so that it can be garbage-collected. They own nothing that
-    must be closed, and do not outlive the program.
-
-    Args:
-        layout: How rows are read.
-        windows: Which rows are in which window.
-        epoch: The epoch.
-        numbers: The windows to read.
-        idle: Memory for windows that nobody uses; the reader takes what it needs out of this list.
-    """
+    """Threads that read windows. The next window is begun while the last reads of one finish."""
 
     def __init__(
         self,

@@ -54,14 +54,7 @@ class _RaggedMemory:
 
 
 class StreamMemory:
-    """The memory of a window.
-
-    Args:
-        layout: What it has.
-        items: For each field of rows of one shape or of steps, memory for them.
-        ragged: The fields whose rows differ in length.
-        columns: All fields.
-    """
+    """The memory of a window."""
 
     def __init__(
         self,
@@ -74,11 +67,7 @@ class StreamMemory:
         self._runs = Runs(*np.zeros((3, 1), np.int64))
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
-        """The reads that fill a window, which several threads may do at once.
-
-        A read raises OSError where the disk cannot be read, and StoreError where a file is shorter
-        than it was.
-        """
+        """The reads that fill a window, which several threads may do at once."""
         space = self._layout.space
         self._runs = runs = space.place(self._layout.located(windows, epoch, number))
         yield from space.reads(runs, self.items)
@@ -95,22 +84,7 @@ class StreamMemory:
 
 
 class StreamLayout:
-    """How the rows of some shards are read, window by window.
-
-    Args:
-        columns: The fields that this process needs, as the store has them, and their rows.
-        files: For each of them the file of its rows, of its items where they differ in length, or
-            of its steps if it is cut into windows; None where there are none.
-        places: Where the rows of the split lie in the files, with the gaps between these.
-        num_slots: One more than the last place in the files.
-        held: The shards that are held.
-        windows: Which rows are in which window of the epoch.
-        series: Where series are in the files, for windows over them.
-
-    Raises:
-        ValueError: The windows of an epoch and all places cannot be numbered together.
-        StoreError: The index of a field is damaged.
-    """
+    """How the rows of some shards are read, window by window."""
 
     def __init__(
         self,

@@ -41,13 +41,7 @@ _UNASKED: list[tuple[int, int]] = []
 
 
 class Collator:
-    """Makes the batches of a loader: nested, transformed, and assembled in buffers used again.
-
-    Args:
-        collate: Nests one leaf per field like the dataset's samples.
-        transform: Runs on each data device's batch, or on each assembled one if it is an
-            `OnSuperBatch`; None for no transform.
-    """
+    """Makes the batches of a loader: nested, transformed, and assembled in buffers used again."""
 
     def __init__(self, collate: Collate, transform: BatchTransform | None = None) -> None:
         if transform is not None:
@@ -110,29 +104,7 @@ class Collator:
 
 
 class SuperBatch:
-    """The batches of one step. ``to(device)`` assembles them there, rows in the order of the epoch.
-
-    Row ``j`` of the super-batch is row ``j // D`` of the batch of data device ``(first + j) % D``,
-    so that the order does not depend on how many devices hold the data.
-
-    Args:
-        data_devices: The ``D`` devices of the batches.
-        num_rows: Rows of all batches.
-        step_rows: Rows of the step over all processes.
-        first: The data device whose batch has the first row.
-        parts: All rows in order where they lie on one device: one leaf per field, of shape
-            (num_rows, *field shape) or rows that are not copied yet. Otherwise the batch of each
-            data device.
-        collator: Collates and assembles.
-        is_whole: Which of the two it is.
-
-    Attributes:
-        num_rows: Rows of all batches.
-        step_rows: Rows of the step over all processes.
-        data_devices: The devices of the batches.
-        first: The data device whose batch has the first row.
-        seed: Seed of a random transform of the assembled batch; see `OnSuperBatch`.
-    """
+    """The batches of one step."""
 
     __slots__ = (
         "_batches",
@@ -181,22 +153,7 @@ class SuperBatch:
         return self._batches
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
-        """Assemble the super-batch on one device.
-
-        Args:
-            device: Usually the root device.
-            non_blocking: Do not wait for copies to other devices than the CPU.
-
-        Returns:
-            A batch of ``num_rows`` rows on ``device``, in the structure of the dataset's samples or
-            of what the transform returned; or whatever an `OnSuperBatch` returned. Its memory is
-            used again once the caller has dropped it.
-
-        Raises:
-            ValueError: A transform of data devices returned a tensor whose first dimension is not
-                its batch's, or other tensors on one data device than on another.
-            TypeError: It returned something other than tensors in containers.
-        """
+        """Assemble the super-batch on one device."""
         target = device if isinstance(device, torch.device) else torch.device(device)
         if self._columns is None:
             batch = self._collator.assemble(self._batches, self.first, self.num_rows, target)
@@ -233,9 +190,7 @@ def step_rows_of(batch: Any) -> set[tuple[int, int]]:
 
 
 def unasked_step_rows() -> tuple[int, int] | None:
-    """The same of the batch assembled last, if nobody has asked about it: its tensors were replaced
-    by others on their way.
-    """
+    """The same of the batch assembled last, if nobody has asked: its tensors were replaced."""
     return _UNASKED.pop() if _UNASKED else None
 
 

@@ -61,20 +61,7 @@ class OnSuperBatch:
 
 
 class DeviceTransform:
-    """A batch transform bound to a data device.
-
-    A transform with a parameter named ``generator`` is given a seeded ``torch.Generator`` of the
-    data device. Any other one runs with the global generators of torch, numpy and Python seeded,
-    and finds them as they were afterwards.
-
-    Args:
-        transform: A callable or module that maps a batch to a batch. A module is copied to the
-            device.
-        device: The data device.
-
-    Raises:
-        TypeError: The transform cannot be called.
-    """
+    """A batch transform bound to a data device."""
 
     def __init__(self, transform: BatchTransform, device: torch.device) -> None:
         self._device = device

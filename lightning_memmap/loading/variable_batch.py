@@ -70,12 +70,7 @@ ROW_NUMBER = "row_number"
 
 @dataclass(frozen=True, slots=True)
 class FieldRows(FetchedRows):
-    """The rows of one field in a step, as its form gets them.
-
-    Args:
-        rows: The rows, where they lie. What is made of them is on the same device.
-        allocate: Gives memory, where they are on a CPU.
-    """
+    """The rows of one field in a step, as its form gets them."""
 
     rows: VariableRows
     allocate: Allocate
@@ -115,20 +110,7 @@ class FieldRows(FetchedRows):
 
 
 class FormedCollate:
-    """Nests a batch like the dataset's samples, with each variable field in its form.
-
-    Args:
-        schema: The fields of the store.
-        variable: The form of each variable field, and of each list of records, by its name. By
-            default, fields are padded with 0, and a list of records is given row by row: what the
-            records of a row have of each field, stacked. A field of a list may have a form of its
-            own where the list is not given row by row.
-        sample: A sample of the dataset for its classes; see `Schema.builder`.
-
-    Raises:
-        ValueError: A name is of no field, or of one whose rows have one shape, or a field cannot
-            have its form.
-    """
+    """Nests a batch like the dataset's samples, with each variable field in its form."""
 
     def __init__(
         self, schema: Schema, variable: Mapping[str, Form] | None = None, sample: Any = None
@@ -222,15 +204,7 @@ _NESTING = Nesting(_records, _masked)
 
 
 class NumberedCollate:
-    """Adds row numbers to batches: under the key `ROW_NUMBER`, or behind what a list has.
-
-    Args:
-        collate: Makes a batch of the other leaves.
-        schema: The schema of the samples.
-
-    Raises:
-        ValueError: The samples have that key, or are of a class, in which there is no place.
-    """
+    """Adds row numbers to batches: under the key `ROW_NUMBER`, or behind what a list has."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any], schema: Schema) -> None:
         node = schema.structure

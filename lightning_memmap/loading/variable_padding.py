@@ -102,10 +102,7 @@ def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, I
 
 @lru_cache(maxsize=64)
 def _number(value: float, dtype: torch.dtype) -> NDArray[Any]:
-    """A number as it lies in memory, of shape (1,).
-
-    numpy has no bfloat16 and no float8, but integers of their size.
-    """
+    """A number as it lies in memory, of shape (1,)."""
     item = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
     if (item == item[0]).all():
         # Bytes are set several times as fast as wider numbers.

@@ -31,21 +31,7 @@ def fresh_memory(num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class VariableRows:
-    """Rows of a field that differ in length, where they lie.
-
-    It has the methods of a tensor with a row along its first dimension that a loader needs.
-
-    Args:
-        field: The field.
-        items: Memory with the items of these rows, and perhaps of others, of shape (items, *item
-            shape).
-        starts: The first item of each row, int64 of shape (B,).
-        sizes: Its sizes in the ``k`` dimensions that differ, int64 of shape (B, k).
-        widths: The largest sizes among all rows of the step, over all data devices of the process.
-        fetch: These and the rows of other steps that were fetched with them; None where there are
-            none.
-        step: Which of these steps they are.
-    """
+    """Rows of a field that differ in length, where they lie."""
 
     field: Field
     items: Tensor
@@ -171,14 +157,7 @@ class VariableRows:
 
 
 class Together:
-    """The values of consecutive steps, of which those of small ones are made together: a call costs
-    as much for the rows of one step as for those of many.
-
-    Args:
-        items: How many items the values of each step have, int64 of shape (steps,).
-        item_bytes: Bytes of an item.
-        make: Makes the values of the steps from one up to another, of shape (items, *item shape).
-    """
+    """The values of consecutive steps; those of small steps are made in one call."""
 
     def __init__(
         self, items: Integers, item_bytes: int, make: Callable[[int, int], Tensor]
@@ -207,14 +186,7 @@ class Together:
 
 @dataclass(eq=False)
 class Fetch:
-    """Rows of several steps that were fetched together, and what was last made of them.
-
-    Args:
-        rows: The rows.
-        edges: Where the rows of each step begin and those of the last end, int64 of shape
-            (steps + 1,).
-        widths: The largest sizes in each step.
-    """
+    """Rows of several steps that were fetched together, and what was last made of them."""
 
     rows: VariableRows
     edges: Integers

@@ -19,10 +19,7 @@ _MAX_RUNS = 3
 
 
 def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], window: int) -> int:
-    """How many items the rows of a window have at most, wherever it begins.
-
-    It is exact where the rows of a shard lie apart in the file, and else up to a 64th too large.
-    """
+    """How many items the rows of a window have at most, wherever it begins."""
 
     def in_one_run(shard: int, edges: Integers) -> Integers:
         size = int(edges[-1])
