@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_memmap.loading.split import image_decoders
+from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store

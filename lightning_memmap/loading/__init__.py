@@ -5,9 +5,9 @@ row_source       what a source is: memory, or a stream
 memory           rows in the file mapping, or copied (places)
 stream           rows read window by window (stream_layout, window_sizes, runs, row_file)
 fetch            the rows of coming steps (steps, buffers, device_streams)
-decoding         images of the next step are decoded while a step is used
-variable_rows    rows that differ in length, not copied yet
-variable_batch   what a batch has for them (variable_padding, variable_leaves)
+decoding         images of the next step are decoded while a step is used (image_decoder)
+variable_rows    rows that differ in length, not copied yet: padded, jagged or listed
+variable_batch   nests a batch, each field in its form (variable_leaves)
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (nested)
 loader           super-batches in an order, or assembled (state, prefetch)
@@ -16,12 +16,14 @@ batches          the same without a Trainer
 
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.device_streams import has_streams
+from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_source import EpochRows, RowSource
 from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.variable_batch import FormedCollate, Padded, Scaled
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema import RowList
 
 __all__ = [

@@ -6,7 +6,7 @@ backward, no numpy array.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ _SHARED_COPY_BYTES = 2**19
 _HUGE_BYTES = 2**22
 #: Of the memory that torch makes.
 _ALIGNMENT = 64
-#: Memory that is made has this much more than is asked for, since the next step may need more.
+#: Memory that takes the place of what was too small has so much more than is asked for.
 _SLACK = 1.25
 #: The shape of one row and the dtype of each field.
 Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -51,6 +51,9 @@ class Buffers:
         """Wrap the memory of tensors."""
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
+
+    def __getitem__(self, which: Sequence[int]) -> "Buffers":
+        return Buffers([self.tensors[i] for i in which], [self.rows[i] for i in which])
 
     @cached_property
     def row_bytes(self) -> int:
@@ -99,21 +102,28 @@ def copy_windows(windows: Tensor, starts: Tensor, out: Tensor) -> None:
 
 
 class BufferPool:
-    """Sets of CPU buffers, one tensor per field in each set."""
+    """Sets of CPU buffers for some fields, which are used again once nobody else holds them."""
 
-    def __init__(self, fields: Fields, num_rows: int, max_slots: int = 4) -> None:
-        self._fields = fields
-        self._num_rows = num_rows
+    def __init__(self, fields: Fields, max_slots: int = 4) -> None:
+        self.fields = fields
+        # Where so many sets are in use, the oldest one is left to its user.
         self._max_slots = max_slots
         self._slots: list[Buffers] = []
-        self._idle_count = 0
+        self._num_rows = self._idle_count = 0
 
     def get(self, num_rows: int) -> Buffers:
-        """Buffers that nobody else holds, with undefined content."""
+        """Buffers that nobody else holds, with undefined content.
+
+        They stay the caller's until the last tensor that shares their memory is gone.
+        """
+        if num_rows > self._num_rows:
+            # More again than before: the next ones may need more still.
+            self._num_rows = int(num_rows * _SLACK) if self._num_rows else num_rows
+            self._slots = []
         for slot in self._slots:
             if self._is_idle(slot):
                 return _handed_out(slot, num_rows)
-        slot = Buffers.empty(self._fields, self._num_rows)
+        slot = Buffers.empty(self.fields, self._num_rows)
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
         if len(self._slots) == self._max_slots:
@@ -133,19 +143,10 @@ class BufferPool:
         return True
 
 
-class GrowingPool:
-    """Memory on the CPU, in a size that differs from step to step; see `BufferPool`."""
-
-    def __init__(self) -> None:
-        self._pool: BufferPool | None = None
-        self._capacity = 0
-
-    def get(self, num_bytes: int) -> Tensor:
-        """Memory that nobody else holds."""
-        if self._pool is None or num_bytes > self._capacity:
-            self._capacity = int(num_bytes * _SLACK)
-            self._pool = BufferPool([((), torch.uint8)], self._capacity)
-        return self._pool.get(num_bytes).tensors[0]
+def byte_pool() -> Callable[[int], Tensor]:
+    """Gives memory for a number of bytes, uint8 of shape (bytes,), from a pool of its own."""
+    pool = BufferPool([((), torch.uint8)])
+    return lambda num_bytes: pool.get(num_bytes).tensors[0]
 
 
 def _handed_out(slot: Buffers, num_rows: int) -> Buffers:

@@ -8,6 +8,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
@@ -249,39 +250,27 @@ class SuperBatchLoader:
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
         # sets the epoch and loads the state.
-        if self.device is None:
-            return self._delivered_steps()
-        if self.prefetch:
+        if self.device is not None and self.prefetch:
             steps, devices = self._steps(), [self.device, *self.data_devices]
             return prefetched(steps, devices, self.prefetch, self._deliver)
-        return self._assembled(self.device)
+        return self._delivered_steps()
 
-    def _delivered_steps(self) -> Iterator[SuperBatch]:
+    def _delivered_steps(self) -> Iterator[Any]:
         for super_batch in self._steps():
             self._deliver()
-            yield super_batch
+            item = super_batch if self.device is None else super_batch.to(self.device)
             # Not referenced while the next one is made: its memory may be free by then.
             del super_batch
-
-    def _assembled(self, device: torch.device) -> Iterator[Any]:
-        for super_batch in self._steps():
-            self._deliver()
-            batch = super_batch.to(device)
-            del super_batch
-            yield batch
-            del batch
+            yield item
+            del item
 
     def is_at_end(self, position: int, epoch: int) -> bool:
         """Whether no step of an epoch is left from a position on."""
         return not len(self._schedule(position, epoch))
 
-    def bounds(self, step: int) -> tuple[int, int]:
-        """The positions of a step, first and end, in an epoch that is not resumed or shortened."""
-        return self._whole_epoch.bounds(step)
-
     def step_positions(self, step: int) -> range:
         """The positions of a step of an epoch that is not resumed which this process serves."""
-        return self.positions(*self.bounds(step))
+        return self.positions(*self._whole_epoch.bounds(step))
 
     def positions(self, first: int, last: int) -> range:
         """The positions in a range that this process serves."""
@@ -326,39 +315,33 @@ class SuperBatchLoader:
 
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
-        collator, devices, steps = self._collator, self.data_devices, fetched.steps
-        first, number, rank = fetched.first, steps.first_step, self._rows.topology.rank
-        if fetched.is_whole:
-            split = [leaf.split_with_sizes(steps.lengths) for leaf in fetched.leaves.pop()]
-            parts = [*zip(*split, strict=True)]
-            del split
-        else:
-            parts = [tuple(self._batches(fetched))]
+        collator, steps, first = self._collator, fetched.steps, fetched.first
+        devices, topology = self.data_devices, self._rows.topology
         # The last reference to a step's rows goes with its super-batch.
-        parts.reverse()
-        for length, step_rows in zip(steps.lengths, steps.step_rows, strict=True):
-            super_batch = SuperBatch(
-                devices, length, step_rows, first, parts.pop(), collator, fetched.is_whole
-            )
+        parts = fetched.by_step()
+        pairs = zip(steps.lengths, steps.step_rows, strict=True)
+        for number, (length, step_rows) in enumerate(pairs, steps.first_step):
+            words = self.seed, steps.epoch, number
+            rows = devices, length, step_rows, first, collator
+            if self._fetcher.is_whole:
+                super_batch = SuperBatch(*rows, columns=parts.pop()[0])
+            else:
+                leaves = parts.pop()
+                batches = list[Any]()
+                for index, device in enumerate(devices):
+                    batch = collator.collate(leaves.pop(0))
+                    if collator.is_apart:
+                        seed = derive_seed(*words, topology.rank + topology.size * index)
+                        batch = collator.transformed(batch, device, seed, index)
+                    batches.append(batch)
+                    del batch
+                super_batch = SuperBatch(*rows, batches=batches)
+                del leaves, batches
             if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(self.seed, steps.epoch, number, rank)
-                number += 1
+                super_batch.seed = derive_seed(*words, topology.rank)
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch
-
-    def _batches(self, fetched: Fetched) -> Iterator[Any]:
-        """The batch of each data device in a step, transformed there if it is to be."""
-        collator, topology = self._collator, self._rows.topology
-        for index, device in enumerate(self.data_devices):
-            batch = collator.collate(fetched.leaves.pop(0))
-            if collator.is_apart:
-                steps = fetched.steps
-                words = steps.first_step, topology.rank + topology.size * index
-                seed = derive_seed(self.seed, steps.epoch, *words)
-                batch = collator.transformed(batch, device, seed, index)
-            yield batch
-            del batch
 
     def _blocks(self, start: LoaderState) -> Iterator[Steps]:
         """The steps of an epoch, divided into blocks that are located together."""
@@ -371,19 +354,12 @@ class SuperBatchLoader:
                 if last == piece.num_full:
                     sizes += piece.tail
                 first = piece.bounds(step)[0]
+                edges = first + np.append(0, np.cumsum(sizes))
+                # How many positions this process serves before each step.
+                served = -(-(edges - self._rows.topology.rank) // self._rows.topology.size)
                 positions = self.positions(first, first + sum(sizes))
-                yield Steps(start.epoch, number, positions, self._lengths(first, sizes), sizes)
+                yield Steps(start.epoch, number, positions, np.diff(served).tolist(), sizes)
                 number += len(sizes)
-
-    def _lengths(self, first: int, step_rows: list[int]) -> list[int]:
-        """How many positions of each step this process serves."""
-        lengths = list[int]()
-        for rows in step_rows:
-            # The same in every full step: the data devices divide its rows.
-            is_full = rows == self.global_batch and bool(lengths)
-            lengths.append(lengths[0] if is_full else len(self.positions(first, first + rows)))
-            first += rows
-        return lengths
 
 
 class RowsByStep(Sequence[list[int]]):

@@ -6,7 +6,7 @@ window that begins there. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -48,11 +48,15 @@ class Ragged:
         """The rows at some places."""
         starts, sizes = self.at(places)
         rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
-        return rows if self.allocate is None else rows.copied(self.allocate)
+        return rows if self.allocate is None else replace(rows, allocate=self.allocate).copied()
 
 
 class Columns:
-    """The fields of rows in one place in memory."""
+    """The fields of rows in one place in memory; text is on the CPU even so.
+
+    A field is a tensor with a row for each place, rows that differ in length, or a view of all
+    windows. With windows over series, the fields that are not cut have one row for each series.
+    """
 
     def __init__(
         self,
@@ -77,37 +81,23 @@ class Columns:
         #: The rows of the fields that have one shape, and are not cut into windows.
         self.dense = Buffers.of(dense)
 
-    def empty(self, num_rows: int, pin_memory: bool = False) -> Buffers:
-        """Memory for rows of the fields whose rows have one shape, on the CPU."""
-        return Buffers.empty(self._fixed, num_rows, pin_memory=pin_memory)
-
     def take(
         self, places: Tensor, slots: Tensor, out: Buffers | None, pin_memory: bool = False
     ) -> list[Leaf]:
-        """Copy rows into one batch."""
+        """Copy the rows at some places into one batch; slots tell which series windows are of."""
         rows = places
         if self._series is not None:
-            slots = send(slots, self.device)
-            rows = self._series.rows_of(slots)
-        if self.device.type == "cpu":
-            return self._take_on_cpu(places, rows, out or self.empty(len(places), pin_memory))
-        here, rows_here = send(places, self.device), send(rows, self.device)
-        return [
-            column.take(rows.cpu().numpy())
-            if isinstance(column, Ragged)
-            else column.index_select(0, here if is_cut else rows_here)
-            for column, is_cut in self._columns
-        ]
-
-    def _take_on_cpu(self, places: Tensor, rows: Tensor, out: Buffers) -> list[Leaf]:
-        if self._series is None:
-            copy_rows(self.dense, places, out)
-            leaves: list[Leaf] = [*out.tensors]
-            for index, (column, _) in enumerate(self._columns):
-                if isinstance(column, Ragged):
-                    leaves.insert(index, column.take(places.numpy()))
-            return leaves
-        targets, leaves, dense = iter(range(len(out.tensors))), [], list[int]()
+            rows = self._series.rows_of(send(slots, self.device))
+        if self.device.type != "cpu":
+            places, rows = send(places, self.device), send(rows, self.device)
+            return [
+                column.take(rows.cpu().numpy())
+                if isinstance(column, Ragged)
+                else column.index_select(0, places if is_cut else rows)
+                for column, is_cut in self._columns
+            ]
+        out = out or Buffers.empty(self._fixed, len(places), pin_memory=pin_memory)
+        leaves, targets, dense = list[Leaf](), iter(range(len(out.tensors))), list[int]()
         for column, is_cut in self._columns:
             if isinstance(column, Ragged):
                 leaves.append(column.take(rows.numpy()))
@@ -118,8 +108,7 @@ class Columns:
                 copy_windows(column, places, out.tensors[index])
             else:
                 dense.append(index)
-        chosen = Buffers([out.tensors[i] for i in dense], [out.rows[i] for i in dense])
-        copy_rows(self.dense, rows, chosen)
+        copy_rows(self.dense, rows, out if len(dense) == len(out.tensors) else out[dense])
         return leaves
 
 

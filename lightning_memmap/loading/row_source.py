@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,34 +29,28 @@ def fixed_fields(fields: Sequence[FieldRows]) -> Fields:
     return [(shape, dtype) for shape, dtype in fields if None not in shape]  # type: ignore[misc]
 
 
-class EpochRows(ABC):
+class EpochRows(Protocol):
     """The rows of one source in the order of one epoch."""
 
-    #: Where rows are fetched.
-    device: torch.device
-    #: Shape of one row and dtype of each field that this process needs.
-    fields: Sequence[FieldRows]
-    #: Bytes of one row over these fields.
-    row_bytes: int
-
-    @abstractmethod
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        """Where the rows lie that supply positions; undefined for rows of other sources."""
-
-    @abstractmethod
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> Sequence[Leaf]:
-        """Copy rows into a batch."""
+        """Copy rows into a batch: a tensor of shape (B, *field shape) per field, or a promise.
+
+        The slots are of `RowSource.locate`, int64 of shape (B,), on the source's device, or on the
+        CPU where a field has dimensions that differ. Fields of one shape are copied into ``out``,
+        or into new memory, pinned where the batch goes on to a device. Blocks of a stream come in
+        the order of the epoch.
+        """
 
 
 class RowSource(ABC):
     """Rows of some shards in one place: in memory, or in files that are read block by block."""
 
-    #: Where rows are fetched.
-    device: torch.device
-    #: Whether the rows were freed.
-    is_released = False
+    device: torch.device  # Where rows are fetched.
+    fields: Sequence[FieldRows]  # Those that this process needs.
+    row_bytes: int  # Of one row over these fields.
+    is_released = False  # Whether the rows were freed.
 
     def check_sampler(self, sampler: object) -> None:
         """Check that rows can be fetched in the order of a sampler."""
@@ -64,17 +58,21 @@ class RowSource(ABC):
             raise TypeError(f"sampler={sampler!r}: give a lightning_memmap.sampling.Sampler")
 
     @abstractmethod
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        """The slots of the rows that supply positions; undefined for rows of other sources."""
+
+    @abstractmethod
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch."""
+        """The rows in the order of an epoch, from a position on."""
 
     def release(self) -> None:
         """Free the rows. Loaders over them, which a Trainer keeps long, give no more batches."""
         self.is_released = True
 
 
-class RandomAccessRows(RowSource, EpochRows):
+class RandomAccessRows(RowSource):
     """A source whose rows may come in any order."""
 
     @override
@@ -82,6 +80,12 @@ class RandomAccessRows(RowSource, EpochRows):
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
         return nullcontext(self)
+
+    @abstractmethod
+    def fetch(
+        self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
+    ) -> Sequence[Leaf]:
+        """Copy rows into a batch; see `EpochRows.fetch`."""
 
 
 def released_error() -> RuntimeError:

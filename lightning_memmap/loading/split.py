@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
+from lightning_memmap.loading.decoding import Images, default_threads
+from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
     copied_rows,
     copied_windows,
@@ -35,7 +36,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
 )
-from lightning_memmap.schema import Decode, Field, Form
+from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
@@ -248,21 +249,3 @@ def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
     for shard in held:
         found[np.asarray(pool.rows_of(shard), np.int64) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]
-
-
-def image_decoders(
-    columns: Sequence[Column], opened: Sequence[OpenColumn], forms: Mapping[str, Form]
-) -> dict[int, ImageDecoder]:
-    """Make the decoders of encoded images."""
-    decoders = {}
-    for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
-        form = forms.get(column.field.name)
-        if isinstance(form, Decode):
-            form.check(column.field)
-            # All processes look at the same row, whether they hold it or not: the first one with
-            # an image, since those that are None may be in no split.
-            count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1
-            each = ((rows.row(row).numpy(), row) for row in range(count))
-            first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
-            decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
-    return decoders

@@ -3,27 +3,24 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_memmap.loading.row_source import Leaf
+from lightning_memmap.loading.variable_rows import share_widths
 
 
 class Steps(NamedTuple):
     """Consecutive steps of an epoch."""
 
     epoch: int
-    """The epoch."""
-    first_step: int
-    """Number of the first step in its epoch."""
-    positions: range
-    """The positions of all the steps that this process serves."""
-    lengths: list[int]
-    """Positions of each step. The first step is one of the longest, but for the last two of an
-    epoch."""
-    step_rows: list[int]
-    """Rows of each step over all processes."""
+    first_step: int  # Its number in the epoch.
+    positions: range  # Of all the steps, those that this process serves.
+    lengths: list[int]  # Positions of each step.
+    step_rows: list[int]  # Rows of each step over all processes.
 
     def part(self, begin: int, end: int, first_row: int) -> "Steps":
         """Some of the steps, of which the first one begins with this row of them all."""
@@ -35,20 +32,37 @@ class Steps(NamedTuple):
 
 @dataclass
 class Fetched:
-    """The rows of some steps, where they were fetched."""
+    """The rows of some steps, for each receiver: one for all rows, or each data device for its own.
+
+    Of ``R`` receivers, row ``j`` of the steps goes to the one with the number ``(first + j) % R``.
+    """
 
     steps: Steps
-    first: int
-    leaves: list[list[Leaf]]
-    devices: Sequence[torch.device]
-    is_whole: bool
-    num_fields: int
+    first: int  # The data device that has the first row.
+    leaves: list[list[Leaf]]  # Of each receiver, one per field.
+    devices: Sequence[torch.device]  # Of the receivers.
+    numbers: list[Tensor] | None = None  # The dataset rows of each receiver.
 
-    def positions_of(self, index: int) -> range:
-        """The positions of the rows in one of the lists."""
+    def rows_of(self, receiver: int) -> slice:
+        """Which of all rows a receiver has."""
         count = len(self.devices)
-        positions = self.steps.positions
-        return positions if self.is_whole else positions[(index - self.first) % count :: count]
+        return slice((receiver - self.first) % count, None, count)
+
+    def by_step(self) -> list[list[list[Leaf]]]:
+        """The leaves of each step and receiver, the last step first. None are left here."""
+        edges, found = [0, *accumulate(self.steps.lengths)], []
+        for receiver, leaves in enumerate(self.leaves):
+            rows = self.rows_of(receiver)
+            ends = [-(-(edge - rows.start) // rows.step) for edge in edges]
+            sizes = [end - begin for begin, end in pairwise(ends)]
+            if self.numbers is not None:
+                leaves = [*leaves, self.numbers[receiver]]
+            found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
+        steps = [[[*leaves] for leaves in each] for each in zip(*found, strict=True)]
+        self.leaves, self.numbers = [], None
+        for each in steps if len(self.devices) > 1 else ():
+            share_widths(each)
+        return steps[::-1]
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:

@@ -44,6 +44,7 @@ class Stream(RowSource):
 
     def __init__(self, layout: StreamLayout, window: int) -> None:
         self.layout, self._window = layout, window
+        self.fields, self.row_bytes = layout.fields, layout.row_bytes
         #: Memory for windows that nobody uses.
         self._idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
@@ -54,6 +55,11 @@ class Stream(RowSource):
         assert isinstance(sampler, Sampler)
         # Its windows must be those that are read.
         ReadWindows(sampler, self._window)
+
+    @override
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        # As if all windows lay one after the other.
+        return self.layout.locate(ReadWindows(sampler, self._window), epoch, positions)
 
     @override
     def epoch(
@@ -72,10 +78,8 @@ class Stream(RowSource):
         self._idle.clear()
 
 
-class _StreamedEpoch(EpochRows):
+class _StreamedEpoch:
     """Rows of the windows of one epoch, in the order in which they come."""
-
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -85,8 +89,7 @@ class _StreamedEpoch(EpochRows):
         position: int,
         idle: list[StreamMemory],
     ) -> None:
-        self.fields, self.row_bytes = layout.fields, layout.row_bytes
-        self._fixed = fixed_fields(self.fields)
+        self._fixed = fixed_fields(layout.fields)
         self._layout = layout
         self._windows = windows
         self._epoch = epoch
@@ -96,12 +99,6 @@ class _StreamedEpoch(EpochRows):
         self._is_closed = False
         self._start()
 
-    @override
-    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
-        # As if all windows lay one after the other.
-        return self._layout.locate(self._windows, epoch, positions)
-
-    @override
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> Sequence[Leaf]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, GrowingPool
+from lightning_memmap.loading.buffers import Buffers, byte_pool
 from lightning_memmap.loading.memory import Columns, Ragged, in_place
 from lightning_memmap.loading.places import Places, SeriesPlaces
 from lightning_memmap.loading.row_file import RowFile
@@ -39,7 +39,7 @@ class _RaggedMemory:
         self._starts = np.zeros(num_rows, np.int64)
         self._sizes = np.zeros((num_rows, field.num_variable), np.int64)
         # The memory will be read over.
-        self.column = Ragged(field, self.items, self._at, GrowingPool().get)
+        self.column = Ragged(field, self.items, self._at, byte_pool())
 
     def _at(self, places: Integers) -> Located:
         return Located(self._starts[places], self._sizes[places])

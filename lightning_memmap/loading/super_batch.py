@@ -53,8 +53,7 @@ class Collator:
         #: Whether each data device needs a batch of its own.
         self.is_apart = transform is not None and not self.is_on_super_batch
         self._transforms: dict[tuple[int, torch.device], DeviceTransform] = {}
-        self._pool: BufferPool | None = None
-        self._pool_key: Any = None
+        self._pool = BufferPool([])
 
     def transformed(self, batch: Any, device: torch.device, seed: int, index: int = 0) -> Any:
         """Run the transform on a batch."""
@@ -98,8 +97,8 @@ class Collator:
         if device.type != "cpu":
             # torch's caching allocator reuses memory, in stream order.
             return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in fields]
-        if self._pool is None or self._pool_key != (fields, num_rows):
-            self._pool, self._pool_key = BufferPool(fields, num_rows), (fields, num_rows)
+        if self._pool.fields != fields:
+            self._pool = BufferPool(fields)
         return self._pool.get(num_rows).tensors
 
 
@@ -123,18 +122,19 @@ class SuperBatch:
         num_rows: int,
         step_rows: int,
         first: int,
-        parts: Sequence[Any],
         collator: Collator,
-        is_whole: bool,
+        columns: Sequence[Tensor | VariableRows] | None = None,
+        batches: Sequence[Any] = (),
     ) -> None:
         self.data_devices = data_devices
         self.num_rows = num_rows
-        self.step_rows = step_rows
-        self.first = first
-        self.seed = 0
-        self._columns = parts if is_whole else None
-        self._batches: list[Any] = [] if is_whole else [*parts]
+        self.step_rows = step_rows  # Rows of the step over all processes.
+        self.first = first  # The data device whose batch has the first row.
+        self.seed = 0  # Of a random transform of the assembled batch.
         self._collator = collator
+        # Either all rows in order, where they lie on one device, or a batch of each data device.
+        self._columns = columns
+        self._batches = [*batches]
 
     @property
     def batches(self) -> list[Any]:
@@ -152,14 +152,13 @@ class SuperBatch:
             ]
         return self._batches
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
+    def to(self, device: torch.device | str) -> Any:
         """Assemble the super-batch on one device."""
         target = device if isinstance(device, torch.device) else torch.device(device)
         if self._columns is None:
             batch = self._collator.assemble(self._batches, self.first, self.num_rows, target)
         else:
-            send = send_rows if non_blocking else _copied
-            batch = self._collator.collate([send(leaf, target) for leaf in self._columns])
+            batch = self._collator.collate([send_rows(leaf, target) for leaf in self._columns])
         if self._collator.is_on_super_batch:
             batch = self._collator.transformed(batch, target, self.seed)
         if self.step_rows != self.num_rows:
@@ -199,10 +198,6 @@ def _with_memory(batch: Any) -> Iterator[Any]:
     for _, leaf in named_leaves(batch):
         is_known = isinstance(leaf, (Tensor, RowList, SuperBatch))
         yield from [leaf] if is_known else dense_tensors(leaf)
-
-
-def _copied(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
-    return leaf.to(device)
 
 
 def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:

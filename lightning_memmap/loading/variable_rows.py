@@ -4,24 +4,54 @@ They are not copied before the form of the batch is known: until then they are p
 padded rows are written once, straight to where they stay, and only bare rows cross a link.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap._compat.tensors import jagged_tensor
+from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Values
-from lightning_memmap.store.segments import Bytes, pack_segments
+from lightning_memmap.schema import Decode, Field, RowList, Values
+from lightning_memmap.store.segments import Bytes, copy_segments, pack_segments
 
 #: Small steps are copied together, up to this number of bytes.
 _TOGETHER_BYTES = 2**22
+#: Where rows have more bytes than this on average, filling what is behind each of them costs less
+#: than filling everything.
+_LONG_BYTES = 2**14
+#: From here on the memory of the machine is looked at before a step is allocated.
+_MANY_BYTES = 2**33
 #: Gives memory on the CPU for a number of bytes, uint8 of shape (bytes,).
 Allocate = Callable[[int], Tensor]
+
+
+class Padded(NamedTuple):
+    """What a batch has for rows that differ in length: padded values, and the lengths."""
+
+    values: Tensor
+    """The padded rows, of shape (B, *padded lengths, *item shape)."""
+    lengths: Tensor
+    """How much of each row is not padding: int64 of shape (B,), or (B, k) where ``k`` dimensions
+    differ. On the device of ``values``."""
+
+    def rows(self) -> list[Tensor]:
+        """The rows without their padding, views of ``values``."""
+        sizes = self.lengths.view(len(self.lengths), -1).tolist()
+        return [
+            row[tuple(slice(size) for size in each)]
+            for row, each in zip(self.values, sizes, strict=True)
+        ]
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
@@ -29,17 +59,26 @@ def fresh_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
+def _pinned_memory(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 @dataclass(frozen=True, eq=False)
 class VariableRows:
-    """Rows of a field that differ in length, where they lie."""
+    """Rows of a field that differ in length, where they lie.
+
+    It has the methods of a tensor of rows that a loader needs, and those of `FetchedRows`.
+    """
 
     field: Field
-    items: Tensor
-    starts: Integers
-    sizes: Integers
-    widths: tuple[int, ...]
-    fetch: "Fetch | None" = None
-    step: int = 0
+    items: Tensor  # Those of these rows, and perhaps of others, (items, *item shape).
+    starts: Integers  # The first item of each row, (B,).
+    sizes: Integers  # Its sizes in the ``k`` dimensions that differ, (B, k).
+    widths: tuple[int, ...]  # The largest sizes among the rows of the step on all data devices.
+    is_packed: bool = False  # Whether they follow one another, in memory that is theirs.
+    allocate: Allocate = fresh_memory  # Gives memory for copies of rows on a CPU.
+    fetch: "Fetch | None" = None  # These and the rows of other steps that were fetched with them.
+    step: int = 0  # Which of these steps they are.
 
     @property
     def device(self) -> torch.device:
@@ -69,17 +108,8 @@ class VariableRows:
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
         starts, sizes = self.starts[rows], self.sizes[rows]
-        return replace(self, starts=starts, sizes=sizes, fetch=None)
-
-    def copied(self, allocate: Allocate = fresh_memory) -> "VariableRows":
-        """The rows in memory of their own, one after the other."""
-        lengths, items = self.lengths, self.packed(allocate)
-        starts = np.cumsum(lengths) - lengths
-        return VariableRows(self.field, items, starts, self.sizes, self.widths)
-
-    def of_widths(self, widths: tuple[int, ...]) -> "VariableRows":
-        """These rows, as some of a step."""
-        return replace(self, widths=widths)
+        is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
+        return replace(self, starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
 
     def contiguous(self) -> "VariableRows":
         """These rows: they are copied later."""
@@ -100,14 +130,13 @@ class VariableRows:
         fetch = Fetch(self, edges, [*map(tuple, widths.tolist())])
         pieces = zip(pairwise(edges.tolist()), fetch.widths, strict=True)
         return [
-            VariableRows(
-                self.field,
-                self.items,
-                self.starts[begin:end],
-                self.sizes[begin:end],
-                width,
-                fetch,
-                step,
+            replace(
+                self,
+                starts=self.starts[begin:end],
+                sizes=self.sizes[begin:end],
+                widths=width,
+                fetch=fetch,
+                step=step,
             )
             for step, ((begin, end), width) in enumerate(pieces)
         ]
@@ -117,91 +146,201 @@ class VariableRows:
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
-        rows = self.copied(_pinned_memory if pin else fresh_memory)
+        rows = replace(self, allocate=_pinned_memory if pin else fresh_memory).copied()
         return replace(rows, items=send(rows.items, device))
 
-    def packed(self, allocate: Allocate = fresh_memory) -> Tensor:
-        """Copy the rows, one after the other."""
+    def copied(self) -> "VariableRows":
+        """The rows in memory of their own, one after the other."""
+        lengths, items = self.lengths, self.packed()
+        starts = np.cumsum(lengths) - lengths
+        return replace(self, items=items, starts=starts, is_packed=True, fetch=None)
+
+    def packed(self) -> Tensor:
+        """The items of the rows, one row after the other, in memory of their own."""
         lengths = self.lengths
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
+        if self.is_packed and total:
+            first = int(self.starts[0])
+            return self.items[first : first + total]
         if self.device.type != "cpu":
-            starts, counts = self.on_device(self.starts - ends + lengths, lengths).unbind(1)
+            starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
             shifts = starts.repeat_interleave(counts, output_size=total)
             return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
         size = self.field.item_bytes
-        memory = allocate(total * size)
+        memory = self.allocate(total * size)
         pack_segments(self.memory, self.starts * size, memory.numpy(), lengths * size)
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
-    def packed_together(self, allocate: Allocate) -> Tensor:
-        """These rows as of `packed`, which are copied together with those of other small steps."""
-        fetch = self.fetch
-        if fetch is None:
-            return self.packed(allocate)
+    def packed_together(self) -> Tensor:
+        """The same; rows that must be copied are copied with those of other small steps."""
+        if self.fetch is None or self.is_packed:
+            return self.packed()
+        return self.fetch.of_step(self.step, self.allocate, None)
 
-        def together() -> Together:
-            rows, edges = fetch.rows, fetch.edges
-            ends = np.append(0, np.cumsum(rows.lengths))[edges]
-            return Together(
-                np.diff(ends),
-                rows.field.item_bytes,
-                lambda first, end: rows[edges[first] : edges[end]].packed(allocate),
+    def padded(self, value: float, multiple: int) -> Padded:
+        """The rows padded to the longest of the step, and their lengths; see `Pad`."""
+        widths = tuple(-(-width // multiple) * multiple for width in self.widths)
+        num_bytes = len(self) * math.prod(widths) * self.field.item_bytes
+        if num_bytes > _MANY_BYTES and num_bytes > available_bytes():
+            raise ValueError(
+                f"variable: {len(self)} rows of field {self.field.name!r}, padded to {widths}, have"
+                f" {num_bytes} bytes, more than this machine has free: give Pad a smaller multiple"
+                f" than {multiple}, or use smaller batches"
             )
+        fetch = self.fetch
+        if self.device.type != "cpu":
+            values = _padded_on_device(self, widths, value)
+        elif fetch is None or fetch.widths[self.step] != self.widths:
+            # Those of several data devices may have the widths of all of them.
+            each = np.broadcast_to(np.array(widths, np.int64), self.sizes.shape)
+            values = self.padded_each(each, value)
+        else:
+            values = fetch.of_step(self.step, self.allocate, (value, multiple))
+        sizes = self.sizes[:, 0] if len(widths) == 1 else self.sizes
+        lengths = send(torch.from_numpy(sizes.copy()), self.device)
+        return Padded(values.view(len(self), *widths, *self.field.item_shape), lengths)
 
-        return fetch.made(allocate, together).of_step(self.step)
+    def padded_each(self, widths: Integers, value: float) -> Tensor:
+        """The items of the rows on a CPU, each row padded to sizes of its own, of shape (B, k)."""
+        field, size = self.field, self.field.item_bytes
+        starts, places, lengths = _pieces(self, widths)
+        total = int(widths.prod(axis=1).sum())
+        memory = self.allocate(total * size)
+        values = memory.view(field.dtype).view(total, *field.item_shape)
+        out, item = memory.numpy(), _number(value, field.dtype)
+        if lengths.sum() * size > _LONG_BYTES * len(lengths):
+            begins, ends = np.append(0, places + lengths) * size, np.append(places, total) * size
+            padding = np.tile(item, int((ends - begins).max()) // item.nbytes).view(np.uint8)
+            target, source = out.data, padding.data
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                target[begin:end] = source[: end - begin]
+        else:
+            out.view(item.dtype)[:] = item
+        copy_segments(self.memory, starts * size, out, places * size, lengths * size)
+        return values
 
-    def on_device(self, *numbers: Integers) -> Tensor:
+    def jagged(self) -> Tensor:
+        """A nested tensor of the rows."""
+        offsets = send(torch.from_numpy(np.append(0, np.cumsum(self.lengths))), self.device)
+        return jagged_tensor(self.packed_together(), offsets)
+
+    def listed(self) -> RowList:
+        """A tensor, or a text, for each row."""
+        packed, field = self.packed_together(), self.field
+        if field.is_text:
+            data, ends = packed.numpy().tobytes(), np.cumsum(self.lengths).tolist()
+            pieces = zip([0, *ends], ends, strict=False)
+            return RowList(field.decode(data[begin:end]) for begin, end in pieces)
+        parts = packed.split_with_sizes(self.lengths.tolist())
+        if self.sizes.shape[1] > 1:
+            shapes, item = self.sizes.tolist(), field.item_shape
+            return RowList(p.view(*shape, *item) for p, shape in zip(parts, shapes, strict=True))
+        return RowList(parts)
+
+    def decoded(self, form: Decode) -> Tensor | Scaled:
+        """The images whose bytes the rows are."""
+        images = np.split(self.packed().numpy(), np.cumsum(self.lengths)[:-1])
+        decoder = ImageDecoder.like(self.field.name, form, images[0])
+        pixels, places = decoder.decoded(images)
+        return Scaled.of(pixels, places) if form.with_scale else pixels
+
+    def _on_device(self, *numbers: Integers) -> Tensor:
         """Upload arrays that have an entry for each row, side by side and in one copy."""
         return send(torch.from_numpy(np.column_stack(numbers)), self.device)
 
 
-class Together:
-    """The values of consecutive steps; those of small steps are made in one call."""
+class Fetch:
+    """Rows of several steps that were fetched together, and what was last made of them.
 
-    def __init__(
-        self, items: Integers, item_bytes: int, make: Callable[[int, int], Tensor]
-    ) -> None:
-        self._edges: list[int] = [0, *np.cumsum(items).tolist()]
-        self._most_items = _TOGETHER_BYTES // max(1, item_bytes)
-        self._make = make
+    Those of small steps are copied together: a call costs as much for one step as for many.
+    """
+
+    def __init__(self, rows: VariableRows, edges: Integers, widths: list[tuple[int, ...]]) -> None:
+        self.widths = widths  # The largest sizes in each step.
+        self._rows = rows
+        self._edges = edges  # Where the rows of each step begin, and those of the last end.
+        self._way: Any = None  # In which way something was made of the steps from `_first` on.
         self._first = self._end = 0
         self._made = torch.empty(0)
+        self._ends = list[int]()  # The items that are made of all steps before each, and of all.
 
-    def of_step(self, step: int) -> Tensor:
-        """The values of a step, of shape (items, *item shape)."""
-        edges = self._edges
+    def of_step(self, step: int, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
+        """The items of a step, of shape (items, *item shape): packed, or padded like `Pad`."""
+        edges, rows = self._edges, self._rows
+        value, multiple = pad or (0, 1)
+        of_steps = -(-np.array(self.widths) // multiple) * multiple
+        if self._way != (way := (allocate, pad)):
+            counts = np.diff(edges) * of_steps.prod(axis=1)
+            ends = np.cumsum(rows.lengths if pad is None else counts)
+            ends = np.append(0, ends)[edges if pad is None else slice(None)]
+            self._way, self._ends, self._first, self._end = way, ends.tolist(), 0, 0
         if not self._first <= step < self._end:
-            limit = edges[step] + self._most_items
-            end = max(step + 1, bisect_right(edges, limit) - 1)
+            limit = self._ends[step] + _TOGETHER_BYTES // max(1, rows.field.item_bytes)
+            end = max(step + 1, bisect_right(self._ends, limit) - 1)
             # The memory of the steps before may be used again, while it is in the caches.
             self._made, self._end = torch.empty(0), self._first
+            some = replace(rows[edges[step] : edges[end]], allocate=allocate)
             # Ordinary tensors in inference mode too: it may be over before the last of the steps.
             with torch.inference_mode(False):
-                self._made = self._make(step, end)
+                if pad is None:
+                    self._made = some.packed()
+                else:
+                    counts = np.diff(edges[step : end + 1])
+                    each = np.repeat(of_steps[step:end], counts, axis=0)
+                    self._made = some.padded_each(each, value)
             self._first, self._end = step, end
-        first = edges[self._first]
-        return self._made[edges[step] - first : edges[step + 1] - first]
+        first = self._ends[self._first]
+        return self._made[self._ends[step] - first : self._ends[step + 1] - first]
 
 
-@dataclass(eq=False)
-class Fetch:
-    """Rows of several steps that were fetched together, and what was last made of them."""
+def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, Integers]:
+    """What lies in one piece: a row, or a part along the last of several dimensions that differ."""
+    starts, sizes = rows.starts, rows.sizes
+    items = widths.prod(axis=1)
+    places = np.cumsum(items) - items
+    for dim in range(1, sizes.shape[1]):
+        # Each piece becomes as many as it has sizes along the dimension before.
+        counts = sizes[:, dim - 1]
+        pieces = np.repeat(np.arange(len(counts)), counts)
+        numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sizes, widths = sizes[pieces], widths[pieces]
+        starts = starts[pieces] + numbers * sizes[:, dim:].prod(axis=1)
+        places = places[pieces] + numbers * widths[:, dim:].prod(axis=1)
+    return starts, places, sizes[:, -1]
 
-    rows: VariableRows
-    edges: Integers
-    widths: list[tuple[int, ...]]
-    _made: tuple[Hashable, Together] | None = field(default=None, init=False)
 
-    def made(self, how: Hashable, make: Callable[[], Together]) -> Together:
-        """What is made of the rows in one way."""
-        if self._made is None or self._made[0] != how:
-            self._made = how, make()
-        return self._made[1]
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> NDArray[Any]:
+    """A number as it lies in memory, of shape (1,)."""
+    # numpy has no bfloat16 and no float8, but integers of their size.
+    item = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy()
+    if (item == item[0]).all():
+        # Bytes are set several times as fast as wider numbers.
+        return item[:1]
+    return item.view(f"u{len(item)}" if len(item) <= 8 else np.complex128)
 
 
-def _pinned_memory(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+def _padded_on_device(rows: VariableRows, widths: tuple[int, ...], value: float) -> Tensor:
+    uploaded = rows._on_device(rows.starts, rows.sizes)
+    starts, sizes = uploaded[:, 0], uploaded[:, 1:]
+    index = starts.view(-1, *(1 for _ in widths))
+    is_row = torch.ones((), dtype=torch.bool, device=rows.device)
+    strides = sizes.flip(1).cumprod(1).flip(1)
+    for dim, width in enumerate(widths):
+        ones = [-1 if d == dim else 1 for d in range(len(widths))]
+        along = torch.arange(width, device=rows.device).view(1, *ones)
+        per_row = [len(rows), *(1 for _ in widths)]
+        is_row = is_row & (along < sizes[:, dim].view(per_row))
+        step = strides[:, dim + 1].view(per_row) if dim + 1 < len(widths) else 1
+        index = index + along * step
+    if not len(rows.items):
+        shape = (*is_row.shape, *rows.field.item_shape)
+        return torch.full(shape, value, dtype=rows.field.dtype, device=rows.device)
+    index = index.where(is_row, 0).flatten()
+    items = rows.items.index_select(0, index)
+    is_padding = ~is_row.flatten().view(-1, *(1 for _ in rows.field.item_shape))
+    return items.masked_fill_(is_padding, value)
 
 
 def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
@@ -214,14 +353,23 @@ def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows
     variable = [part for part in parts if isinstance(part, VariableRows)]
     if not variable:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
-    lengths = np.concatenate([part.lengths for part in variable])
-    return VariableRows(
-        variable[0].field,
-        torch.cat([part.packed() for part in variable]),
-        np.cumsum(lengths) - lengths,
-        np.concatenate([part.sizes for part in variable]),
-        widths_of(variable),
-    )
+    items = torch.cat([part.packed() for part in variable])
+    sizes = np.concatenate([part.sizes for part in variable])
+    return _packed_rows(variable[0].field, items, sizes)
+
+
+def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
+    """Rows of a field that were not read from a store."""
+    items, sizes, _ = Values.of_rows(field, rows)
+    assert sizes is not None
+    # The memory may be that of the dataset.
+    return replace(_packed_rows(field, items, sizes), is_packed=False)
+
+
+def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
+    lengths = sizes.prod(axis=1)
+    starts = np.cumsum(lengths) - lengths
+    return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
 
 
 def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
@@ -229,24 +377,11 @@ def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
     for index, first in enumerate(leaves[0]):
         if isinstance(first, VariableRows):
             parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
-            widths = widths_of(parts)
+            widths = largest(np.concatenate([part.sizes for part in parts]))
             for each, rows in zip(leaves, parts, strict=True):
-                each[index] = rows.of_widths(widths)
-
-
-def widths_of(parts: Sequence[VariableRows]) -> tuple[int, ...]:
-    """The largest sizes among rows."""
-    return largest(np.concatenate([part.sizes for part in parts]))
+                each[index] = replace(rows, widths=widths)
 
 
 def largest(sizes: Integers) -> tuple[int, ...]:
     """The largest sizes in the dimensions that differ."""
     return tuple(sizes.max(axis=0, initial=0).tolist())
-
-
-def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
-    """Rows of a field that were not read from a store."""
-    items, sizes, _ = Values.of_rows(field, rows)
-    assert sizes is not None
-    lengths = sizes.prod(axis=1)
-    return VariableRows(field, items, np.cumsum(lengths) - lengths, sizes, largest(sizes))

@@ -21,7 +21,7 @@ from lightning_memmap.loading import (
     Scaled,
     SplitRows,
     SuperBatchLoader,
-    decoding,
+    image_decoder,
 )
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import (
@@ -135,8 +135,8 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.threads: set[str] = set()
-        self._decode = decoding.decode_image
-        monkeypatch.setattr(decoding, "decode_image", self)
+        self._decode = image_decoder.decode_image
+        monkeypatch.setattr(image_decoder, "decode_image", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1

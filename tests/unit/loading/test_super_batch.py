@@ -17,7 +17,7 @@ def weighed(num_rows: int, step_rows: int, replaced: bool) -> float:
     """The weight of the loss of a batch of one of two processes."""
     parts = [torch.arange(num_rows)]
     collator = Collator(lambda leaves: {"x": leaves[0]})
-    batch = SuperBatch([CPU], num_rows, step_rows, 0, parts, collator, True).to(CPU)
+    batch = SuperBatch([CPU], num_rows, step_rows, 0, collator, columns=parts).to(CPU)
     if replaced:
         batch = {name: tensor + 1 for name, tensor in batch.items()}
     strategy: Any = SimpleNamespace(

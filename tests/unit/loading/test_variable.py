@@ -1,6 +1,6 @@
 """Batches of rows that differ in length: padded, jagged, lists, from any place, in any order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,7 @@ from lightning_memmap.loading import (
     variable_rows,
 )
 from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.variable_padding import padded as padded_rows
-from lightning_memmap.loading.variable_padding import padded_step
-from lightning_memmap.loading.variable_rows import VariableRows, fresh_memory, rows_in_memory
+from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
 from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
@@ -290,8 +288,9 @@ def test_rows_of_any_sizes_are_padded_packed_and_divided(
     )
     (part,) = chosen.split_with_sizes([len(order)])
     assert isinstance(part, VariableRows)
-    widths = tuple(-(-width // multiple) * multiple for width in part.widths)
-    assert torch.equal(padded_rows(part, widths, -5), padded(expected, -5, multiple, num_variable))
+    for one in (chosen, part):
+        found = replace(one, widths=part.widths).padded(-5, multiple).values
+        assert torch.equal(found, padded(expected, -5, multiple, num_variable))
 
 
 @pytest.mark.parametrize("most_bytes", [0, 40, 2**22])
@@ -313,7 +312,7 @@ def test_steps_packed_together_have_their_own_rows(
     # In order, and not.
     for step, numbers in [*steps, *reversed(steps)]:
         with torch.inference_mode(inference):
-            packed = step.packed_together(allocate)
+            packed = replace(step, allocate=allocate).packed_together()
         assert torch.equal(packed, torch.cat([packed[:0], *(tensors[n] for n in numbers)]))
         assert not packed.is_inference()
     assert (len(asked) == 1) == (most_bytes == 2**22)
@@ -336,15 +335,15 @@ def test_steps_padded_together_are_padded_as_wide_as_each_needs(
     sizes = [20, 1, 0, 19, 20]
     steps = list(zip(rows.split_with_sizes(sizes), torch.arange(60).split(sizes), strict=True))
     for step, numbers in [*steps, *reversed(steps)]:
-        found = padded_step(step, 4, value, fresh_memory)
+        found = step.padded(value, 4).values
         expected = [tensors[number] for number in numbers]
         if expected:
             assert torch.equal(found, padded(expected, value, 4, num_variable))
         else:
             assert len(found) == 0
     # As some of a step whose other rows are longer.
-    wide = steps[0][0].of_widths((longest,) * num_variable)
-    assert padded_step(wide, 1, value, fresh_memory).shape[1] == longest
+    wide = replace(steps[0][0], widths=(longest,) * num_variable)
+    assert wide.padded(value, 1).values.shape[1] == longest
 
 
 @pytest.mark.parametrize("num_variable", [1, 2])
@@ -352,7 +351,7 @@ def test_padding_that_no_memory_can_hold_is_refused(num_variable: int) -> None:
     field = Field("x", torch.float32, (None,) * num_variable)
     (step,) = rows_in_memory(field, [torch.ones((3,) * num_variable)]).split_with_sizes([1])
     with pytest.raises(ValueError, match=r"1 rows of field 'x', .* a smaller multiple than 4611"):
-        padded_step(step, 2**62, 0, fresh_memory)
+        step.padded(0, 2**62)
 
 
 def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:

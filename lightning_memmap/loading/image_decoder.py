@@ -1,0 +1,109 @@
+"""Decodes the encoded images of a field to one shape."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_memmap.errors import DatasetError
+from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
+from lightning_memmap.schema import Decode, Form
+from lightning_memmap.store.columns import Column
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+
+
+class Scaled(NamedTuple):
+    """What a batch has for images decoded with ``Decode(size=..., with_scale=True)``.
+
+    A point ``(x, y)`` of the upright image file, in pixels, lies at ``(x, y) * scale + offset`` of
+    its values, or outside of them if it was cut off.
+    """
+
+    values: Tensor
+    """The images, uint8 of shape (B, channels, height, width)."""
+    scale: Tensor
+    """By how much each was scaled, float32 of shape (B,)."""
+    offset: Tensor
+    """Where its left upper corner lies: x and y, not above 0, float32 of shape (B, 2)."""
+
+    @classmethod
+    def of(cls, pixels: Tensor, places: Tensor) -> "Scaled":
+        """Images, and by how much each was scaled and where its corner lies, side by side."""
+        return cls(pixels, places[:, 0], places[:, 1:])
+
+
+@dataclass(frozen=True)
+class ImageDecoder:
+    """Decodes the images of one field, all to one shape, (channels, height, width)."""
+
+    field: str
+    form: Decode
+    shape: tuple[int, ...]
+
+    @classmethod
+    def like(
+        cls, field: str, form: Decode, first: NDArray[np.uint8], row: int = 0
+    ) -> "ImageDecoder":
+        """A decoder of images that have the size of the first one, or that of the form."""
+        try:
+            return cls(field, form, decode_image(first, form.mode, form.size).shape)
+        except ImageError as error:
+            raise _failed(field, f"row {row}", error) from error
+
+    def decode(
+        self, data: NDArray[np.uint8], out: NDArray[np.uint8], place: NDArray[np.float32]
+    ) -> None:
+        """Decode the bytes of a file."""
+        out[...] = decode_image(data, self.form.mode, self.form.size, self.shape, place)
+
+    def decoded(self, rows: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
+        """Decode images one by one: their pixels, and their places."""
+        out = torch.empty((len(rows), *self.shape), dtype=torch.uint8)
+        places = torch.empty((len(rows), 3))
+        targets = zip(rows, out.numpy(), places.numpy(), strict=True)
+        for index, (data, pixels, place) in enumerate(targets):
+            try:
+                self.decode(data, pixels, place)
+            except ImageError as error:
+                raise _failed(self.field, f"image {index} of a batch", error) from error
+        return out, places
+
+    def failed(self, row: int, error: ImageError) -> DatasetError:
+        """The error for a row of the dataset that cannot be decoded."""
+        return _failed(self.field, f"row {row}", error)
+
+
+def _failed(field: str, which: str, error: ImageError) -> DatasetError:
+    remedy = "repair it in the dataset or leave it out, and build the store again"
+    if isinstance(error, ImageSizeError):
+        remedy = (
+            "scale all images to one size with Decode(size=(height, width)), or store them decoded,"
+            " as PIL images or tensors of one size in the dataset"
+        )
+    if isinstance(error, ImageMissingError):
+        remedy = (
+            "repair it in the dataset, or give an image in its place, and build the store again"
+        )
+    return DatasetError(f"field {field!r}, {which}: {error}: {remedy}")
+
+
+def image_decoders(
+    columns: Sequence[Column], opened: Sequence[OpenColumn], forms: Mapping[str, Form]
+) -> dict[int, ImageDecoder]:
+    """Make the decoders of encoded images."""
+    decoders = {}
+    for index, (column, rows) in enumerate(zip(columns, opened, strict=True)):
+        form = forms.get(column.field.name)
+        if isinstance(form, Decode):
+            form.check(column.field)
+            # All processes look at the same row, whether they hold it or not: the first one with
+            # an image, since those that are None may be in no split.
+            count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1
+            each = ((rows.row(row).numpy(), row) for row in range(count))
+            first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
+            decoders[index] = ImageDecoder.like(column.field.name, form, first, row)
+    return decoders
