@@ -140,9 +140,18 @@ class Memory(RandomAccessRows):
         return self.columns.take(slots, slots, out, pin_memory)
 
 
-def mapped_rows(opened: Sequence[OpenColumn], places: Places) -> Memory:
-    """The rows in the file mapping of a store. Nothing is read yet."""
-    return Memory(Columns([*map(in_place, opened)], torch.device("cpu")), places)
+def mapped(
+    columns: Sequence[tuple[Field, OpenColumn]], places: Places, series: SeriesPlaces | None
+) -> Memory:
+    """The rows, or windows over series, in the file mapping of a store. Nothing is read yet."""
+    if series is None:
+        return Memory(Columns([in_place(c) for _, c in columns], torch.device("cpu")), places)
+    length, is_cut = series.line.length, [series.is_cut(field) for field, _ in columns]
+    found = [
+        windows_over(steps_of(column), length) if cut else in_place(column)
+        for (_, column), cut in zip(columns, is_cut, strict=True)
+    ]
+    return Memory(Columns(found, series.device, series, is_cut), places)
 
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
@@ -153,22 +162,25 @@ def in_place(column: OpenColumn) -> Tensor | Ragged:
 
 
 def copied_rows(
-    opened: Sequence[OpenColumn], places: Places, shards: list[int], device: torch.device
+    columns: Sequence[tuple[Field, OpenColumn]],
+    places: Places,
+    shards: list[int],
+    device: torch.device,
 ) -> Memory:
     """Rows of a store that are copied to the host or to a device, in long reads."""
     pool = places.pool
     sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
     starts[shards] = np.cumsum(sizes) - sizes
 
-    def found() -> Iterator[Integers]:
+    def slots() -> Iterator[Integers]:
         for shard, size in zip(shards, sizes.tolist(), strict=True):
             for first in range(0, size, _LOOKUP_ROWS):
                 offsets = np.arange(first, min(first + _LOOKUP_ROWS, size), dtype=np.int64)
                 yield places.of(np.full_like(offsets, shard), offsets)
 
     with _Copies(device) as copies:
-        columns = [copies.rows(column, found(), int(sizes.sum())) for column in opened]
-    return Memory(Columns(columns, device), Places(pool, starts))
+        found = [copies.rows(column, slots(), int(sizes.sum())) for _, column in columns]
+    return Memory(Columns(found, device), Places(pool, starts))
 
 
 def series_in(store: Store, pool: Pool) -> SeriesPlaces:
@@ -178,18 +190,6 @@ def series_in(store: Store, pool: Pool) -> SeriesPlaces:
     begins = read_series(store, line.fields, line.series).begins
     rows = store.in_memory(series_places(line.series))
     return SeriesPlaces(line, begins, begins, rows, torch.device("cpu"))
-
-
-def mapped_windows(
-    columns: Sequence[tuple[Field, OpenColumn]], series: SeriesPlaces, pool: Pool
-) -> Memory:
-    """Windows over series in the file mapping of a store."""
-    length, is_cut = series.line.length, [series.is_cut(field) for field, _ in columns]
-    found = [
-        windows_over(steps_of(column), length) if cut else in_place(column)
-        for (_, column), cut in zip(columns, is_cut, strict=True)
-    ]
-    return Memory(Columns(found, series.device, series, is_cut), series.places(pool))
 
 
 def copied_windows(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -138,10 +138,11 @@ class ItemSpace:
     def share_used(self, found: Located, item_bytes: int) -> float:
         """The share of the items read that are wanted, where gaps between runs are read too."""
         begins, ends = runs_of(found)
-        pieces = Pieces.of(begins, ends, item_bytes)
-        if len(begins) <= self._max_runs or not pieces.num_read:
+        if len(begins) <= self._max_runs:
             return 1.0
-        return pieces.num_used / pieces.num_read
+        begins, ends, _, edges = _pieces(begins, ends, item_bytes)
+        num_read = sum(int(ends[last - 1] - begins[first]) for first, last in pairwise(edges))
+        return int((ends - begins).sum()) / num_read if num_read else 1.0
 
 
 def runs_of(found: Located) -> tuple[Integers, Integers]:
@@ -171,56 +172,35 @@ def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> It
         yield partial(_read_in_place, file, first, last, block)
 
 
-class Pieces(NamedTuple):
-    """Runs of rows of a file, in ascending order, divided into those that are read together."""
+def _pieces(
+    begins: Integers, ends: Integers, row_bytes: int
+) -> tuple[Integers, Integers, Integers, list[int]]:
+    """Divide ascending runs of rows into pieces that are read together.
 
-    begins: Integers
-    """The first row of each, int64 of shape (n,)."""
-    ends: Integers
-    """One past its last row."""
-    sources: Integers
-    """Which of the runs that were given it is of."""
-    edges: list[int]
-    """The first piece of each read, and the number of all pieces."""
-
-    @classmethod
-    def of(cls, begins: Integers, ends: Integers, row_bytes: int) -> "Pieces":
-        """Divide runs of rows."""
-        step = max(1, _READ_BYTES // row_bytes)
-        # Runs are cut where a read would be too long.
-        counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
-        sources = np.repeat(np.arange(len(begins)), counts)
-        cuts = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
-        cuts = (cuts + (begins // step)[sources]) * step
-        begins = np.maximum(begins[sources], cuts)
-        ends = np.minimum(ends[sources], cuts + step)
-        is_far = (begins[1:] - ends[:-1]) * row_bytes > _GAP_BYTES
-        is_long = np.diff(begins // step) > 0
-        edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(begins)]
-        return cls(begins, ends, sources, edges if len(begins) else [])
-
-    @property
-    def num_used(self) -> int:
-        """Rows that are wanted."""
-        return int((self.ends - self.begins).sum())
-
-    @property
-    def num_read(self) -> int:
-        """Rows that are read: those that are wanted, and small gaps between them."""
-        spans = pairwise(self.edges)
-        return sum(int(self.ends[last - 1] - self.begins[first]) for first, last in spans)
+    The first row of each piece, one past its last, its run, and the first piece of each read.
+    """
+    step = max(1, _READ_BYTES // row_bytes)
+    # Runs are cut where a read would be too long.
+    counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
+    runs = np.repeat(np.arange(len(begins)), counts)
+    cuts = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cuts = (cuts + (begins // step)[runs]) * step
+    begins = np.maximum(begins[runs], cuts)
+    ends = np.minimum(ends[runs], cuts + step)
+    is_far = (begins[1:] - ends[:-1]) * row_bytes > _GAP_BYTES
+    is_long = np.diff(begins // step) > 0
+    edges = [0, *(np.flatnonzero(is_far | is_long) + 1).tolist(), len(begins)]
+    return begins, ends, runs, edges if len(begins) else []
 
 
 def reads_of_pieces(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
     """Reads of runs of rows, and of small gaps between them, to scratch memory."""
-    pieces = Pieces.of(runs.begins, runs.ends, file.row_bytes)
-    places = pieces.begins + (runs.places - runs.begins)[pieces.sources]
+    begins, ends, sources, edges = _pieces(runs.begins, runs.ends, file.row_bytes)
+    places = begins + (runs.places - runs.begins)[sources]
     memory = target.view(-1).numpy()
-    for first, last in pairwise(pieces.edges):
+    for first, last in pairwise(edges):
         here = slice(first, last)
-        yield partial(
-            _read_pieces, file, pieces.begins[here], pieces.ends[here], places[here], memory
-        )
+        yield partial(_read_pieces, file, begins[here], ends[here], places[here], memory)
 
 
 def _read_in_place(

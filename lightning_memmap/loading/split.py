@@ -12,8 +12,7 @@ from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
     copied_rows,
     copied_windows,
-    mapped_rows,
-    mapped_windows,
+    mapped,
     series_in,
 )
 from lightning_memmap.loading.places import Places
@@ -138,35 +137,22 @@ class _SourceMaker:
 
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards."""
-        pool = self.placement.pool
-        if residency is Residency.STREAM and self.columns:
-            return self._streamed(shards)
-        is_mapped = residency is Residency.MMAP or not self.columns
-        if self.cut:
-            series = series_in(self.store, pool)
-            if is_mapped:
-                return mapped_windows(self._pairs, series, pool)
-            return copied_windows(self._pairs, series, pool, shards, device)
-        places = Places.in_store(self.store, pool)
-        if is_mapped:
-            return mapped_rows(self.opened, places)
-        return copied_rows(self.opened, places, shards, device)
-
-    @property
-    def _pairs(self) -> list[tuple[Field, OpenColumn]]:
-        return [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
-
-    def _streamed(self, shards: list[int]) -> Stream:
-        windows, pool = self.placement.size.windows, self.placement.pool
-        series = series_in(self.store, pool) if self.cut else None
-        places = Places.in_store(self.store, pool) if series is None else series.places(pool)
+        store, pool, windows = self.store, self.placement.pool, self.placement.size.windows
+        series = series_in(store, pool) if self.cut else None
+        places = Places.in_store(store, pool) if series is None else series.places(pool)
+        pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
+        if residency is Residency.MMAP or not self.columns:
+            return mapped(pairs, places, series)
+        if residency is not Residency.STREAM:
+            if series is None:
+                return copied_rows(pairs, places, shards, device)
+            return copied_windows(pairs, series, pool, shards, device)
+        last = np.array([store.num_rows - 1])
         layout = StreamLayout(
-            self._pairs,
-            open_row_files(self.store, self.columns, self.cut),
+            pairs,
+            open_row_files(store, self.columns, self.cut),
             places,
-            int(places.moved(np.array([self.store.num_rows - 1]))[0]) + 1
-            if series is None
-            else series.num_slots,
+            int(places.moved(last)[0]) + 1 if series is None else series.num_slots,
             held=shards,
             windows=windows,
             series=series,

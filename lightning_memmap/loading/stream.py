@@ -261,7 +261,7 @@ class _WindowReader:
             if self._is_over:
                 return
             if memory is None:
-                memory = self._layout.allocate()
+                memory = StreamMemory(self._layout)
                 self.memory.append(memory)
             window = _Unread(memory)
             self._unread.append(window)

@@ -54,17 +54,29 @@ class _RaggedMemory:
 
 
 class StreamMemory:
-    """The memory of a window."""
+    """The memory of a window, on the CPU, with undefined content."""
 
-    def __init__(
-        self,
-        layout: "StreamLayout",
-        items: Sequence[Tensor],
-        ragged: Sequence[_RaggedMemory],
-        columns: Columns,
-    ) -> None:
-        self._layout, self.items, self.ragged, self._columns = layout, items, ragged, columns
+    def __init__(self, layout: "StreamLayout") -> None:
+        self._layout = layout
+        self.items, self.ragged = list[Tensor](), list[_RaggedMemory]()
         self._runs = Runs(*np.zeros((3, 1), np.int64))
+        series, columns = layout.series, list[Tensor | Ragged]()
+        for index, (field, rows) in enumerate(layout.columns):
+            if index in layout.ragged and isinstance(rows, ItemRows):
+                memory = _RaggedMemory(rows, layout.ragged[index], layout.space.num_items)
+                self.ragged.append(memory)
+                columns.append(memory.column)
+            elif not layout.has_items(index):
+                columns.append(in_place(rows))
+            else:
+                item = field if series is None else replace(field, shape=field.shape[1:])
+                self.items.append(layout.space.allocate(item.item_shape, field.dtype))
+                columns.append(
+                    self.items[-1]
+                    if series is None
+                    else windows_over(self.items[-1], series.line.length)
+                )
+        self._columns = Columns(columns, torch.device("cpu"), series, layout.is_cut)
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once."""
@@ -102,9 +114,9 @@ class StreamLayout:
                 f"shuffle_window={windows.rows}: an epoch would be read in {len(windows)} windows,"
                 f" of {num_slots - 1} places of the files: choose a larger one"
             )
-        self.num_slots, self._places, self._columns = num_slots, places, columns
+        self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
-        self._series, count = series, len(held)
+        self.series, count = series, len(held)
         most = count * windows.longest
         if series is not None:
             most = largest_window_steps(held, windows)
@@ -114,45 +126,44 @@ class StreamLayout:
         # Re-striped rows and index views lie apart, and are read with what is between them.
         is_apart = series is None and places.starts is None and places.slots is None
         count = 0 if is_apart else count
-        self._is_cut = [series is not None and series.is_cut(field) for field, _ in columns]
-        pairs = list(zip(columns, files, strict=True))
+        self.is_cut = [series is not None and series.is_cut(field) for field, _ in columns]
+        #: The fields as batches have them.
+        self.batched = [
+            field.windowed(series.line.length) if series is not None and cut else field
+            for (field, _), cut in zip(columns, self.is_cut, strict=True)
+        ]
         largest_items = largest_window if windows.has_runs else largest_of_any
         #: By the place of a field whose rows differ in length and are read, room for its items.
-        self._ragged = {
+        self.ragged = {
             index: ItemSpace(
                 field.name, [file], largest_items(rows, places, held, windows.longest), count
             )
-            for index, ((field, rows), file) in enumerate(pairs)
+            for index, ((field, rows), file) in enumerate(zip(columns, files, strict=True))
             if series is None and isinstance(rows, ItemRows)
         }
-        chosen = [file for index, file in enumerate(files) if self._has_items(index)]
+        chosen = [file for index, file in enumerate(files) if self.has_items(index)]
         #: Room for the rows that have one shape, or for steps.
         self.space = ItemSpace(columns[0][0].name, chosen, most, count)
 
-    def _has_items(self, index: int) -> bool:
-        """Whether a field has a row or a step at each place."""
-        return index not in self._ragged if self._series is None else self._is_cut[index]
+    def has_items(self, index: int) -> bool:
+        """Whether a field has a row of one shape, or a step, at each place."""
+        return index not in self.ragged if self.series is None else self.is_cut[index]
 
     @property
     def fields(self) -> list[FieldRows]:
         """Shape of one row and dtype of each field."""
-        return [(field.shape, field.dtype) for field in self._as_in_batches]
-
-    @property
-    def _as_in_batches(self) -> list[Field]:
-        if self._series is None:
-            return [field for field, _ in self._columns]
-        length, pairs = self._series.line.length, zip(self._columns, self._is_cut, strict=True)
-        return [field.windowed(length) if is_cut else field for (field, _), is_cut in pairs]
+        return [(field.shape, field.dtype) for field in self.batched]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields, on average over the store where rows differ."""
-        found = [field.row_bytes for field in self._as_in_batches if not field.num_variable]
-        if self._series is None:
-            ragged = [rows for _, rows in self._columns if isinstance(rows, ItemRows)]
-            found += [-(-rows.items.nbytes // len(rows.index)) for rows in ragged]
-        return sum(found)
+        found = [field.row_bytes for field in self.batched if not field.num_variable]
+        ragged = [rows for index, (_, rows) in enumerate(self.columns) if index in self.ragged]
+        return sum(found) + sum(
+            -(-rows.items.nbytes // len(rows.index))
+            for rows in ragged
+            if isinstance(rows, ItemRows)
+        )
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where rows are in the files, if these came again for each block."""
@@ -161,36 +172,14 @@ class StreamLayout:
             found[here] += number * self.num_slots
         return found
 
-    def allocate(self) -> StreamMemory:
-        """Memory for a window, on the CPU, with undefined content."""
-        items, ragged = list[Tensor](), list[_RaggedMemory]()
-        columns = list[Tensor | Ragged]()
-        for index, (field, rows) in enumerate(self._columns):
-            if not self._has_items(index):
-                if index in self._ragged and isinstance(rows, ItemRows):
-                    ragged.append(_RaggedMemory(rows, self._ragged[index], self.space.num_items))
-                    columns.append(ragged[-1].column)
-                else:
-                    columns.append(in_place(rows))
-                continue
-            step = field if self._series is None else replace(field, shape=field.shape[1:])
-            items.append(self.space.allocate(step.item_shape, field.dtype))
-            columns.append(
-                items[-1]
-                if self._series is None
-                else windows_over(items[-1], self._series.line.length)
-            )
-        found = Columns(columns, torch.device("cpu"), self._series, self._is_cut)
-        return StreamMemory(self, items, ragged, found)
-
     def scratch(self) -> memoryview:
         """Scratch memory for the reads of one thread; see `scratch_memory`."""
-        return scratch_memory(max((each.item_bytes for each in self._as_in_batches), default=1))
+        return scratch_memory(max((each.item_bytes for each in self.batched), default=1))
 
     def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
         """The items of a window in the files: the first of each run, and their number."""
-        if self._series is not None:
-            return located_steps(self._series, self._held, windows, epoch, number)
+        if self.series is not None:
+            return located_steps(self.series, self._held, windows, epoch, number)
         starts, sizes = self._places.starts, self._pool.sizes[self._held]
         if starts is not None and windows.has_runs:
             runs = windows.runs(epoch, number)
@@ -205,14 +194,14 @@ class StreamLayout:
     def share_used(self, windows: ReadWindows) -> float:
         """Estimate the share of the bytes read that is used, from the first window."""
         found = self.located(windows, 0, 0)
-        if self._series is None:
+        if self.series is None:
             # As if rows that differ in length did not.
             return self.space.share_used(found, max(1, self.row_bytes))
         # In dataset order, neighbours belong to all shards in turn.
-        line, pool = self._series.line, self._pool
+        line, pool = self.series.line, self._pool
         part = len(self._held) / pool.num_shards if pool.is_striped else 1.0
         used = min(1.0, part * line.length / line.stride)
-        pairs = zip(self._columns, self._is_cut, strict=True)
+        pairs = zip(self.columns, self.is_cut, strict=True)
         sizes = [field.step_bytes for (field, _), is_cut in pairs if is_cut]
         return used * self.space.share_used(found, max([1, *sizes]))
 
