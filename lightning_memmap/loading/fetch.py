@@ -14,7 +14,6 @@ from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.row_source import (
     EpochRows,
     Leaf,
-    RowSource,
     fixed_fields,
     has_variable,
 )
@@ -76,24 +75,33 @@ class Fetcher:
             numbers = torch.from_numpy(self._sampler.dataset_rows(steps.epoch, steps.positions))
         for group, start in enumerate(edges[:-1].tolist()):
             part = steps.part(group * together, (group + 1) * together, start)
-            fetched = Fetched(part, self._first(part), [], self._receivers)
+            mine = None if numbers is None else numbers[start : start + len(part.positions)]
             with ordinary_tensors():
-                found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
-                for which, rows in enumerate(asked):
-                    for receiver, places, leaves in self._of_source(sources[which], rows, group):
-                        found[receiver].append((places, leaves))
-                pairs = zip(found, self._receivers, strict=True)
-                fetched.leaves = [_in_order(each, device) for each, device in pairs]
-                del found
-                if numbers is not None:
-                    mine = numbers[start : start + len(part.positions)]
-                    fetched.numbers = [
-                        send(mine[fetched.rows_of(receiver)].contiguous(), device)
-                        for receiver, device in enumerate(self._receivers)
-                    ]
+                fetched = self._fetched(sources, asked, group, part, mine)
             yield fetched
             # Not referenced while the next one is fetched: its memory may be free by then.
             del fetched
+
+    def _fetched(
+        self,
+        sources: list[EpochRows],
+        asked: list["_Asked"],
+        group: int,
+        steps: Steps,
+        numbers: Tensor | None,
+    ) -> Fetched:
+        """The rows of a group of steps."""
+        found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
+        for source, rows in zip(sources, asked, strict=True):
+            for receiver, places, leaves in self._of_source(source, rows, group):
+                found[receiver].append((places, leaves))
+        fetched = Fetched(steps, self._first(steps), [], self._receivers)
+        for receiver, device in enumerate(self._receivers):
+            fetched.leaves.append(_in_order(found[receiver], device))
+            if numbers is not None:
+                mine = numbers[fetched.rows_of(receiver)].contiguous()
+                fetched.numbers.append(send(mine, device))
+        return fetched
 
     def _first(self, steps: Steps) -> int:
         """The data device that has the first row of some steps."""
@@ -131,7 +139,13 @@ class Fetcher:
         if not has_variable(source.fields):
             locations = send(locations, source.device)
         edges = np.stack(ends, axis=1)
-        return _Asked(source, self._pools[which], receivers, locations, places, edges)
+        users = {self._receivers[receiver] for receiver in receivers} - {source.device}
+        on_cpu = source.device.type == "cpu"
+        # Copies to a device may still be reading this memory when the next rows come: torch's
+        # allocator does not hand it out again before they are done.
+        is_pinned = on_cpu and any(map(has_streams, users))
+        pool = self._pools[which] if on_cpu and not is_pinned else None
+        return _Asked(pool, is_pinned, receivers, locations, places, edges)
 
     def _of_source(
         self, rows: EpochRows, asked: "_Asked", group: int
@@ -139,7 +153,10 @@ class Fetcher:
         """The rows of one source in a group: receivers, places among their rows, and leaves."""
         begins, ends = asked.edges[group].tolist(), asked.edges[group + 1].tolist()
         locations = asked.locations[sum(begins) : sum(ends)]
-        leaves = self._fetch(rows, asked, locations)
+        out = None if asked.pool is None else asked.pool.get(len(locations))
+        leaves = [*rows.fetch(locations, out, pin_memory=asked.is_pinned)]
+        for index, field in self._rows.absent:
+            leaves.insert(index, absent_rows(len(locations), field.item_shape, field.dtype))
         sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
         split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
         for index, receiver in enumerate(asked.receivers):
@@ -147,27 +164,12 @@ class Fetcher:
             device = self._receivers[receiver]
             yield receiver, places, [send_rows(parts[index], device) for parts in split]
 
-    def _fetch(self, rows: EpochRows, asked: "_Asked", locations: Tensor) -> list[Leaf]:
-        """Fetch rows."""
-        device, receivers = asked.source.device, self._receivers
-        if device.type != "cpu":
-            leaves = [*rows.fetch(locations)]
-        elif any(d != device and has_streams(d) for d in {receivers[r] for r in asked.receivers}):
-            # Copies to a device may still be reading this memory when the next rows come: torch's
-            # allocator does not hand it out again before they are done.
-            leaves = [*rows.fetch(locations, pin_memory=True)]
-        else:
-            leaves = [*rows.fetch(locations, asked.pool.get(len(locations)))]
-        for index, field in self._rows.absent:
-            leaves.insert(index, absent_rows(len(locations), field.item_shape, field.dtype))
-        return leaves
-
 
 class _Asked(NamedTuple):
     """The rows that a source is asked for in some groups of steps."""
 
-    source: RowSource
-    pool: BufferPool  # Memory for them.
+    pool: BufferPool | None  # Memory for them; None where their source or its device gives it.
+    is_pinned: bool  # Whether the source gives pinned memory.
     receivers: list[int]
     locations: Tensor  # Group by group, and in each of them one receiver after another.
     places: list[Integers]  # Of each receiver, places in the groups' batches; empty if it has all.

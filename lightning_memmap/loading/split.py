@@ -137,7 +137,7 @@ class _SourceMaker:
 
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards."""
-        store, pool, windows = self.store, self.placement.pool, self.placement.size.windows
+        store, pool = self.store, self.placement.pool
         series = series_in(store, pool) if self.cut else None
         places = Places.in_store(store, pool) if series is None else series.places(pool)
         pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]
@@ -147,7 +147,7 @@ class _SourceMaker:
             if series is None:
                 return copied_rows(pairs, places, shards, device)
             return copied_windows(pairs, series, pool, shards, device)
-        last = np.array([store.num_rows - 1])
+        windows, last = self.placement.size.windows, np.array([store.num_rows - 1])
         layout = StreamLayout(
             pairs,
             open_row_files(store, self.columns, self.cut),
@@ -179,7 +179,7 @@ class _SourceMaker:
                 f"residency='stream': {1 / share:.0f} bytes of the store at {self.store.location}"
                 f" are read for each one that is used, since the rows {why} lie apart in its"
                 f" files: {remedy}",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 

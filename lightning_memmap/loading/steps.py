@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Fetched:
     first: int  # The data device that has the first row.
     leaves: list[list[Leaf]]  # Of each receiver, one per field.
     devices: Sequence[torch.device]  # Of the receivers.
-    numbers: list[Tensor] | None = None  # The dataset rows of each receiver.
+    numbers: list[Tensor] = field(default_factory=list)  # The dataset rows of each receiver.
 
     def rows_of(self, receiver: int) -> slice:
         """Which of all rows a receiver has."""
@@ -55,11 +55,10 @@ class Fetched:
             rows = self.rows_of(receiver)
             ends = [-(-(edge - rows.start) // rows.step) for edge in edges]
             sizes = [end - begin for begin, end in pairwise(ends)]
-            if self.numbers is not None:
-                leaves = [*leaves, self.numbers[receiver]]
+            leaves = [*leaves, *self.numbers[receiver : receiver + 1]]
             found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
         steps = [[[*leaves] for leaves in each] for each in zip(*found, strict=True)]
-        self.leaves, self.numbers = [], None
+        self.leaves, self.numbers = [], []
         for each in steps if len(self.devices) > 1 else ():
             share_widths(each)
         return steps[::-1]

@@ -21,6 +21,7 @@ from lightning_memmap.loading import (
     Scaled,
     SplitRows,
     SuperBatchLoader,
+    fetch,
     image_decoder,
 )
 from lightning_memmap.placement import DataTopology, Residency
@@ -90,13 +91,6 @@ def test_shards_of_one_device_may_lie_in_several_places(store: Store, shuffled: 
     assert_gives_all_rows(loader_over(store, rows, 5, shuffled))
 
 
-def test_batches_of_each_device_have_its_rows(store: Store) -> None:
-    rows = make_split(store, 3, forms=FORMS)
-    for step in loader_over(store, rows, 4):
-        for batch in step.batches:
-            assert_images(batch, batch["row"].tolist())
-
-
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, num_steps: int) -> None:
     saved = loader_over(store, make_split(store, 2, forms=FORMS), 6)
@@ -150,11 +144,12 @@ class Counter:
 def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
     store: Store, num_devices: int, transform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Otherwise, the images of steps that are as small as these are in one fetch.
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, num_devices, forms=FORMS)
     counter = Counter(monkeypatch)
     loader = loader_over(store, rows, 12 // num_devices, transform=transform)
-    # In one fetch the images of several steps that are as small as these.
-    together = 12 if transform is not None else NUM_ROWS
+    together = 12
     steps = iter(loader)
     next(steps)
     deadline = monotonic() + 20
@@ -199,7 +194,10 @@ def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
 
 
 @pytest.mark.parametrize("end", ["exhausted", "closed", "dropped", "released"])
-def test_threads_end_with_the_epoch(store: Store, end: str) -> None:
+def test_threads_end_with_the_epoch(
+    store: Store, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 2, forms=FORMS)
     steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch))
     next(steps)
@@ -307,7 +305,10 @@ def test_images_are_streamed_window_by_window(
 
 
 @pytest.mark.parametrize("residency", ["mmap", "stream"])
-def test_process_that_was_forked_meanwhile_goes_on(store: Store, residency: str) -> None:
+def test_process_that_was_forked_meanwhile_goes_on(
+    store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
     loader = loader_over(store, rows, 6, shuffled=False, transform=lambda batch: batch)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
@@ -323,14 +324,6 @@ def test_process_that_was_forked_meanwhile_goes_on(store: Store, residency: str)
     assert os.waitpid(child, 0)[1] == 0
     assert_images(next(steps).to("cpu"), order[6:12])
     steps.close()  # type: ignore[attr-defined]
-
-
-def test_images_without_a_form_are_given_as_bytes(store: Store) -> None:
-    rows = make_split(store, 1)
-    collate = FormedCollate(store.schema)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
-    batch = next(iter(loader)).to("cpu")
-    assert batch["image"] == [EncodedImages(5)[row]["image"] for row in range(5)]
 
 
 class Icons:
@@ -453,16 +446,3 @@ def test_scale_and_offset_bring_points_of_a_file_to_its_scaled_image(
         x = (grey.sum(1) * (torch.arange(48) + 0.5)).sum(1)
         expected = batch["point"] * scale[:, None] + offset
         torch.testing.assert_close(torch.stack([x, y], 1), expected, rtol=0, atol=0.3)
-
-
-def test_scale_of_images_in_their_own_size_is_one(tmp_path: Path) -> None:
-    data = MemmapDataModule(
-        EncodedImages(8),
-        store_dir=tmp_path,
-        variable={"image": Decode(with_scale=True), "mask": Decode(mode="L")},
-    )
-    data.prepare_data()
-    batch = _first_batch(data)
-    assert torch.equal(batch["image"].scale, torch.ones(8))
-    assert torch.equal(batch["image"].offset, torch.zeros(8, 2))
-    assert isinstance(batch["mask"], torch.Tensor)

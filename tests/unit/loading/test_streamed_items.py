@@ -20,6 +20,7 @@ from lightning_memmap.loading import (
 from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
+from lightning_memmap.loading.stream_layout import StreamMemory
 from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
@@ -179,7 +180,7 @@ class TestMemory:
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        memory = source.layout.allocate().ragged[0].items.nbytes
+        memory = StreamMemory(source.layout).ragged[0].items.nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
 

@@ -16,7 +16,7 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.places import SeriesPlaces
 from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import StreamLayout, located_steps
+from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory, located_steps
 from lightning_memmap.loading.window_sizes import largest_window_steps
 from lightning_memmap.sampling import (
     Bucketed,
@@ -219,7 +219,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     (source,) = loader._rows.sources
     assert isinstance(source, Stream)
     layout = source.layout
-    steps = layout.allocate().items[0]
+    steps = StreamMemory(layout).items[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
