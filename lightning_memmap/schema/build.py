@@ -50,14 +50,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class Nesting:
-    """How the leaves of lists of records, and of what is None in some rows, are put together.
-
-    Args:
-        records: Given what puts together one record, and the leaves of the list: for each field the
-            values of all records.
-        optional: Given what puts together the part that may be None, all leaves, and the leaf that
-            says where it is not.
-    """
+    """How the leaves of lists of records, and of what is None in some rows, are put together."""
 
     records: Callable[[Build, Mapping[int, Any]], Any]
     optional: Callable[[Build, Leaves, Any], Any]

@@ -17,8 +17,7 @@ from lightning_memmap.schema.kinds import Bytes, Image
 
 
 class FetchedRows(Protocol):
-    """The rows of one field in a step, of which a `Form` makes what the batch has for them. They
-    are copied only when one of these is called."""
+    """The rows of one field in a step, of which a `Form` makes what the batch has for them."""
 
     def padded(self, value: float, multiple: int) -> Any:
         """A `lightning_memmap.loading.Padded`; see `Pad`."""
@@ -307,19 +306,7 @@ _FORMS: dict[str, type[Form]] = {
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
-    """Check the argument ``variable`` of a data module or of a build.
-
-    Args:
-        given: By field name a form, its name, or for configs a mapping with its name under ``form``
-            and its arguments, such as ``{"form": "pad", "value": -1}``.
-
-    Returns:
-        The form of each field.
-
-    Raises:
-        TypeError: The argument is not such a mapping, or a value in it is not a number.
-        ValueError: There is no such form, or a number is out of range.
-    """
+    """Check the argument ``variable`` of a data module or of a build."""
     if not isinstance(given, Mapping | None):
         raise TypeError(
             f"variable={short_repr(given)}: give a form for each field, such as"
@@ -366,13 +353,7 @@ def _form(name: str, given: Any) -> Form:
 
 @dataclass(frozen=True)
 class FieldOptions:
-    """What the user says of fields, beyond what the rows that are read first show.
-
-    Args:
-        forms: By name, the form of each field or list whose rows may differ in length, or be None.
-            Those that do among the rows that are read first need not be named.
-        dtypes: Other dtypes in which fields are kept, by name.
-    """
+    """What the user says of fields, beyond what the rows that are read first show."""
 
     forms: Mapping[str, Form] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

@@ -39,8 +39,7 @@ Part = tuple[Node, list[Field]]
 
 
 def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
-    """Find what samples have. They may differ in the lengths of lists, in the sizes of fields, in
-    what is None, and in the order of a dict's keys."""
+    """Find what samples have."""
     return _Inference(forms).part(samples, ())
 
 
@@ -51,12 +50,7 @@ def infer_batch(batch: Any) -> Part:
 
 @dataclass(frozen=True)
 class _Inference:
-    """Looks at the values of all samples at one path.
-
-    Args:
-        forms: As of `infer_samples`.
-        is_batch: Whether values are batches, whose leaves have rows.
-    """
+    """Looks at the values of all samples at one path."""
 
     forms: Mapping[str, Form]
     is_batch: bool = False

@@ -48,23 +48,7 @@ def stack_samples(
     room: Mapping[str, Tensor] = _NO_ROOM,
     path: Path = (),
 ) -> list[Values]:
-    """Stack the leaves of samples.
-
-    Args:
-        samples: The samples, or the rows of a column.
-        node: Their structure.
-        fields: The fields in it.
-        room: Memory for the rows of fields, by name, of their dtype and shape (number of samples,
-            *field shape) on the CPU. Where this can be done without another copy they are stacked
-            there.
-        path: Where in the samples these are, for messages.
-
-    Returns:
-        The rows of each field.
-
-    Raises:
-        SchemaError: A sample does not fit. The message names the field, and not the row.
-    """
+    """Stack the leaves of samples."""
     if not len(samples):
         return [Values.none(field) for field in fields]
     if node.kind == "leaf":
@@ -225,8 +209,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 
 
 def fit_rows(field: Field, rows: Any) -> Values:
-    """The rows of a field that lie in one array, along its first dimension, in the memory in which
-    they lie where that is possible."""
+    """The rows of a field that lie in one array, in the same memory where possible."""
     if not (count := field.num_variable):
         return _fitting(field, rows, None)
     shape = tuple(rows.shape[1:])
@@ -237,16 +220,7 @@ def fit_rows(field: Field, rows: Any) -> Values:
 
 
 def fit_items(field: Field, items: Any, lengths: Any) -> Values:
-    """The items of rows that differ in length, one row after the other, as rows of a field.
-
-    Args:
-        field: The field, in whose rows one dimension differs.
-        items: An array of the items of all rows.
-        lengths: How many each row has, integers of shape (n,).
-
-    Raises:
-        SchemaError: They do not fit.
-    """
+    """The items of rows that differ in length, one row after the other, as rows of a field."""
     if field.num_variable != 1:
         raise MismatchError(f"field {field.name!r}: found lists, expected {field}")
     return _fitting(field, items, np.asarray(lengths, np.int64)[:, None])

@@ -33,29 +33,21 @@ Path = tuple[Key, ...]
 
 @dataclass(frozen=True)
 class Node:
-    """A container of a sample, or a part of it that is one field.
+    """A container of a sample, or a part of it that is one field."""
 
-    Args:
-        kind: ``leaf``, a field of one value, ``sequence``, a field of a list or tuple of numbers,
-            whose count may differ from row to row, ``records``, a list of
-            as many equal parts as it happens to have, whose one child is such a part, ``optional``,
-            whose first child is the part that is None in some rows, and whose second one is the
-            field that says in which, ``none``, a part that was None in all rows seen, ``tuple``,
-            ``list``, ``dict``, ``namedtuple``, ``dataclass`` or ``tensordict``.
-        keys: The key, name or position of each child of the last six kinds.
-        children: The children, in the order of ``keys``.
-        name: The class name of a named tuple or dataclass.
-        feature_dims: Of a TensorDict: the dimensions of its first field that are not
-            those of its ``batch_size``.
-    """
-
+    #: "sequence" is a field of a list of numbers; "records" a list of any length, whose one child
+    #: is what each part of it has; "optional" has a part that is None in some rows, and the field
+    #: that says in which; "none" was None in all rows seen.
     kind: Literal[
         "leaf", "sequence", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
+    #: The key, name or position of each child, where it has one.
     keys: Path = ()
     children: tuple["Node", ...] = ()
+    #: Of the class of a named tuple or dataclass.
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
+    #: The dimensions of the first field of a TensorDict that are not those of its batch_size.
     feature_dims: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
@@ -74,8 +66,7 @@ class Node:
         return 1 if self.is_field else sum(child.num_fields for child in self.children)
 
     def paths(self, path: Path) -> list[Path]:
-        """Where the children are. The part of an optional node, and what lists of records consist
-        of, have the path of the node itself."""
+        """Where the children are."""
         if self.kind == "records":
             return [path]
         if self.kind == "optional":
@@ -83,8 +74,7 @@ class Node:
         return [(*path, key) for key in self.keys]
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """Iterate over this node, which is at a path, and all below it: path and node of each, in
-        the order of the leaves, a container before its children."""
+        """Path and node of this node and of all below it, a container before its children."""
         yield path, self
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)

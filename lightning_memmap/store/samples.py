@@ -46,10 +46,7 @@ def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Whether ``__getitems__`` gives what ``__getitem__`` does.
-
-    It need not in a class that inherits it and has a ``__getitem__`` of its own.
-    """
+    """Whether ``__getitems__`` gives what ``__getitem__`` does."""
     kind = type(dataset)
     if kind is Subset:
         return _gives_many(dataset.dataset)

@@ -28,11 +28,7 @@ class TableColumn(Column):
 
 
 class ArrowColumn(TableColumn):
-    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has.
-
-    Args:
-        column: A ChunkedArray or Array of pyarrow.
-    """
+    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has."""
 
     def __init__(self, column: Any) -> None:
         import pyarrow as pa
@@ -129,8 +125,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _lists(array: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all lists, and how many each has. Lists of fixed length within lists are
-    further dimensions of the numbers."""
+    """The numbers of all lists, and how many each has."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

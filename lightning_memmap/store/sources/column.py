@@ -20,11 +20,7 @@ class Column(ABC):
 
     @abstractmethod
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows, of a structure, have for each of its fields.
-
-        Raises:
-            SchemaError: The rows must be read one by one, as some may not fit.
-        """
+        """What taken rows, of a structure, have for each of its fields."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""

@@ -227,8 +227,7 @@ def is_dict_of_splits(value: Any) -> bool:
 
 
 def way_out(value: Any) -> str | None:
-    """What to give instead of a value that holds rows, but is no dataset, for a message after the
-    name of the argument; None where the value may be a dataset, or nothing is known of it."""
+    """What to give in place of a value that is no dataset; None where it may be one."""
     kind = type(value).__name__
     if is_dict_of_splits(value):
         return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"

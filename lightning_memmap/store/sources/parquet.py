@@ -64,15 +64,7 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 
 class _Files:
-    """The files of a dataset, of which few are open at once.
-
-    Args:
-        paths: The files.
-        names: The columns that are used.
-
-    Attributes:
-        states: Path, size in bytes and time of each file, which identify the rows.
-    """
+    """The files of a dataset, of which few are open at once."""
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
         stats = [path.stat() for path in paths]
@@ -87,8 +79,7 @@ class _Files:
 
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, int]], Integers, dict[str, list[int | None]]]:
-        """Path and number of each row group, where each ends in rows of all files, and by column
-        how many rows of each group have no value."""
+        """The row groups, where each ends, and by column how many rows of each have no value."""
         groups, sizes = list[tuple[str, int]](), list[int]()
         nulls: dict[str, list[int | None]] = {name: [] for name in self._names}
         kinds: dict[str, Any] = {}
@@ -135,8 +126,7 @@ class _Files:
         return self._last[name][1]
 
     def has_missing(self, name: str) -> bool:
-        """Whether rows of a column have no value: by the statistics, or where these do not tell, by
-        the rows."""
+        """Whether rows have no value: by the statistics, or by the rows where these do not tell."""
         counts = self._groups[2][name]
         return any(
             self.read(group, name).null_count if count is None else count
@@ -209,10 +199,7 @@ class ParquetColumn(TableColumn):
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:
-    """How many rows of a column have no value in a row group; None where the file does not say.
-
-    Of lists and structs it tells only that nothing is missing: an empty list counts as well.
-    """
+    """How many rows of a column have no value in a row group; None where the file does not say."""
     metadata = file.metadata.row_group(group)
     columns = [metadata.column(index) for index in range(metadata.num_columns)]
     leaves = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{name}.")]

@@ -42,12 +42,7 @@ class Source(Protocol):
     """The rows of a dataset."""
 
     def read(self, rows: Rows) -> list[Values]:
-        """The rows of each field, in the dtypes in which they are kept.
-
-        Raises:
-            SchemaError: These rows must be read one by one, as some may not fit.
-            DatasetError: They cannot be read.
-        """
+        """The rows of each field. A SchemaError says that they must be read one by one."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
@@ -74,8 +69,7 @@ def source_of(dataset: Any, schema: Schema) -> Source | None:
 
 
 def nullable_columns(dataset: Any) -> set[str]:
-    """Find the columns that have rows without a value, where that is known without reading all rows
-    one by one."""
+    """Find the columns that have rows without a value, where no row must be read for it."""
     kind = type(dataset)
     if kind is Subset:
         return nullable_columns(dataset.dataset)
