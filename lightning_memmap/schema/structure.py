@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from reprlib import repr as short_repr
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, field_name
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, field_name
 from lightning_memmap.schema.leaves import RowList
 
 MAX_DEPTH = 32
@@ -29,6 +29,8 @@ WRAPPERS = {"records": 1, "optional": 2}
 
 Key = str | int
 Path = tuple[Key, ...]
+#: A sequence with an entry for each field, such as their numbers.
+Fields = TypeVar("Fields", range, Sequence[Field])
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Node:
         if self.kind == "optional":
             return [path, (*path, MASK)]
         return [(*path, key) for key in self.keys]
+
+    def parts(self, fields: Fields, path: Path = ()) -> "Iterator[tuple[Path, Node, Fields]]":
+        """Path, node and fields of each child, of the fields of this node, which is at a path."""
+        first = 0
+        for child_path, child in zip(self.paths(path), self.children, strict=True):
+            yield child_path, child, fields[first : first + child.num_fields]
+            first += child.num_fields
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
         """Path and node of this node and of all below it, a container before its children."""

@@ -10,15 +10,15 @@ from typing_extensions import override
 from lightning_memmap.schema import Field, Node, Values
 from lightning_memmap.schema.fields import TO_NUMPY
 from lightning_memmap.schema.kinds import Duration
-from lightning_memmap.store.sources.arrow import TableColumn, arrow_values
-from lightning_memmap.store.sources.column import Rows
+from lightning_memmap.store.sources.arrow import arrow_values
+from lightning_memmap.store.sources.column import Column, Rows
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
 _FORMATS = {None, "numpy", "torch"}
 
 
 @dataclass(frozen=True, eq=False)
-class HuggingFaceColumn(TableColumn):
+class HuggingFaceColumn(Column):
     """One column of a dataset of this column alone, which gives tables."""
 
     dataset: Any
