@@ -3,14 +3,14 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer, check_number
+from lightning_memmap.errors import check_integer, check_number, is_refused_call
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
 from lightning_memmap.schema.kinds import Bytes, Image
@@ -328,27 +328,13 @@ def _form(name: str, given: Any) -> Form:
         if isinstance(given, Mapping) and kind is None:
             way_out += ", and give its name with all of its arguments, as in {form: pad, value: -1}"
         raise ValueError(f"variable: {short_repr(given)} for field {name!r} is no form: {way_out}")
-    lacking = [
-        each.name
-        for each in fields(_FORMS[kind])
-        if each.default is each.default_factory is MISSING and each.name not in arguments
-    ]
-    if lacking:
-        raise TypeError(
-            f"variable: {short_repr(given)} for field {name!r}: form {kind!r} needs"
-            f" {' and '.join(lacking)} too"
-        )
-    known = [each.name for each in fields(_FORMS[kind])]
-    for argument in arguments:
-        if argument not in known:
-            raise TypeError(
-                f"variable: field {name!r}: form {kind!r} has no {argument!r}, only"
-                f" {', '.join(known)}"
-            )
     try:
         return _FORMS[kind](**arguments)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"variable: field {name!r}: {error}") from error
+        known = ""
+        if is_refused_call(error):  # An argument is missing, or is none of the form's.
+            known = f": form {kind!r} has {', '.join(each.name for each in fields(_FORMS[kind]))}"
+        raise type(error)(f"variable: field {name!r}: {error}{known}") from error
 
 
 @dataclass(frozen=True)

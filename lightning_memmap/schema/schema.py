@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -231,7 +230,7 @@ class Schema:
         self, sample: Any = None, nesting: Nesting = BATCH
     ) -> Callable[[Sequence[Any]], Any]:
         """Make a function that nests one value per field as ``default_collate`` would."""
-        return builder(self.structure, sample, count(), nesting)
+        return builder(self.structure, sample, range(len(self.fields)), nesting)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this schema to JSON values."""
@@ -245,7 +244,5 @@ def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:
     """The leaves of a batch that has a structure."""
     if node.kind == "leaf":
         return [batch]
-    leaves, columns = list[Any](), columns_of([batch], node, path)
-    for child_path, child, (value,) in zip(node.paths(path), node.children, columns, strict=True):
-        leaves += _batch_leaves(value, child, child_path)
-    return leaves
+    children = zip(node.paths(path), node.children, columns_of([batch], node, path), strict=True)
+    return [leaf for at, child, (value,) in children for leaf in _batch_leaves(value, child, at)]

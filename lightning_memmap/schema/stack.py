@@ -72,9 +72,8 @@ def stack_samples(
         return _stack_records(samples, node.children[0], fields, path)
     stacked = list[Values]()
     columns = columns_of(samples, node, path)
-    for child_path, child, column in zip(node.paths(path), node.children, columns, strict=True):
-        within = fields[len(stacked) : len(stacked) + child.num_fields]
-        stacked += stack_samples(column, child, within, room, child_path)
+    for column, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
+        stacked += stack_samples(column, child, within, room, at)
     return stacked
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lightning_memmap import ColumnDataset, build_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.store import Store
 from tests.datasets import Wrapped, column_files
 
 import_module("polars")  # It sets an environment variable, which a test must not do.
