@@ -162,6 +162,11 @@ def field_name(path: Iterable[str | int]) -> str:
     return ".".join(map(_encode, path)) or "value"
 
 
+def where(path: Iterable[str | int]) -> str:
+    """What is at a path of keys, for messages."""
+    return f"field {field_name(path)!r}" if path else "the sample"
+
+
 def _encode(key: str | int) -> str:
     # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
     # encodes a "%" once more. A dot separates levels.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, field_name
+from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, where
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
@@ -55,7 +55,7 @@ def stack_samples(
         return [stack_leaves(fields[0], samples, room.get(fields[0].name))]
     if node.kind == "none":
         if wrong := [value for value in samples if not is_missing(value)]:
-            raise MismatchError(f"field {field_name(path)!r}: found {wrong[0]!r}, expected None")
+            raise MismatchError(f"{where(path)}: found {wrong[0]!r}, expected None")
         return []
     if node.kind == "optional":
         return _stack_optional(samples, node.children[0], fields[:-1], room, path)
@@ -64,7 +64,7 @@ def stack_samples(
         for value in samples:
             if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
                 raise MismatchError(
-                    f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
+                    f"{where(path)}: found {type(value).__name__}, expected a list or"
                     f" tuple of {what}"
                 )
         if node.kind == "sequence":

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, field_name
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, field_name, where
 from lightning_memmap.schema.leaves import RowList
 
 MAX_DEPTH = 32
@@ -134,7 +134,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     found = children_of(value, path)
     if found is None or found[0] != node.kind:
         raise MismatchError(
-            f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
+            f"{where(path)}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
@@ -143,7 +143,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     if node.kind in ("dict", "tensordict") and set(keys) == set(node.keys):
         return [value[key] for key in node.keys]
     text = (
-        f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
+        f"{where(path)}: found {node.kind} of {short_repr(keys)}, expected"
         f" {short_repr(list(node.keys))}"
     )
     if node.is_list:
@@ -168,7 +168,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
             # Not their subclasses either: a store could not give an enum's member back.
             if type(key) not in (str, int):
                 raise SchemaError(
-                    f"field {field_name(path)!r}: the dict key {key!r} is neither a plain string"
+                    f"{where(path)}: the dict key {key!r} is neither a plain string"
                     " nor a plain integer: rename it in the dataset"
                 )
         return "dict", list(value), list(value.values())
@@ -179,7 +179,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
         return kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(
-            f"field {field_name(path)!r}: found a tensorclass, {type(value).__name__}, of which a"
+            f"{where(path)}: found a tensorclass, {type(value).__name__}, of which a"
             " store keeps no class: give value.to_tensordict()"
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
