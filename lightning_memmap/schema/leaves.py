@@ -155,7 +155,10 @@ def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
     dtype = _shared_dtype(values, kinds)
     if dtype is None:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise SchemaError(f"field {name!r}: found a list of {found}, expected numbers of one dtype")
+        way_out = ": give NaN, or a mask beside it, for None" if type(None) in kinds else ""
+        raise SchemaError(
+            f"field {name!r}: found a list of {found}, expected numbers of one dtype{way_out}"
+        )
     if Tensor not in kinds:
         return number_array(name, values, TO_NUMPY[dtype])
     try:

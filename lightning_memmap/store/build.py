@@ -707,7 +707,7 @@ def check_dataset(dataset: Any) -> None:
         TypeError: It is not. The message says what to give.
     """
     if (instead := way_out(dataset)) is not None:
-        raise TypeError(f"the dataset: {instead}")
+        raise TypeError(f"dataset: {instead}")
 
 
 def check_length(dataset: Any) -> None:

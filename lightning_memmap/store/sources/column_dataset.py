@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, describe_error
+from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources.arrow import ArrowColumn, simple_array
@@ -239,4 +239,13 @@ def way_out(value: Any) -> str | None:
         return f"{value.__name__} is a generator function: call it, and give what it returns"
     if isinstance(value, type):
         return f"{value.__name__} is a class: give an instance of it"
+    if is_array_like(value) and not hasattr(type(value), "__len__"):  # As of zarr.
+        return (
+            f"{with_article(kind)} has no length: give lightning_memmap.ColumnDataset({{'x': it}})"
+        )
+    if not hasattr(type(value), "__getitem__") and not hasattr(type(value), "__iter__"):
+        return (
+            f"{with_article(kind)} has no rows: give a map-style dataset, with __len__ and"
+            " __getitem__, or one that can be iterated over"
+        )
     return None
