@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -59,10 +57,6 @@ class SuperBatchMixin(Strategy):
 
     def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.set_prefetch(prefetch)
-
-    def set_prefetch(self, prefetch: int | None) -> None:
-        """Choose how many steps are prefetched; None for the default of the device."""
         if prefetch is not None:
             check_integer("prefetch", prefetch, 0, "steps to prefetch, 0 for none")
         self._prefetch = prefetch
@@ -252,9 +246,7 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
     Args:
         data_devices: Devices that hold shards, repeats allowed. By default all devices of the
             Trainer, the root device first.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+        **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
         ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
@@ -267,17 +259,9 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
     )
 
     def __init__(
-        self,
-        data_devices: Sequence[str | torch.device] | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        self, data_devices: Sequence[str | torch.device] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(**kwargs)
         if data_devices is not None and not data_devices:
             raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]

@@ -1,7 +1,7 @@
 """Replicas of a module in one process: on one physical device they share its parameters."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import ExitStack
 from operator import is_
@@ -19,11 +19,12 @@ from lightning_memmap._compat.metrics import states_without_reduction
 from lightning_memmap._compat.modules import compiled_steps, is_compiled_inside
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send, stream_module
-from lightning_memmap.strategies._buckets import buckets, flattened, split_like
 from lightning_memmap.strategies._part_results import MetricCopies, is_metric
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
+#: Many small tensors as few large ones; torch has no public names for these functions.
+_utils: Any = torch._utils
 #: Containers within each other in which references are found. They may hold themselves.
 _MAX_DEPTH = 4
 #: Attributes of a module that each replica has of its own.
@@ -116,13 +117,15 @@ class Replicas:
                 for grad in (grads[parameter] for grads in found if parameter in grads):
                     assert parameter.grad is not None
                     parameter.grad = parameter.grad + grad.to(parameter.device)
-            for bucket in buckets([p for p in every if p not in sparse], _BUCKET_BYTES):
-                flat = [
-                    send(flattened(_grads_of(bucket, grads, device)), self.devices[0])
-                    for device, grads in zip(self._remote, found, strict=True)
-                ]
+            dense = [parameter for parameter in every if parameter not in sparse]
+            for bucket in _utils._take_tensors(dense, _BUCKET_BYTES):
+                flat = []
+                for device, grads in zip(self._remote, found, strict=True):
+                    own = _utils._flatten_dense_tensors(_grads_of(bucket, grads, device))
+                    flat.append(send(own, self.devices[0]))
                 total = flat[0] if len(flat) == 1 else torch.stack(flat).sum(0)
-                torch._foreach_add_([p.grad for p in bucket], split_like(total, bucket))
+                grads = _utils._unflatten_dense_tensors(total, bucket)
+                torch._foreach_add_([parameter.grad for parameter in bucket], grads)
 
     def _has_other_structure(self) -> bool:
         """Whether layers, or parameters that another device has copies of, came or went."""
@@ -189,14 +192,14 @@ class Replicas:
                         sources.append(near.get(module, module)._buffers[name])
                         targets.append(own)
             if not near and copy.device != self.devices[0]:
-                _send_all(sources, [(copy.device, targets)])
+                _send_all(sources, {copy.device: targets})
                 nearest[copy.device] = copy.modules
             elif targets:
                 torch._foreach_copy_(targets, sources)
 
     def _broadcast_parameters(self) -> None:
         if self._remote:
-            targets = [(device, list(own.values())) for device, own in self._remote.items()]
+            targets = {device: list(own.values()) for device, own in self._remote.items()}
             _send_all(list(next(iter(self._remote.values()))), targets)
 
 
@@ -414,12 +417,10 @@ def _grads_of(
     return [grads[p] if p in grads else torch.zeros_like(p, device=device) for p in parameters]
 
 
-def _send_all(sources: list[Any], targets: list[tuple[torch.device, list[Any]]]) -> None:
+def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> None:
     """Copy tensors to tensors on other devices, many small ones at once."""
-    start = 0
-    for bucket in buckets(sources, _BUCKET_BYTES):
-        flat = flattened(bucket)
-        for device, own in targets:
-            arrived = split_like(send(flat, device), bucket)
-            torch._foreach_copy_(own[start : start + len(bucket)], arrived)
-        start += len(bucket)
+    every = (_utils._take_tensors(each, _BUCKET_BYTES) for each in (sources, *targets.values()))
+    for bucket, *others in zip(*every, strict=True):
+        flat = _utils._flatten_dense_tensors(bucket)
+        for device, own in zip(targets, others, strict=True):
+            torch._foreach_copy_(own, _utils._unflatten_dense_tensors(send(flat, device), bucket))

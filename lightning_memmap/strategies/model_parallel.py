@@ -8,11 +8,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -48,13 +45,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
             stages. By default its only attribute that is an ``nn.Sequential``. A module may name
             its stages itself; see `find_stages`.
-        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
-            Trainer.
-        root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
-        prefetch: As for ``memmap_superbatch``.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+        **kwargs: As for ``memmap_superbatch``.
 
     Raises:
         ValueError: As for ``memmap_superbatch``; at set-up, where the module cannot be cut, see
@@ -64,19 +55,8 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     strategy_name = "memmap_model_parallel"
     _trains_alone = False
 
-    def __init__(
-        self,
-        layers: str | None = None,
-        data_devices: Sequence[str | torch.device] | None = None,
-        root_holds_data: bool = True,
-        prefetch: int | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(
-            data_devices, root_holds_data, prefetch, accelerator, checkpoint_io, precision_plugin
-        )
+    def __init__(self, layers: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._layers = layers
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []

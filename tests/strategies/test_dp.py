@@ -847,6 +847,10 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"the first must be the root device, cpu"):
             make_trainer(tmp_path, strategy=strategy)
 
+    def test_prefetch_of_several_devices_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"prefetch=2 with 3 data devices"):
+            make_trainer(tmp_path, strategy=DataParallelStrategy(prefetch=2), devices=3)
+
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
