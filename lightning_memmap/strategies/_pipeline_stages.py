@@ -44,11 +44,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of processes: each row is a pipeline, each column holds the same stages.
-
-    Rank ``r`` is rank ``r % pipeline_size`` of pipeline ``r // pipeline_size``: neighbours in a
-    pipeline are neighbours on a node.
-    """
+    """A grid of processes: each row is a pipeline, each column holds the same stages."""
 
     data_parallel_size: int
     pipeline_size: int
@@ -102,10 +98,7 @@ def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> 
 
 
 class _Stage(nn.Module):
-    """Modules one after the other, in the context of a precision plugin, such as autocast.
-
-    A tuple that one returns is the arguments of the next.
-    """
+    """Modules one after the other, in the context of a precision plugin, such as autocast."""
 
     def __init__(self, children: Sequence[nn.Module], context: Context) -> None:
         super().__init__()
@@ -124,10 +117,7 @@ class _Stage(nn.Module):
 def cut_module(
     module: L.LightningModule, num_processes: int, interleaved: bool, context: Context
 ) -> list[nn.Module]:
-    """The stages of a schedule, from those of the module: stage ``i`` is process ``i % P``'s.
-
-    Unless ``interleaved``, neighbouring stages are joined, so that each process has one.
-    """
+    """The stages of a schedule, from those of the module: stage ``i`` is process ``i % P``'s."""
     stages = _stages_of(module)
     if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
         needed = "a multiple of" if interleaved else "at least"
@@ -145,13 +135,10 @@ def cut_module(
 def keep_local(
     module: L.LightningModule, stages: Sequence[nn.Module], layout: Layout, device: torch.device
 ) -> dict[int, nn.Module]:
-    """Move the stages of this process to its device, and return them by index.
-
-    The parameters and buffers of all others go to the meta device: they have a name and a shape but
-    no memory, and every process sees those of the whole module in the same order. What is outside
-    of all stages, such as metrics, is on every process. Local modules on the meta device are
-    materialised and reset.
-    """
+    """Move the stages of this process to its device, and return them by index."""
+    # The parameters and buffers of all others go to the meta device: they have a name and a shape
+    # but no memory, and every process sees those of the whole module in the same order. What is
+    # outside of all stages, such as metrics, is on every process.
     split = (layout.pipeline_rank, layout.pipeline_size, len(stages))
     before = getattr(module, "pipeline_split", None)
     if before not in (None, split):
@@ -240,10 +227,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
 
 
 def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[str] | None:
-    """The fields of the training rows that a process needs; None for all.
-
-    A module may name them in ``input_fields`` and ``loss_fields``.
-    """
+    """The fields of the training rows that a process needs; None for all."""
     inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
     if inputs is None and loss is None:
         return None
@@ -267,22 +251,11 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 class StagePipeline:
-    """Runs batches through the stages of all processes of a pipeline.
+    """Runs batches through the stages of all processes of a pipeline; all call each method."""
 
-    All processes of the group must call `train` and `evaluate` together, with batches of as many
-    rows. The batch of the process with the first stage is computed; of the others only the shape
-    is used. Micro-batches have the shape of those of the largest batch so far: a smaller batch,
-    such as the last of an epoch, is filled up with copies of rows, which no loss and no output
-    includes.
-
-    Args:
-        stages: The stages of this process, by index.
-        num_stages: Stages of the pipeline.
-        schedule: A name of `SCHEDULES`.
-        num_microbatches: Micro-batches per batch.
-        group: The processes of the pipeline.
-        device: The device of this process.
-    """
+    # The batch of the process with the first stage is computed; of the others only the shape is
+    # used. Micro-batches have the shape of those of the largest batch so far: a smaller batch, such
+    # as the last of an epoch, is filled up with copies of rows, which no loss or output includes.
 
     def __init__(
         self,
@@ -315,19 +288,7 @@ class StagePipeline:
         loss: Callable[[Any, Any], Tensor],
         frozen: Hashable,
     ) -> Tensor:
-        """Forward and backward pass of a batch; gradients are added to those of the parameters.
-
-        Args:
-            args: The inputs of the first stage, on the device of this process.
-            num_rows: Their rows.
-            batch: What the loss is computed with.
-            loss: The mean loss of some rows, from the output of the last stage and their batch.
-            frozen: Identifies which parameters of the pipeline are frozen.
-
-        Returns:
-            The mean loss of all rows, of shape (), on the device of each process. It is summed in
-            float64, and has the dtype of the losses.
-        """
+        """Forward and backward pass of a batch; gradients are added to those of the parameters."""
         run = self._run(args, num_rows, frozen)
         losses: list[Tensor] = []
         if self._has_last:
@@ -440,11 +401,10 @@ class _Run:
 
 
 class _ScheduledStage(PipelineStage):
-    """A stage whose first call leaves no trace.
+    """A stage whose first call leaves no trace."""
 
-    To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
-    first with uninitialised memory, and cleans up after their backward pass.
-    """
+    # To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
+    # first with uninitialised memory, and cleans up after their backward pass.
 
     _before: Sequence[Tensor] = ()
 

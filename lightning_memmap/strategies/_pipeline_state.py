@@ -32,18 +32,7 @@ def broadcast_nested(
     device: torch.device,
     keep: Callable[[Tensor], Any] = Tensor.detach,
 ) -> Any:
-    """Broadcast any nesting of tensors and other values, tensor by tensor.
-
-    Args:
-        value: What the process with the global rank ``source`` gives; of others it is not used.
-        source: The rank.
-        group: The processes, which must all call this.
-        device: The device of this process.
-        keep: What becomes of each tensor as soon as it is there.
-
-    Returns:
-        The nesting, with what ``keep`` returned in place of tensors.
-    """
+    """Broadcast any nesting of tensors and other values, tensor by tensor."""
     tensors: list[Tensor] = []
     described = [None]
     if dist.get_rank() == source:
@@ -62,10 +51,7 @@ def broadcast_nested(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradient of each parameter over the processes of a group, which all call this.
-
-    A missing gradient counts as zero. A parameter without a gradient on any process gets none.
-    """
+    """Average the gradient of each parameter over the processes of a group, which all call this."""
     size = dist.get_world_size(group)
     if size == 1:
         return
@@ -91,14 +77,11 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
 def gathered(
     own: Mapping[Any, Any], group: dist.ProcessGroup, device: torch.device
 ) -> dict[Any, Any]:
-    """What all processes of a group have, on its first process; on others nothing.
-
-    All of them must call it. What several have, the first of them gives. Tensors of others come one
-    by one, to the CPU.
-    """
+    """What all processes of a group have, on its first process; on others nothing."""
     first, *others = dist.get_process_group_ranks(group)
     is_first = dist.get_rank() == first
     whole = dict(own) if is_first else {}
+    # Tensors come one by one, to the CPU; what several processes have, the first of them gives.
     for rank in others:
         found = broadcast_nested(own, rank, group, device, Tensor.cpu if is_first else _forget)
         whole = {**found, **whole} if is_first else {}

@@ -36,23 +36,13 @@ _Parameters = dict[nn.Parameter, nn.Parameter]
 
 
 class Replicas:
-    """The module, which is replica 0, and a copy of its tree for each further data device.
+    """The module, which is replica 0, and a copy of its tree for each further data device."""
 
-    On the physical device of the module, copies share its parameters: nothing is broadcast, and its
-    gradients are sums over all of them. Each further physical device has one copy of the
-    parameters. Every replica has its own buffers and metrics. What hooks and callbacks assign to
-    attributes of a module, all replicas follow; what a step assigns, each keeps for itself, as each
-    process does under DDP. Objects are shared: what a step appends to a list is seen by all.
-
-    Args:
-        module: The module, on the first device.
-        devices: One per replica, repeats allowed.
-
-    Raises:
-        UnsuitableModuleError: The module has submodules that cannot be replicated.
-        ValueError: A parameter has no shape yet, a metric's state no ``dist_reduce_fx``, or CUDA
-            graphs were chosen for several devices.
-    """
+    # On the physical device of the module, copies share its parameters: nothing is broadcast, and
+    # its gradients are sums over all of them. Each further physical device has one copy of the
+    # parameters. Every replica has its own buffers and metrics. What hooks and callbacks assign to
+    # attributes of a module, all replicas follow; what a step assigns, each keeps for itself, as
+    # each process does under DDP.
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         check_module(module, devices)
@@ -75,11 +65,7 @@ class Replicas:
         return [self.module, *(copy.modules[self.module] for copy in self._copies)][:count]
 
     def pull(self, *, with_values: bool) -> None:
-        """Give the replicas what the module is now.
-
-        Args:
-            with_values: Also buffers, and the parameters of other physical devices.
-        """
+        """Give the replicas what the module is now."""
         if not self._copies:
             return
         # What is made in inference mode could not be trained.
@@ -204,12 +190,7 @@ class Replicas:
 
 
 class _Copy:
-    """The copy of a module's tree for one replica.
-
-    Args:
-        device: The device of the replica.
-        metrics: The copies of metrics that it updates.
-    """
+    """The copy of a module's tree for one replica."""
 
     def __init__(self, device: torch.device, metrics: MetricCopies) -> None:
         self.device = device
@@ -324,13 +305,9 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
 def run_replicas(
     functions: Sequence[Callable[[], Any]], devices: Sequence[torch.device], threads: Executor
 ) -> list[Any]:
-    """Call one function per replica: those of one device in turn, and devices side by side.
-
-    The order on a device is fixed, because its replicas draw random numbers from one generator and
-    a run must be repeatable; each thread that computes on a CPU would also start its own OpenMP
-    team. The first device has the caller's thread. Gradient mode, inference mode, autocast and
-    current streams are those of the caller.
-    """
+    """Call one function per replica: those of one device in turn, and devices side by side."""
+    # In turn, because replicas of a device draw random numbers from one generator, and each thread
+    # that computes on a CPU would start its own OpenMP team. Modes are those of the caller.
     results: list[Any] = [None] * len(functions)
     by_device: dict[torch.device, list[int]] = {}
     for index in range(len(functions)):
@@ -378,8 +355,7 @@ def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Call
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
-    """A value with other references: itself, an item of a container, the target of a weak
-    reference, or the owner of a bound method. The same object where nothing is replaced."""
+    """A value with other references in it; the same object where nothing is replaced."""
     if type(value) in (list, tuple) and depth:
         items = [_mapped(item, replace, depth - 1) for item in value]
         return value if all(map(is_, items, value)) else type(value)(items)

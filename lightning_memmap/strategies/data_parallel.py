@@ -242,10 +242,7 @@ class DataParallelStrategy(OneProcess):
 
 
 def _training_output(outputs: list[Any], parts: MicroBatches) -> Any:
-    """The mean of the losses that were returned, with its graph, and the other outputs merged.
-
-    What Lightning refuses to accept from one call is passed on, and Lightning refuses it.
-    """
+    """The mean of the losses that were returned, with its graph, and the other outputs merged."""
     given = [output for output in outputs if output is not None]
     if all(isinstance(output, Tensor) for output in given):
         return parts.mean(outputs)

@@ -211,12 +211,7 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
 
 # The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
 class _Members(_SubprocessScriptLauncher):
-    """Runs the stages of one member; in the process of member 0, starts the others before.
-
-    It runs the program again for each other member, with the member's number in an environment
-    variable. The processes do not communicate: each records its results in a file, and member 0
-    reads the files and polls the processes.
-    """
+    """Runs the stages of one member; in the process of member 0, starts the others before."""
 
     # Of the whole program, however many Trainers it makes.
     _others: ClassVar[dict[int, Launched]] = {}

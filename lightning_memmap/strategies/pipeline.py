@@ -448,10 +448,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
 @cache
 def _mesh(world: object, device_type: str, shape: tuple[int, int], timeout_s: float) -> DeviceMesh:
-    """A mesh of pipelines and their processes. All processes must call this.
-
-    It is made once per default process group, since each group opens its own sockets and threads.
-    """
+    """A mesh of pipelines and their processes. All processes must call this."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
     for name in ("dp", "pp"):
         # There is no public way to a timeout of these groups.
@@ -466,10 +463,7 @@ _PENDING = (
 
 
 class _PendingOutput:
-    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet.
-
-    ``self.loss(output, batch)`` runs the pipeline; until then no process has the output.
-    """
+    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet."""
 
     def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
         self.args = args
