@@ -282,11 +282,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return other
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse class attributes that would silently take the place of arguments.
-
-        Raises:
-            TypeError: The class has such an attribute.
-        """
+        """Refuse class attributes that would silently take the place of arguments."""
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
             hides = isinstance(getattr(MemmapDataModule, name, None), Option)
@@ -335,10 +331,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return cls(**datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments, and nothing that `setup` has made: a copy must be set up again.
-
-        It belongs to the Trainer only while that runs: a strategy may send both to a process.
-        """
+        """The arguments, and nothing that `setup` has made: a copy must be set up again."""
         return {
             **vars(self),
             "trainer": None if self._running is None else self.trainer,
@@ -384,12 +377,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @property
     def store_directory(self) -> Path | StoreUrl:
-        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
-        place of ``{member}``.
-
-        Raises:
-            ValueError: The member is not known.
-        """
+        """The directory of the stores, or its URL."""
         return self._split_stores.directory
 
     @property
@@ -487,20 +475,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return Planner(self._split_stores, topology, self._is_overfitting)
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
-        """The order of the training rows, except under ``overfit_batches``.
-
-        Args:
-            store: Their store, of which at most the fields are read that decide the order.
-            topology: Where they are trained on; by default one device.
-
-        Returns:
-            What the argument ``sampler`` makes, or the sampler of this package that ``shuffle``,
-            ``shuffle_window`` and ``residency`` select.
-
-        Raises:
-            PlacementError: There are fewer rows than data devices.
-            ValueError: The member, which folds and parts need, is not known or out of range.
-        """
+        """The order of the training rows, except under ``overfit_batches``."""
         planner = self._planner(topology or topology_of(None))
         return planner.order(store, planner.size("train", store))
 
@@ -708,26 +683,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return None if self.trainer is None else self.trainer.strategy
 
     def open_train_store(self) -> Store:
-        """Open the store of the training rows, without a set-up. Several sets are one store.
-
-        Raises:
-            StoreNotFoundError: There is none.
-            StoreError: It is damaged.
-        """
+        """Open the store of the training rows, without a set-up. Several sets are one store."""
         stores = self._split_stores
         if (store := stores.open("train")) is None:
             raise stores.missing("train")
         return store
 
     def store_path(self, split: str) -> Path | StoreUrl:
-        """Where the store is that has the rows of a split.
-
-        Args:
-            split: Its name, such as ``train`` or ``val/clean``.
-
-        Raises:
-            ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
-        """
+        """Where the store is that has the rows of a split."""
         return self._split_stores.path(split)
 
     def _loader(

@@ -62,13 +62,7 @@ def without_loader_options(init: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
-
-    Raises:
-        TypeError: A transform or the sampler cannot be called, a count or the seed is not an
-            integer, a fingerprint is not a string, or a form has arguments that it cannot have.
-        ValueError: An option is out of range, or two of them exclude each other.
-    """
+    """The arguments of a `MemmapDataModule`, which describes them, except its datasets."""
 
     store_dir: Path | StoreUrl
     batch_size: int
@@ -182,46 +176,27 @@ class DataOptions:
         return FieldOptions.of(self.variable, self.store_dtypes)
 
     def selection(self, split: str) -> Selection | None:
-        """What selects the rows of a split; None where it has all of its store.
-
-        Args:
-            split: Its name.
-        """
+        """What selects the rows of a split; None where it has all of its store."""
         if isinstance(self.subset, Mapping):
             return self.subset.get(split)
         selection = self.subset
         return None if selection is None or split not in selection.splits else selection
 
     def fingerprint_of(self, split: str) -> str | None:
-        """The fingerprint of a split's dataset; None where none is given.
-
-        Args:
-            split: Its name.
-        """
+        """The fingerprint of a split's dataset; None where none is given."""
         if isinstance(self.fingerprint, Mapping):
             return self.fingerprint.get(split)
         return self.fingerprint
 
     def check_splits(self, splits: Iterable[str]) -> None:
-        """Check that fingerprints and subsets are given for splits that there are.
-
-        Args:
-            splits: The names of all splits.
-
-        Raises:
-            ValueError: One is given for another split.
-        """
+        """Check that fingerprints and subsets are given for splits that there are."""
         names = list(splits)
         for argument, split in self.by_split():
             if split not in names:
                 raise _no_split(argument, split, names)
 
     def by_split(self) -> Iterator[tuple[str, str]]:
-        """The options that are given for some splits by name.
-
-        Yields:
-            The name of the option, and a split that it is given for.
-        """
+        """The options that are given for some splits by name."""
         for argument in ("fingerprint", "subset"):
             given = getattr(self, argument)
             for split in given if isinstance(given, Mapping) else ():
@@ -241,10 +216,7 @@ def _directory(given: object) -> Path | StoreUrl:
 
 
 class Option:
-    """An option as an attribute of its owner: read from ``owner.options``, and checked when set.
-
-    Lightning's tuner sets ``batch_size``, and subclasses may set a transform.
-    """
+    """An option as an attribute of its owner: read from ``owner.options``, and checked when set."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -32,15 +32,7 @@ from lightning_memmap.store.series import fields_of, windowed
 
 @dataclass(frozen=True)
 class SetUp:
-    """What the set-up of a data module has made.
-
-    Args:
-        options: The options of the data module at its set-up.
-        stores: The open stores by split.
-        placement: Where the shards live.
-        rows: The rows of each split.
-        order: The order of the training rows; None where they are not set up.
-    """
+    """What the set-up of a data module has made."""
 
     options: DataOptions
     stores: Mapping[str, Store]
@@ -82,28 +74,14 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans a set-up, and carries it out.
-
-    Args:
-        stores: The stores of the data module.
-        topology: The data devices and this process's rank.
-        is_overfitting: Whether training rows come in dataset order, under ``overfit_batches``.
-    """
+    """Plans a set-up, and carries it out."""
 
     stores: SplitStores
     topology: DataTopology
     is_overfitting: bool
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
-        """Open the stores of splits, of which some may have none.
-
-        Args:
-            splits: Names of the splits.
-
-        Raises:
-            StoreError: As of `SplitStores.open`.
-            ValueError: An option is given for a split that has no rows, or no store of its own.
-        """
+        """Open the stores of splits, of which some may have none."""
         opened = {}
         for split in splits:
             if (store := self.stores.open(split)) is not None:
@@ -123,15 +101,7 @@ class Planner:
         return opened
 
     def place(self, opened: Mapping[str, Store]) -> Placement:
-        """Plan where the shards live.
-
-        Args:
-            opened: The open stores by split.
-
-        Raises:
-            PlacementError: The shards do not fit, or there are fewer rows than data devices.
-            ValueError: Training cannot do with the fields that the strategy names.
-        """
+        """Plan where the shards live."""
         if "train" in opened:
             self.check_train_fields(opened["train"])
         options, topology = self.stores.options, self.topology
@@ -142,16 +112,7 @@ class Planner:
         return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> SetUp:
-        """Make the shards resident.
-
-        Args:
-            opened: The open stores by split.
-            placement: Where the shards are to live.
-
-        Raises:
-            StoreError: A store cannot have its residency; see `load_split`.
-            ValueError: The training rows cannot be fetched in their order.
-        """
+        """Make the shards resident."""
         options, splits = self.stores.options, placement.splits
         forms = options.fields.forms
         rows = {
@@ -170,16 +131,7 @@ class Planner:
         return SetUp(options, opened, placement, rows, order)
 
     def size(self, split: str, store: Store) -> SplitSize:
-        """Divide a split into shards, and find its size.
-
-        Args:
-            split: Its name.
-            store: The store that has its rows.
-
-        Raises:
-            PlacementError: There are fewer rows than data devices.
-            ValueError: The member, which folds and parts need, is not known or out of range.
-        """
+        """Divide a split into shards, and find its size."""
         options = self.stores.options
         has_order = split == "train" and not self.is_overfitting
         is_streamed = options.residency == Residency.STREAM.value
@@ -195,15 +147,7 @@ class Planner:
         )
 
     def order(self, store: Store, size: SplitSize) -> Sampler:
-        """The order of the training rows.
-
-        Args:
-            store: The store that has them.
-            size: Their shards, and the window.
-
-        Raises:
-            ValueError: The sampler needs other rows than those of ``size``.
-        """
+        """The order of the training rows."""
         options = self.stores.options
         pool = Pool.of(size.pool.rows, size.pool.num_shards)
         order = self._make_order(store, pool, options.shuffle_window or size.window)
@@ -228,14 +172,7 @@ class Planner:
         return ShuffledSampler(pool, options.seed, block)
 
     def check_train_fields(self, store: Store) -> None:
-        """Check that training can do with the fields that the strategy names.
-
-        Args:
-            store: The store of the training rows.
-
-        Raises:
-            ValueError: The store lacks one of them, or there is a transform, which may read others.
-        """
+        """Check that training can do with the fields that the strategy names."""
         if (needed := self.topology.train_fields) is None:
             return
         names = [field.name for field in store.schema.fields]

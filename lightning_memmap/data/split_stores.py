@@ -23,14 +23,7 @@ from lightning_memmap.store.sources.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class SplitStores:
-    """The stores of the splits of one data module.
-
-    Args:
-        options: The options of the data module.
-        given: Its datasets by argument: ``train``, ``val``, ``test`` and ``predict``.
-        strategy: The Trainer's, which may know the member that this process trains; or None.
-        built: By split, what this data module has stored or recognised, which `build` adds to.
-    """
+    """The stores of the splits of one data module."""
 
     options: DataOptions
     given: Mapping[str, Any]
@@ -59,55 +52,30 @@ class SplitStores:
         return sampler.stores if isinstance(sampler, SamplerFactory) else ()
 
     def parts(self, split: str) -> list[str]:
-        """The splits whose stores have the rows of a split: several where they are mixed.
-
-        Args:
-            split: Its name.
-        """
+        """The splits whose stores have the rows of a split: several where they are mixed."""
         if split != "train":
             return [split]
         return [name for name in self.datasets if name.partition("/")[0] == "train"]
 
     @property
     def directory(self) -> Path | StoreUrl:
-        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
-        place of ``{member}``.
-
-        Raises:
-            ValueError: The member is not known.
-        """
+        """The directory of the stores, or its URL."""
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
         return place_of(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
 
     def stored_split(self, split: str) -> str:
-        """The split whose store has the rows of a split.
-
-        Args:
-            split: Its name.
-        """
+        """The split whose store has the rows of a split."""
         selection = self.options.selection(split)
         return split if selection is None else selection.stored_split(split)
 
     def path(self, split: str) -> Path | StoreUrl:
-        """Where the store is that has the rows of a split.
-
-        Args:
-            split: Its name.
-
-        Raises:
-            ValueError: The member is not known, and the directory needs it.
-        """
+        """Where the store is that has the rows of a split."""
         return self.directory / self.stored_split(split)
 
     def check(self) -> None:
-        """Check that the options fit the datasets: both may have been set since the other was.
-
-        Raises:
-            ValueError: An option is given for another split, or there are rows to validate on
-                twice.
-        """
+        """Check that the options fit the datasets: both may have been set since the other was."""
         self.check_held_out()
         self.check_mixture()
         self.options.check_splits(self.datasets)
@@ -117,11 +85,7 @@ class SplitStores:
                 dataset.check_windows(windows.length, windows.stride)
 
     def check_held_out(self) -> None:
-        """Check that there is no dataset to validate on beside rows that are held out.
-
-        Raises:
-            ValueError: There is one.
-        """
+        """Check that there is no dataset to validate on beside rows that are held out."""
         selection = self.options.selection("val")
         holds_out = selection is not None and selection.stored_split("val") != "val"
         if holds_out and self.given["val"] is not None:
@@ -131,11 +95,7 @@ class SplitStores:
             )
 
     def check_mixture(self) -> None:
-        """Check that several training sets are mixed, and that nothing else is.
-
-        Raises:
-            ValueError: They are not, or rows are selected from them.
-        """
+        """Check that several training sets are mixed, and that nothing else is."""
         given, mixed = self.given["train"], self.mixed
         names = [*given] if has_several(given) else []
         if unknown := [name for name in mixed if names and name not in names]:
@@ -165,18 +125,7 @@ class SplitStores:
             )
 
     def build(self, split: str) -> None:
-        """Build the store of a split from its dataset, or find it built.
-
-        Args:
-            split: Its name. It has a store of its own.
-
-        Raises:
-            ValueError: The dataset is empty.
-            SchemaError: As for `lightning_memmap.store.build_store`.
-            DatasetError: As there.
-            StoreError: As there, or the stores of several datasets would lie in the store of one,
-                or that of one in their directory.
-        """
+        """Build the store of a split from its dataset, or find it built."""
         options, dataset = self.options, self.datasets[split]
         # At a URL, `open` finds a store or says that there is none.
         if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
@@ -204,21 +153,7 @@ class SplitStores:
         self.built[split] = self._source(split, store)
 
     def open(self, split: str) -> Store | None:
-        """Open the store that has the rows of a split, and check that it is of its dataset.
-
-        Args:
-            split: Its name.
-
-        Returns:
-            The store; None where there is neither a store nor a dataset.
-
-        Raises:
-            StoreNotFoundError: A dataset is given, and its store was not built; or one of several
-                has neither.
-            StoreError: The store is damaged.
-            DatasetError: The store is of another dataset.
-            ValueError: There are stores of several datasets, and their order is not known.
-        """
+        """Open the store that has the rows of a split, and check that it is of its dataset."""
         if (parts := self.parts(split)) != [split]:
             stores = {name.partition("/")[2]: self._open(name) for name in parts}
             found = {name: store for name, store in stores.items() if store is not None}
@@ -255,15 +190,7 @@ class SplitStores:
         return store
 
     def rows(self, split: str, store: Store) -> Rows:
-        """The rows of its store that a split has.
-
-        Args:
-            split: Its name.
-            store: The store that has them.
-
-        Raises:
-            ValueError: The member, which folds and parts need, is not known or out of range.
-        """
+        """The rows of its store that a split has."""
         selection, given = self.options.selection(split), self.options.subset
         if isinstance(store, JoinedStore) and isinstance(given, Mapping):
             parts = {name.removeprefix("train/"): each for name, each in given.items()}
@@ -273,14 +200,7 @@ class SplitStores:
         return store.rows(selection.subset(split, self._index(selection), store))
 
     def missing(self, split: str) -> StoreNotFoundError:
-        """What is said of a split that has no rows.
-
-        Args:
-            split: Its name.
-
-        Returns:
-            The error to raise.
-        """
+        """What is said of a split that has no rows."""
         stored = self.parts(self.stored_split(split))[0]
         path = self.directory / stored
         if isinstance(path, StoreUrl):
@@ -337,11 +257,7 @@ class SplitStores:
         return member % count
 
     def _member(self, given: str) -> int:
-        """The member that this process trains.
-
-        Raises:
-            ValueError: It is not known. The message says what was given that needs it.
-        """
+        """The member that this process trains."""
         if self.options.member is not None:
             return self.options.member
         member: int | None = getattr(self.strategy, "member", None)
@@ -353,12 +269,7 @@ class SplitStores:
         return member
 
     def _check_place(self, split: str) -> None:
-        """Check that the stores of several datasets do not go into the store of one, or the store
-        of one in their place.
-
-        Raises:
-            StoreError: They would.
-        """
+        """Check that the stores of several datasets and that of one do not go into each other."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind
         if name and is_store(path):
@@ -373,11 +284,7 @@ class SplitStores:
             )
 
     def _check_no_several(self, split: str) -> None:
-        """Check that the stores of several datasets are not taken for no store.
-
-        Raises:
-            ValueError: There are several, and which of them has which index is not known.
-        """
+        """Check that the stores of several datasets are not taken for no store."""
         path = self.directory / split
         # At a URL, looking for them would take longer than to open a store.
         if isinstance(path, Path) and (names := stores_within(path)):
