@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
@@ -71,7 +72,7 @@ def check_datasets(kind: str, given: Any) -> None:
                 f"{kind}_dataset[{name!r}] and [{other!r}]: some file systems would have one store"
                 " for both: use names that differ in more than case"
             )
-    is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type))
+    is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type, np.generic))
     if given is not None and not is_one and not is_stream(given):
         raise _no_dataset(f"{kind}_dataset", given)
 
