@@ -36,7 +36,7 @@ _NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path 
 
 
 class BriefParser(ArgumentParser):
-    """A parser, and those within it, that suggests the nearest name and prints no usage."""
+    """A parser that says what is wrong and suggests the nearest name, without its usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -158,7 +158,7 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def first_reason(message: str) -> str:
-    """What jsonargparse says of a value that fits none of its types, in one line."""
+    """Of a value that fits none of its types, where it is and the first reason, in one line."""
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = [line for line in lines if line and not _NOISE.match(line)]
     # What ends in a colon says where.
