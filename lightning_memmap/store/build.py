@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short_repr
 from time import monotonic
 from typing import Any
 
@@ -722,8 +723,8 @@ def check_length(dataset: Any) -> None:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, {with_article(type(dataset).__name__)}, has no length ({error}): a"
-            " store needs a map-style dataset with __len__ and __getitem__, or one that can be"
+            f"dataset={short_repr(dataset)}: {with_article(type(dataset).__name__)} has no length"
+            f" ({error}): give a map-style dataset with __len__ and __getitem__, or one that can be"
             " iterated over"
         ) from error
     if num_rows < 1:

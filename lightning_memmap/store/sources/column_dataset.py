@@ -243,9 +243,4 @@ def way_out(value: Any) -> str | None:
         return (
             f"{with_article(kind)} has no length: give lightning_memmap.ColumnDataset({{'x': it}})"
         )
-    if not hasattr(type(value), "__getitem__") and not hasattr(type(value), "__iter__"):
-        return (
-            f"{with_article(kind)} has no rows: give a map-style dataset, with __len__ and"
-            " __getitem__, or one that can be iterated over"
-        )
     return None
