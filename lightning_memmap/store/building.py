@@ -32,7 +32,7 @@ import torch
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.store.checksums import compute_checksums
+from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
 from lightning_memmap.store.columns import Column, grow_columns, ragged_files
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
 from lightning_memmap.store.files import (
@@ -386,7 +386,7 @@ class Building:
             for name, size in sizes.items():
                 if (found := check_plain(self.path / name)) != size:
                     raise StoreError(f"{self.path / name} has {found} bytes, and not {size}")
-            with show("checksums", sum(sizes.values()), 1) as advance:
+            with show("checksums", hashed_bytes(columns), 1) as advance:
                 checksums = compute_checksums(
                     self.path, columns, num_threads=max(2, num_threads), advance=advance
                 )
