@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short_repr
 from time import monotonic
 from typing import Any
 
@@ -290,6 +291,7 @@ def build_part(
                     identity,
                     {**build.contents, "num_parts": num_parts},
                     index,
+                    variable_bytes=variable_bytes(build.plan, build.typical_bytes),
                     dataset=build.dataset_name,
                     classes=build.plan.classes,
                 )
@@ -519,7 +521,7 @@ class _Build:
         row_s: Seconds that a row takes, as a first guess.
         row_bytes: Bytes of a row, of the largest one that was read.
         first_row: The row of the store that row 0 of the dataset is.
-        mean_bytes: Bytes of a row, on average.
+        typical_bytes: Bytes of a typical row.
     """
 
     workers: Workers
@@ -530,7 +532,7 @@ class _Build:
     row_s: float
     row_bytes: int
     first_row: int = 0
-    mean_bytes: float = 0.0
+    typical_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -553,7 +555,7 @@ class _Build:
             fingerprint,
             probes.row_s,
             probes.row_bytes,
-            mean_bytes=probes.mean_bytes,
+            typical_bytes=probes.typical_bytes,
         )
 
     @classmethod
@@ -568,7 +570,7 @@ class _Build:
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
         name, size = _class_name(stream), spool.row_bytes
         workers = Workers(spool, 0)
-        return cls(workers, name, plan, probes, fingerprint, 0.0, size, mean_bytes=size)
+        return cls(workers, name, plan, probes, fingerprint, 0.0, size, typical_bytes=size)
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -649,7 +651,7 @@ def _build_all(build: _Build, options: BuildOptions, *, resume: bool) -> None:
         build.fingerprint,
         build.contents,
         resume=resume,
-        variable_bytes=variable_bytes(plan, build.mean_bytes),
+        variable_bytes=variable_bytes(plan, build.typical_bytes),
     )
     is_spooled = isinstance(build.workers.dataset, Spool)
     is_kept = not is_spooled and (resume or not is_store(plan.path))
@@ -707,7 +709,7 @@ def check_dataset(dataset: Any) -> None:
         TypeError: It is not. The message says what to give.
     """
     if (instead := way_out(dataset)) is not None:
-        raise TypeError(f"the dataset: {instead}")
+        raise TypeError(f"dataset: {instead}")
 
 
 def check_length(dataset: Any) -> None:
@@ -721,8 +723,8 @@ def check_length(dataset: Any) -> None:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, {with_article(type(dataset).__name__)}, has no length ({error}): a"
-            " store needs a map-style dataset with __len__ and __getitem__, or one that can be"
+            f"dataset={short_repr(dataset)}: {with_article(type(dataset).__name__)} has no length"
+            f" ({error}): give a map-style dataset with __len__ and __getitem__, or one that can be"
             " iterated over"
         ) from error
     if num_rows < 1:

@@ -1,7 +1,6 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store
+from lightning_memmap.store.workers import threads
 
 
 class RemoteStore(Store):
@@ -64,7 +64,7 @@ class RemoteStore(Store):
         pairs = [
             (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
         ]
-        with ThreadPoolExecutor(num_threads) as pool:
+        with threads(num_threads) as pool:
             verify = partial(self._shards.verify, advance=advance)
             are_right = list(pool.map(verify, range(len(pairs))))
         return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
