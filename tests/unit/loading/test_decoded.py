@@ -24,18 +24,16 @@ from lightning_memmap.loading import (
     fetch,
     image_decoder,
 )
-from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import (
     SequentialSampler,
     ShuffledSampler,
-    StridedRows,
 )
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded, icons, plain
 from tests.models import Brightness, make_trainer
-from tests.rows import CPU, make_split, split_with
+from tests.rows import make_split
 
 NUM_ROWS = 90
 
@@ -69,53 +67,6 @@ def test_images_do_not_depend_on_the_number_of_data_devices(
 ) -> None:
     rows = make_split(store, num_devices, forms=FORMS)
     assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, transform=transform))
-
-
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3)])
-@pytest.mark.parametrize("num_devices", [1, 3, 5])
-@pytest.mark.parametrize("residency", ["mmap", "host", "device"])
-def test_encoded_images_lie_where_they_are_wanted(
-    store: Store, residency: str, num_devices: int, subset: StridedRows | None
-) -> None:
-    topology = DataTopology((CPU,) * num_devices)
-    shards = 12 if num_devices != 5 else 15
-    rows = split_with(store, topology, (Residency(residency),) * shards, subset, forms=FORMS)
-    assert_gives_all_rows(loader_over(store, rows, 3))
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_shards_of_one_device_may_lie_in_several_places(store: Store, shuffled: bool) -> None:
-    residency = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
-    rows = split_with(store, DataTopology((CPU,) * 2), residency, forms=FORMS)
-    assert len(rows.sources) > 1
-    assert_gives_all_rows(loader_over(store, rows, 5, shuffled))
-
-
-@pytest.mark.parametrize("num_steps", [1, 4])
-def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, num_steps: int) -> None:
-    saved = loader_over(store, make_split(store, 2, forms=FORMS), 6)
-    saved.set_epoch(1)
-    for _, _ in zip(range(num_steps), saved, strict=False):
-        pass
-    for num_devices in (1, 3):
-        rows = make_split(store, num_devices, forms=FORMS)
-        loader = loader_over(store, rows, 12 // num_devices)
-        loader.load_state_dict(saved.state_dict())
-        loader.set_epoch(1)
-        order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
-        for step in loader:
-            assert_images(step.to("cpu"), order[: len(step)])
-            del order[: len(step)]
-        assert not order
-
-
-def test_batches_that_are_kept_stay_as_they_are(store: Store) -> None:
-    loader = loader_over(store, make_split(store, 1, forms=FORMS), 8)
-    kept = [step.to("cpu") for step in loader]
-    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
-    for batch in kept:
-        assert_images(batch, order[: len(batch["row"])])
-        del order[: len(batch["row"])]
 
 
 def take_all(loader: SuperBatchLoader) -> None:
@@ -283,25 +234,6 @@ def test_field_that_has_no_bytes_is_not_decoded(
         make_split(store, 1, forms={"image": Decode()})
     with pytest.raises(ValueError, match=f"field 'image' is .*{words}"):
         FormedCollate(store.schema, {"image": Decode()})
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 24])
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_images_are_streamed_window_by_window(
-    store: Store, num_devices: int, batch_size: int
-) -> None:
-    # A step reaches over several windows, and the last steps have fewer rows.
-    for window, transform in ((2, None), (3, lambda batch: batch)):
-        rows = make_split(store, num_devices, residency="stream", window=window, forms=FORMS)
-        loader = SuperBatchLoader(
-            rows,
-            ShuffledSampler(rows.pool, 3, window),
-            batch_size,
-            collate=FormedCollate(store.schema, read_forms(FORMS)),
-            transform=transform,
-        )
-        assert_gives_all_rows(loader)
-        assert not [t.name for t in threading.enumerate() if "decode" in t.name]
 
 
 @pytest.mark.parametrize("residency", ["mmap", "stream"])

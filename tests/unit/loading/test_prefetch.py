@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.loading.device_streams import SideStreams, has_streams
+from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
     assembled,
     check_save_and_resume,
-    epoch_rows,
     make_loader,
     noisy,
     rows_of,
-    take_steps,
 )
 from tests.streams import Device, Operators
 from tests.streams import device as device
@@ -84,21 +82,6 @@ class TestBatches:
             return assembled(loader, CPU, prefetch=depth)
 
         check_save_and_resume(make, 1)
-
-    def test_random_numbers_of_a_resumed_epoch_are_those_of_a_whole_one(
-        self, numbered_store: Stores
-    ) -> None:
-        def make() -> SuperBatchLoader:
-            return assembled(make_loader(numbered_store(37, 24), 2, 4, transform=noisy), prefetch=2)
-
-        whole = [batch["noise"] for batch in make()]
-        saved = make()
-        for _ in take_steps(saved, 2):
-            pass
-        resumed = make()
-        resumed.load_state_dict(saved.state_dict())
-        for found, expected in zip(resumed, whole[2:], strict=True):
-            assert torch.equal(found["noise"], expected)
 
     def test_prefetch_below_zero_raises(self, numbered_store: Stores) -> None:
         with pytest.raises(ValueError, match=r"prefetch=-1"):
@@ -308,22 +291,3 @@ class TestStreams:
             assert device.current_stream(each) is before[each]
         streams.join()
         assert all(7 in sampler.known.values() for sampler in before.values())
-
-    def test_loaders_of_a_device_share_a_side_stream(self, device: Device) -> None:
-        # torch's allocator keeps what each stream has used for that stream alone.
-        found = set()
-        for streams in (SideStreams(CPU, []), SideStreams(CPU, [CPU]), SideStreams(CPU, [])):
-            with streams.entered():
-                found.add(device.current_stream(CPU))
-        assert len(found) == 1
-
-    def test_cpu_has_no_streams_and_a_gpu_has(self) -> None:
-        assert not has_streams(CPU)
-        assert has_streams(torch.device("cuda", 0))
-
-
-def test_rows_of_small_steps_that_are_taken_together_are_the_same(numbered_store: Stores) -> None:
-    store = numbered_store(9_000, 24)
-    assert epoch_rows(assembled(make_loader(store, 4, 1, shuffle=True), prefetch=3)) == epoch_rows(
-        make_loader(store, 4, 1, shuffle=True)
-    )

@@ -68,28 +68,6 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
     assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, form, transform=transform))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_lie_where_they_are_wanted(store: Store, form: str) -> None:
-    places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
-    for residency in (places, (Residency.DEVICE,) * 12):
-        rows = split_with(store, DataTopology((CPU,) * 2), residency)
-        assert_gives_all_rows(loader_over(store, rows, 6, form))
-
-
-@pytest.mark.parametrize("form", ["list", "pad"])
-def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str) -> None:
-    saved = loader_over(store, make_split(store, 2), 6, form)
-    for _, _ in zip(range(4), saved, strict=False):
-        pass
-    loader = loader_over(store, make_split(store, 3), 4, form)
-    loader.load_state_dict(saved.state_dict())
-    order = loader.order.dataset_rows(0, range(48, NUM_ROWS)).tolist()
-    for step in loader:
-        rows, order = order[: len(step)], order[len(step) :]
-        assert_scenes(step.to("cpu"), [Scenes(NUM_ROWS)[row] for row in rows])
-    assert not order
-
-
 def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> None:
     batch = next(iter(loader_over(store, make_split(store), 8, "list"))).to("cpu")
     meta = sent_leaf(batch["objects"], torch.device("meta"))

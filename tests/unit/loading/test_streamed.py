@@ -1,7 +1,6 @@
 """Reading ahead: the rows of the mapping, in bounded memory, by a thread that always ends."""
 
 import gc
-import math
 import os
 import subprocess
 import threading
@@ -22,11 +21,9 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
-    runs,
 )
-from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import RowSubset, StridedRows
+from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store, build_store
 from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
@@ -73,68 +70,6 @@ class TestRows:
                 assert found.shape == other[name].shape
                 assert torch.equal(found, other[name])
 
-    @pytest.mark.parametrize("subset", SUBSETS)
-    def test_rows_of_many_pieces_are_those_of_the_mapping(
-        self, numbered_store: Stores, subset: RowSubset | None
-    ) -> None:
-        # Rows of 300 KB, more than a gap that is read along; 7 of 24 shards do not divide.
-        store = numbered_store(200, 24, 300_000)
-        for num_devices in (1, 7):
-            streamed, mapped = (
-                make_loader(
-                    store,
-                    num_devices,
-                    3,
-                    residency=residency,
-                    window=5,
-                    subset=subset,
-                    shuffle=True,
-                )
-                for residency in ("stream", "mmap")
-            )
-            assert epoch_rows(streamed) == epoch_rows(mapped)
-
-    @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
-    @pytest.mark.parametrize("row_bytes", [1, 96, 512, 1000, 4099, 12_288])
-    def test_rows_are_read_to_their_places_wherever_their_blocks_begin(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, block_bytes: int
-    ) -> None:
-        # As much room as it takes, and several pieces a lane.
-        monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
-        monkeypatch.setattr(runs, "_READ_BYTES", 4 * 4096)
-        read_pieces = runs._read_pieces
-        monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
-        if block_bytes == 1:
-            monkeypatch.delattr(os, "O_DIRECT")
-        store = build_store(
-            WideRows(300, row_bytes), tmp_path / "wide", num_shards=7, progress=False
-        )
-        for num_devices, size, window in ((1, 1, 20), (2, 3, 5), (1, 7, 1000)):
-            # Rows that are striped again lie apart.
-            is_apart = 7 % (num_devices * size)
-            reads = read_pieces if is_apart else not_called
-            monkeypatch.setattr(runs, "_read_pieces", reads)
-            streamed, mapped = (
-                make_loader(
-                    store,
-                    num_devices,
-                    3,
-                    residency=residency,
-                    rank=size - 1,
-                    size=size,
-                    window=window,
-                    shuffle=True,
-                )
-                for residency in ("stream", "mmap")
-            )
-            for epoch in range(2):
-                streamed.set_epoch(epoch)
-                mapped.set_epoch(epoch)
-                for one, other in zip(streamed, mapped, strict=True):
-                    found, wanted = one.to(CPU), other.to(CPU)
-                    assert torch.equal(found["row"], wanted["row"])
-                    assert torch.equal(found["wide"], wanted["wide"])
-
     def test_loader_that_shuffles_in_other_windows_than_are_read_is_refused(
         self, numbered_store: Stores
     ) -> None:
@@ -150,31 +85,6 @@ class TestRows:
         monkeypatch.delattr(os, "O_DIRECT")
         loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
         assert sorted(joined(epoch_rows(loader))) == list(range(400))
-
-
-def not_called(*args: Any) -> Tensor:
-    raise AssertionError("rows are read elsewhere first")
-
-
-class WideRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of which every byte tells which row it is of.
-
-    Args:
-        num_rows: Rows.
-        row_bytes: Bytes of the field "wide".
-    """
-
-    def __init__(self, num_rows: int, row_bytes: int) -> None:
-        self.num_rows = num_rows
-        generator = torch.Generator().manual_seed(0)
-        size = (num_rows, row_bytes)
-        self.wide = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"row": index, "wide": self.wide[index]}
 
 
 class Kinds(torch.utils.data.Dataset[Any]):

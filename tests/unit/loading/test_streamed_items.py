@@ -1,6 +1,5 @@
 """Rows that differ in length, read window by window: those of the mapping, in bounded memory."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import (
-    FormedCollate,
-    SuperBatchLoader,
-)
 from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
@@ -32,10 +27,10 @@ from lightning_memmap.sampling import (
     StoreRows,
     StridedRows,
 )
-from lightning_memmap.schema import Field, read_forms
-from lightning_memmap.store import Store, build_store
+from lightning_memmap.schema import Field
+from lightning_memmap.store import build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, make_loader, make_split
+from tests.rows import CPU, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -55,21 +50,6 @@ def sample(row: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Store]:
-    directory = tmp_path_factory.mktemp("items")
-    return {
-        (rows, shards): build_store(
-            [sample(row) for row in range(rows)],
-            directory / f"{rows}-{shards}",
-            num_shards=shards,
-            variable=VARIABLE,
-            progress=False,
-        )
-        for rows, shards in ((5, 7), (97, 24), (181, 7), (400, 24))
-    }
-
-
 def plain(value: Any) -> Any:
     """What can be compared of a batch."""
     if isinstance(value, Tensor):
@@ -79,52 +59,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def batches(loader: SuperBatchLoader) -> Iterator[Any]:
-    for super_batch in loader:
-        yield plain(super_batch.to(CPU))
-
-
-def make(
-    store: Store,
-    residency: str,
-    batch_size: int = 6,
-    window: int = 5,
-    num_devices: int = 1,
-    forms: dict[str, Any] | None = None,
-    **options: Any,
-) -> SuperBatchLoader:
-    collate = FormedCollate(store.schema, read_forms({**VARIABLE, **(forms or {})}))
-    options = {"shuffle": True, "residency": residency, "window": window, **options}
-    return make_loader(store, num_devices, batch_size, forms=forms, collate=collate, **options)
-
-
-def test_fields_without_any_item_in_the_used_rows_are_streamed(
-    stores: dict[tuple[int, int], Store],
-) -> None:
-    # Each fourth row has no box.
-    streamed, mapped = (
-        make(stores[97, 24], residency, subset=StridedRows(0, 4))
-        for residency in ("stream", "mmap")
-    )
-    rows = list(batches(streamed))
-    assert rows == list(batches(mapped))
-    assert len(rows) > 1
-
-
-def test_each_epoch_has_each_row_once_and_is_read_window_by_window(
-    stores: dict[tuple[int, int], Store],
-) -> None:
-    loader = make(stores[400, 24], "stream", num_devices=3)
-    assert isinstance(loader._rows.sources[0], Stream)
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        found = [batch.to(CPU) for batch in loader]
-        assert sorted(torch.cat([batch["row"] for batch in found]).tolist()) == list(range(400))
-        for batch in found:
-            for row, text in zip(batch["row"].tolist(), batch["text"], strict=True):
-                assert text == sample(row)["text"]
 
 
 class TestMemory:

@@ -156,22 +156,6 @@ def test_windows_that_are_drawn_are_those_of_the_mapping(
     assert len({len(each) for each in steps}) == 1
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_any_number_of_devices_has_the_same_global_batches(
-    stores: dict[str, Store], shuffle: bool
-) -> None:
-    options: dict[str, Any] = {"residency": "stream", "shuffle": shuffle, "window": 5}
-    windows = Windows(LENGTH, 3)
-    alone = steps_of(
-        make_window_loader(stores["many"], windows, **{**options, "residency": "mmap"})
-    )
-    for count in (1, 2, 3, 4):
-        assert (
-            steps_of(make_window_loader(stores["many"], windows, count, 12 // count, **options))
-            == alone
-        )
-
-
 # Memory, and bytes
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader
-from lightning_memmap.loading.device_streams import Uploader, send
+from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store
@@ -106,15 +106,6 @@ class TestStaging:
         assert device.host[main] == main.known[main]
         assert torch.equal(target, source.rows)
 
-    def test_a_buffer_that_is_filled_too_early_is_found(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(device.Event, "synchronize", lambda event: None)
-        source = Source(torch.arange(100))
-        with Operators(device), Uploader(CPU, 64) as staging:
-            staging.copy(torch.zeros(100, dtype=torch.int64), source.read)
-        assert device.races
-
 
 class TestLoading:
     """Shards that are brought to a device that has streams."""
@@ -168,10 +159,6 @@ class TestHostToDevice:
         assert len({image.data_ptr() for image in images}) == len(images)
         # So do the places of the rows, on their way to a device that holds its own.
         assert not any(tensor.is_meta for tensor in device.page_locked)
-
-    def test_what_is_on_the_cpu_stays_where_it_is(self) -> None:
-        tensor = torch.ones(3)
-        assert send(tensor, CPU) is tensor
 
     def test_super_batch_of_rows_on_the_cpu_is_sent_from_page_locked_memory(
         self, numbered_store: Stores, device: Device

@@ -21,13 +21,12 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler
 from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded
-from tests.rows import CPU, make_split, split_with
+from tests.rows import make_split
 
 NUM_ROWS = 200
 
@@ -98,44 +97,6 @@ def test_batches_of_each_device_have_the_widths_of_the_step(store: Store, form: 
                     expected = [torch.as_tensor(row[name]) for row in rows]
                     assert all(map(torch.equal, a[name], expected))
                     assert all(map(torch.equal, b[name], expected))
-
-
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3), StridedRows(1, 3, excluded=True)])
-@pytest.mark.parametrize("num_devices", [1, 3, 5])
-@pytest.mark.parametrize("residency", ["mmap", "device"])
-def test_rows_lie_where_they_are_wanted(
-    store: Store, residency: str, num_devices: int, subset: StridedRows | None
-) -> None:
-    topology = DataTopology((CPU,) * num_devices)
-    shards = 12 if num_devices != 5 else 15
-    rows = split_with(store, topology, (Residency(residency),) * shards, subset)
-    assert_gives_all_rows(loader_over(store, rows, 4))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_shards_of_one_device_may_lie_in_several_places(store: Store, form: str) -> None:
-    residency = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
-    rows = split_with(store, DataTopology((CPU,) * 2), residency)
-    assert len(rows.sources) > 1
-    assert_gives_all_rows(loader_over(store, rows, 6, form), form)
-
-
-@pytest.mark.parametrize("num_steps", [1, 7, 15])
-@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
-def test_loader_goes_on_in_the_middle_of_an_epoch(store: Store, form: str, num_steps: int) -> None:
-    saved = loader_over(store, make_split(store, 2), 6, form)
-    saved.set_epoch(1)
-    for _, _ in zip(range(num_steps), saved, strict=False):
-        pass
-    for num_devices in (2, 3):
-        loader = loader_over(store, make_split(store, num_devices), 12 // num_devices, form)
-        loader.load_state_dict(saved.state_dict())
-        loader.set_epoch(1)
-        order = loader.order.dataset_rows(1, range(12 * num_steps, NUM_ROWS)).tolist()
-        for step in loader:
-            rows, order = order[: len(step)], order[len(step) :]
-            assert_ragged(step.to("cpu"), [Ragged(NUM_ROWS)[row] for row in rows])
-        assert not order
 
 
 def test_transform_sees_the_form_that_is_declared(store: Store) -> None:
@@ -369,11 +330,3 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
     for step, batch in enumerate(loader):
         expected = max(len(dataset[row]["ids"]) for row in range(5 * step, 5 * step + 5))
         assert batch.to("cpu")["ids"].item() == expected
-
-
-def test_rows_in_dataset_order_line_up(store: Store) -> None:
-    rows = make_split(store, 2)
-    collate = FormedCollate(store.schema)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
-    texts = [text for step in loader for text in step.to("cpu")["text"]]
-    assert texts == [Ragged(NUM_ROWS)[row]["text"] for row in range(NUM_ROWS)]

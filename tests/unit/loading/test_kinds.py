@@ -1,4 +1,4 @@
-"""Whatever is streamed, rows of one or of many sizes or windows, comes as from the mapping."""
+"""Whatever rows are, and wherever they lie, batches are those of the mapping on one device."""
 
 import math
 from collections.abc import Callable
@@ -9,17 +9,33 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
-from lightning_memmap.sampling import StridedRows
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.sampling import StridedRows, striping
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store, build_store
-from tests.datasets import Series
-from tests.rows import CPU, NumberedRows, make_loader, make_window_loader, read_in_blocks
+from tests.datasets import FORMS, EncodedImages, Series
+from tests.rows import (
+    CPU,
+    NumberedRows,
+    loader_over,
+    make_loader,
+    make_window_loader,
+    read_in_blocks,
+    split_with,
+)
 from tests.unit.loading.test_streamed_items import VARIABLE, plain, sample
 
-KINDS = ["rows", "items", "windows"]
+KINDS = ["rows", "items", "images", "windows"]
 NUM_ROWS, LENGTH = 97, 8
 #: Of series, of which some are shorter than a window.
 LENGTHS = [3 + row * 7 % 30 for row in range(40)]
+FORMS_OF: dict[str, dict[str, Any]] = {"items": VARIABLE, "images": FORMS}
+#: What a batch has for rows that differ in length.
+FORMS_OF_ITEMS: list[dict[str, Any]] = [
+    {},
+    {"sound": "jagged", "boxes": "jagged"},
+    {"sound": "list", "boxes": "list"},
+]
 Make = Callable[..., SuperBatchLoader]
 
 pytestmark = [
@@ -34,6 +50,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
     datasets: dict[str, Any] = {
         "rows": NumberedRows(NUM_ROWS),
         "items": [sample(row) for row in range(NUM_ROWS)],
+        "images": EncodedImages(NUM_ROWS),
         "windows": Series(LENGTHS),
     }
     return {
@@ -58,13 +75,22 @@ def make(
     **options: Any,
 ) -> SuperBatchLoader:
     store = stores[kind]
-    options = {"num_devices": 1, "batch_size": 6, "shuffle": True, "window": 5, **options}
+    options = {"num_devices": 1, "batch_size": 6, "shuffle": True, **options}
+    options.setdefault("window", 5 if residency == "stream" else None)
     if kind == "windows":
         return make_window_loader(store, Windows(LENGTH, stride), residency=residency, **options)
-    if kind == "items":
-        options["collate"] = FormedCollate(store.schema, read_forms({**VARIABLE, **(forms or {})}))
-        options["forms"] = forms
-    return make_loader(store, residency=residency, **options)
+    given = {**FORMS_OF.get(kind, {}), **((forms or {}) if kind == "items" else {})}
+    options["collate"] = FormedCollate(store.schema, read_forms(given))
+    if residency != "mixed":
+        return make_loader(store, residency=residency, forms=given, **options)
+    topology = DataTopology((CPU,) * options.pop("num_devices"), options.pop("rank", 0))
+    shards = striping(12, topology.num_data_devices)
+    kinds = Residency.DEVICE, Residency.MMAP, Residency.HOST
+    where = tuple(kinds[shard % 5 % 3] for shard in range(shards))
+    split = split_with(store, topology, where, options.pop("subset", None), None, given)
+    assert len(split.sources) > 1
+    options.pop("window")
+    return loader_over(store, split, options.pop("batch_size"), **options)
 
 
 def batches(loader: SuperBatchLoader) -> list[Any]:
@@ -88,8 +114,24 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
         "shuffle": draw(st.booleans()),
         "transform": draw(st.sampled_from([None, lambda batch: batch])),
         "stride": draw(st.sampled_from([1, 3, 8, 11])),
-        "forms": draw(st.sampled_from([None, {"sound": "jagged"}, {"sound": "list"}])),
+        "forms": draw(st.sampled_from(FORMS_OF_ITEMS)),
     }
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host", "device", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(setup=setups())
+@settings(deadline=None, max_examples=10)
+def test_batches_do_not_depend_on_devices_and_places(
+    stores: dict[str, Store], kind: str, residency: str, setup: dict[str, Any]
+) -> None:
+    assume(residency != "mixed" or kind != "windows")
+    num_devices = setup.pop("num_devices")
+    assume(12 % num_devices == 0)
+    setup = {**setup, "window": None, "batch_size": 24}
+    expected = batches(make(stores, kind, "mmap", **setup))
+    setup = {**setup, "num_devices": num_devices, "batch_size": 24 // num_devices}
+    assert batches(make(stores, kind, residency, **setup)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +167,7 @@ def test_resume_after_any_step_goes_on_with_the_next_row(
         saved = loader()
         for _, _ in zip(range(count), saved, strict=False):
             pass
-        for residency, devices in (("stream", 2), ("mmap", 2), ("stream", 4)):
+        for residency, devices in (("stream", 3), ("mmap", 2), ("device", 4)):
             resumed = loader(residency, devices)
             resumed.load_state_dict(saved.state_dict())
             assert batches(resumed) == whole[count:]
