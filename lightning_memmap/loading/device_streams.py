@@ -4,17 +4,16 @@ A device without streams gets torch's stand-ins for the CPU, which do nothing: w
 there is done at once, or in the order in which it was enqueued.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Of each of the two buffers. Larger ones copy no faster, and less of the work is side by side.
-_BUFFER_BYTES = 32 * 2**20
+#: Of pinned memory. Larger pieces copy no faster, and less of the work is side by side.
+_PIECE_BYTES = 32 * 2**20
 
 
 def stream_module(device: torch.device) -> Any:
@@ -102,49 +101,13 @@ class SideStreams:
                 tensor.record_stream(stream)
 
 
-class Uploader:
-    """Copies rows to a device through two pinned buffers in turn."""
-
-    def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
-        self._streams = SideStreams(device, [])
-        self._is_pinned = has_streams(device)
-        self._buffer_bytes = buffer_bytes
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._copied = [self._streams.mark(), self._streams.mark()]
-        self._turn = 0
-
-    def __enter__(self) -> "Uploader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for event in self._copied:
-            event.synchronize()
-
-    def copy(self, target: Tensor, read: Callable[[int, Tensor], None]) -> None:
-        """Fill rows of a tensor on the device. The last copies may still run when this returns."""
-        row_bytes = target[:1].nbytes
-        if not row_bytes:
-            return
-        step = max(1, self._buffer_bytes // row_bytes)
-        for first in range(0, len(target), step):
-            piece = target[first : first + step]
-            buffer = self._next_buffer(piece)
-            read(first, buffer)
-            piece.copy_(buffer, non_blocking=True)
-            self._copied[self._turn] = self._streams.mark()
-
-    def _next_buffer(self, piece: Tensor) -> Tensor:
-        """The other buffer, in the shape of a piece, once no copy reads from it any more."""
-        self._turn = 1 - self._turn
-        self._copied[self._turn].synchronize()
-        if len(self._buffers[self._turn]) < piece.nbytes:
-            # Of small fields no more is pinned than they have.
-            self._buffers[self._turn] = torch.empty(
-                piece.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned
-            )
-        return self._buffers[self._turn][: piece.nbytes].view(piece.dtype).view(piece.shape)
+def upload(rows: Tensor, target: Tensor) -> None:
+    """Fill memory of a device with rows on the CPU, piece by piece. It may still be under way."""
+    is_pinned = has_streams(target.device)
+    step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
+    for first in range(0, len(rows), step):
+        piece = rows[first : first + step]
+        # From a file mapping, which is not pinned, a device would copy through the driver's own
+        # small buffers. torch's host allocator uses pinned memory again once it was copied.
+        piece = piece.pin_memory() if is_pinned else piece
+        target[first : first + step].copy_(piece, non_blocking=is_pinned)

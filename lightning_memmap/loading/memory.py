@@ -5,9 +5,7 @@ window that begins there. Steps that windows have in common are there once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows, copy_windows
-from lightning_memmap.loading.device_streams import Uploader, has_streams, send
+from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.places import Places, SeriesPlaces
 from lightning_memmap.loading.row_source import (
     Leaf,
@@ -178,8 +176,8 @@ def copied_rows(
                 offsets = np.arange(first, min(first + _LOOKUP_ROWS, size), dtype=np.int64)
                 yield places.of(np.full_like(offsets, shard), offsets)
 
-    with _Copies(device) as copies:
-        found = [copies.rows(column, slots(), int(sizes.sum())) for _, column in columns]
+    count = int(sizes.sum())
+    found = [_copied_column(column, slots(), count, device) for _, column in columns]
     return Memory(Columns(found, device), Places(pool, starts))
 
 
@@ -210,64 +208,45 @@ def copied_windows(
     series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
     pieces = mapped.begins[used] + firsts[used] * line.stride, lengths
     found, is_cut = list[Tensor | Ragged](), [series.is_cut(field) for field, _ in columns]
-    with _Copies(device) as copies:
-        for (_, column), cut in zip(columns, is_cut, strict=True):
-            if cut:
-                steps = copies.items(steps_of(column), [pieces], int(lengths.sum()))
-                found.append(windows_over(steps, line.length))
-            else:
-                found.append(copies.rows(column, [mapped.rows[used]], len(used)))
+    for (_, column), cut in zip(columns, is_cut, strict=True):
+        if cut:
+            steps = _copied_items(steps_of(column), [pieces], int(lengths.sum()), device)
+            found.append(windows_over(steps, line.length))
+        else:
+            found.append(_copied_column(column, [mapped.rows[used]], len(used), device))
     return Memory(Columns(found, device, series, is_cut), series.places(pool))
 
 
-class _Copies(ExitStack):
-    """Copies rows of a store to the host or to a device. At its end all copies are done."""
+def _copied_column(
+    column: OpenColumn, slots: Iterable[Integers], count: int, device: torch.device
+) -> Tensor | Ragged:
+    """Copy rows of a column, of which some are given at once."""
+    if not isinstance(column, ItemRows):
+        pieces = ((each, np.ones_like(each)) for each in slots)
+        return _copied_items(column.tensor.as_subclass(Tensor), pieces, count, device)
+    found = [column.at(each) for each in slots]
+    lengths = [each.sizes.prod(axis=1) for each in found]
+    pairs = zip((each.starts for each in found), lengths, strict=True)
+    num_items = sum(int(each.sum()) for each in lengths)
+    device = torch.device("cpu") if column.field.is_text else device
+    items = _copied_items(column.items, pairs, num_items, device)
+    none = np.zeros((0, column.field.num_variable), np.int64)
+    index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
+    rows = ItemRows(column.field, column.shards, items, index)
+    return Ragged(rows.field, items, rows.at)
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        # From a file mapping, which is not pinned, a device would copy through the driver's own
-        # small buffers, and not begin before the pages are read.
-        self._uploader = self.enter_context(Uploader(device)) if has_streams(device) else None
 
-    def rows(self, column: OpenColumn, slots: Iterable[Integers], count: int) -> Tensor | Ragged:
-        """Copy rows of a column, of which some are given at once."""
-        if not isinstance(column, ItemRows):
-            pieces = ((each, np.ones_like(each)) for each in slots)
-            return self.items(column.tensor.as_subclass(Tensor), pieces, count)
-        found = [column.at(each) for each in slots]
-        lengths = [each.sizes.prod(axis=1) for each in found]
-        pairs = zip((each.starts for each in found), lengths, strict=True)
-        num_items = sum(int(each.sum()) for each in lengths)
-        items = self.items(column.items, pairs, num_items, is_here=column.field.is_text)
-        none = np.zeros((0, column.field.num_variable), np.int64)
-        index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
-        rows = ItemRows(column.field, column.shards, items, index)
-        return Ragged(rows.field, items, rows.at)
-
-    def items(
-        self,
-        source: Tensor,
-        pieces: Iterable[tuple[Integers, Integers]],
-        count: int,
-        *,
-        is_here: bool = False,
-    ) -> Tensor:
-        """Copy pieces of items, by their begins and lengths, one after another."""
-        device = torch.device("cpu") if is_here else self.device
-        target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
-        if not target.nbytes:
-            return target
-        done = 0
-        for begins, lengths in pieces:
-            for part in _parts(source, begins, lengths):
-                piece = target[done : done + len(part)]
-                if self._uploader is None or is_here:
-                    piece.copy_(part)
-                else:
-                    self._uploader.copy(piece, partial(_read_slice, part))
-                done += len(part)
-        return target
+def _copied_items(
+    source: Tensor, pieces: Iterable[tuple[Integers, Integers]], count: int, device: torch.device
+) -> Tensor:
+    """Copy pieces of items, by their begins and lengths, one after another."""
+    target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
+    done = 0
+    for begins, lengths in pieces if target.nbytes else ():
+        for part in _parts(source, begins, lengths):
+            upload(part, target[done : done + len(part)])
+            done += len(part)
+    return target
 
 
 def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tensor]:
@@ -291,8 +270,3 @@ def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tens
             pack_segments(memory, begins[here] * size, target, lengths[here] * size)
             yield packed
         first, done = end, int(ends[end - 1])
-
-
-def _read_slice(source: Tensor, first: int, out: Tensor) -> None:
-    """Fill a tensor with consecutive rows."""
-    out.copy_(source[first : first + len(out)])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading import buffers
-from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.store import Store
 from tests.rows import assembled
 from tests.simulated_gpu import devices
@@ -65,14 +64,6 @@ def change_a_transform_between_epochs(path: Path, store: Store) -> None:
         steps.close()
 
 
-def upload(path: Path, store: Store) -> None:
-    """Rows that take several turns of the two buffers."""
-    rows = torch.arange(64 * 1000, dtype=torch.int32).view(64, 1000)
-    target = torch.zeros_like(rows, device=ROOT)
-    with Uploader(ROOT, 8000) as uploader:
-        uploader.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
-
-
 read_host_epochs = partial(read_epochs, residency="host")
 
 #: What is left out, in the function of which name, and where it is noticed.
@@ -91,12 +82,6 @@ FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
     ),
     "a step is used before it is ready": (devices.Event, "wait", "hand_over", read_epochs),
     "a step's memory is used again": (Tensor, "record_stream", "hand_over", read_epochs),
-    "a buffer is filled while it is copied": (
-        devices.Event,
-        "synchronize",
-        "_next_buffer",
-        upload,
-    ),
 }
 
 
@@ -118,7 +103,6 @@ def test_wait_that_is_left_out_is_noticed(
         read_epochs,
         read_host_epochs,
         change_a_transform_between_epochs,
-        upload,
     ],
 )
 def test_nothing_is_noticed_where_nothing_is_left_out(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
-from lightning_memmap.loading.device_streams import Uploader
+from lightning_memmap.loading import FormedCollate, SuperBatchLoader, device_streams, load_split
+from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_leaves import dense_tensors, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
@@ -83,11 +83,11 @@ def test_super_batch_of_a_gpu_that_is_brought_to_the_cpu_is_there(numbered_store
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_staging_brings_all_rows() -> None:
+def test_staging_brings_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_streams, "_PIECE_BYTES", 40_000)
     rows = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8)
     target = torch.zeros_like(rows, device="cuda")
-    with Uploader(torch.device("cuda"), 40_000) as staging:
-        staging.copy(target, lambda first, out: out.copy_(rows[first : first + len(out)]))
+    upload(rows, target)
     assert torch.equal(target.cpu(), rows)
 
 

@@ -1,16 +1,11 @@
-"""Rows that go to a device through two buffers: all of them, unchanged, and never overwritten."""
+"""Rows that go to a device through pinned memory: all of them, unchanged."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader
-from lightning_memmap.loading.device_streams import Uploader
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store
@@ -24,87 +19,13 @@ from tests.rows import (
     order_rows,
     split_with,
 )
-from tests.streams import Device, Operators
+from tests.streams import Device
 from tests.streams import device as device
 
 Stores = Callable[..., Store]
 
 #: A device without memory: what goes there has shapes and no values.
 META = torch.device("meta")
-
-
-class Source:
-    """Rows to read, and what was asked for: the first row, the number of rows, the buffer."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-        self.calls: list[tuple[int, int, Tensor]] = []
-
-    def read(self, first: int, out: Tensor) -> None:
-        self.calls.append((first, len(out), out))
-        out.copy_(self.rows[first : first + len(out)])
-
-
-class TestStaging:
-    @given(
-        fields=st.lists(
-            st.tuples(
-                st.integers(0, 40),
-                st.sampled_from([(), (1,), (3,), (2, 3), (5, 1, 7), (0, 2)]),
-                st.sampled_from(
-                    [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64]
-                ),
-            ),
-            max_size=4,
-        ),
-        buffer_bytes=st.integers(1, 300),
-    )
-    def test_fields_of_any_size_arrive_bit_by_bit(
-        self, fields: list[tuple[int, tuple[int, ...], torch.dtype]], buffer_bytes: int
-    ) -> None:
-        with Uploader(CPU, buffer_bytes) as staging:
-            for num_rows, shape, dtype in fields:
-                size = torch.empty((num_rows, *shape), dtype=dtype).nbytes
-                noise = torch.randint(0, 2 if dtype is torch.bool else 256, (size,))
-                rows = noise.to(torch.uint8).view(dtype).view(num_rows, *shape)
-                target, source = torch.zeros_like(rows), Source(rows)
-                staging.copy(target, source.read)
-                same = target.flatten().view(torch.uint8) == rows.flatten().view(torch.uint8)
-                assert same.all()
-                # Every row once, in order, as many at a time as a buffer holds.
-                assert joined([[*range(first, first + count)] for first, count, _ in source.calls])[
-                    :num_rows
-                ] == (list(range(num_rows)) if size else [])
-                row_bytes = size // max(1, num_rows)
-                for _, count, _ in source.calls:
-                    assert count == 1 or count * row_bytes <= buffer_bytes
-
-    def test_two_buffers_take_turns_over_all_fields(self) -> None:
-        sources = [Source(torch.arange(10.0)), Source(torch.arange(14).view(7, 2))]
-        with Uploader(CPU, 16) as staging:
-            for source in sources:
-                staging.copy(torch.zeros_like(source.rows), source.read)
-        buffers = [out.data_ptr() for source in sources for _, _, out in source.calls]
-        assert len(buffers) == 3 + 7
-        assert len(set(buffers)) == 2
-        assert all(one != other for one, other in pairwise(buffers))
-
-    def test_buffers_are_page_locked_and_no_larger_than_the_rows(self, device: Device) -> None:
-        with Uploader(CPU, 64) as staging:
-            for num_rows in (2, 3, 100):
-                source = Source(torch.arange(num_rows))
-                staging.copy(torch.zeros_like(source.rows), source.read)
-        assert [buffer.nbytes for buffer in device.page_locked] == [16, 24, 64, 64]
-
-    def test_no_buffer_is_filled_while_the_device_copies_from_it(self, device: Device) -> None:
-        source, target = Source(torch.arange(100)), torch.zeros(100, dtype=torch.int64)
-        with Operators(device), Uploader(CPU, 64) as staging:
-            staging.copy(target, source.read)
-        assert device.races == []
-        main = device.current_stream(CPU)
-        # Whoever leaves need not wait for anything.
-        assert device.host[main] == main.known[main]
-        assert torch.equal(target, source.rows)
 
 
 class TestLoading:
@@ -116,7 +37,7 @@ class TestLoading:
     ) -> None:
         store = numbered_store(181, 24)
         loader = make_loader(store, num_devices, 4, residency="device", shuffle=True)
-        assert len(device.page_locked) == 2
+        assert {tensor.dtype for tensor in device.page_locked} == {torch.int64, torch.uint8}
         expected = make_sampler(181, 25 if num_devices == 5 else 24, 0, True)
         assert joined(epoch_rows(loader)) == order_rows(expected, 0, 0, 181)
 
