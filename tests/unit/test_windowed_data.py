@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.cli import main
-from lightning_memmap.loading import SuperBatchLoader, places
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
@@ -131,29 +131,6 @@ def test_shards_share_no_more_than_windows_overlap() -> None:
 # Loaders
 
 
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
-def test_windows_are_the_same_on_any_number_of_devices_and_processes(
-    store: Store, residency: str, shuffle: bool, subset: StridedRows | None
-) -> None:
-    options: dict[str, Any] = {"residency": residency, "shuffle": shuffle, "subset": subset}
-    expected = [(row, step) for row, step in EXPECTED if subset is None or row % 3 != 1]
-    steps = steps_of(make_window_loader(store, WINDOWS, **options))
-    assert sorted(joined(steps)) == expected
-    assert (joined(steps) == expected) != shuffle
-    for num_devices in (2, 3, 4):
-        loader = make_window_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
-        assert steps_of(loader) == steps
-    ranks = [
-        steps_of(make_window_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
-        for rank in range(2)
-    ]
-    for step, first, second in zip(steps, *ranks, strict=True):
-        assert sorted(first + second) == sorted(step)
-        assert step[::2] in (first, second)
-
-
 def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> None:
     loader = make_window_loader(store, WINDOWS)
     first, second = joined(steps_of(loader, 0)), joined(steps_of(loader, 1))
@@ -162,22 +139,6 @@ def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> 
     # Like any shuffled rows: neighbours do not stay together.
     follows = sum(b == (a[0], a[1] + STRIDE) for a, b in pairwise(first))
     assert follows < len(first) / 10
-
-
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
-    with pytest.warns(UserWarning, match="re-striped over 15"):
-        loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
-    assert sorted(joined(steps_of(loader))) == EXPECTED
-
-
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-def test_windows_too_many_for_a_table_are_the_same(
-    store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency))
-    monkeypatch.setattr(places, "TABLE_ROWS", 0)
-    assert steps_of(make_window_loader(store, WINDOWS, 2, 6, residency=residency)) == expected
 
 
 def test_memory_holds_each_step_once(store: Store) -> None:
@@ -206,24 +167,6 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     values = store.manifest.shard_bytes(pool, {"value"})
     assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_loader_is_saved_and_resumed(store: Store, num_devices: int) -> None:
-    def make(devices: int = num_devices) -> SuperBatchLoader:
-        return make_window_loader(store, WINDOWS, devices, 12 // devices)
-
-    whole = steps_of(make(), 2)
-    for count in range(1, len(whole)):
-        saved = make()
-        saved.set_epoch(2)
-        batches = iter(saved)
-        for _ in range(count):
-            next(batches)
-        for devices in (num_devices, 4):
-            loader = make(devices)
-            loader.load_state_dict(saved.state_dict())
-            assert steps_of(loader, 2) == whole[count:]
 
 
 @pytest.mark.parametrize(

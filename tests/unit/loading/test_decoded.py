@@ -113,18 +113,6 @@ def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
     assert 2 * NUM_ROWS <= counter.count <= 2 * (NUM_ROWS + 12)
 
 
-def test_number_of_threads_is_that_of_the_form(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for num_threads in (1, 3):
-        forms = {"image": Decode(num_threads=num_threads), "mask": Decode(mode="L", num_threads=1)}
-        rows = make_split(store, 1, forms=forms)
-        counter = Counter(monkeypatch)
-        assert_gives_all_rows(loader_over(store, rows, 30))
-        assert 1 <= len(counter.threads) <= num_threads
-        assert not [name for name in counter.threads if not name.startswith("decode")]
-
-
 def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

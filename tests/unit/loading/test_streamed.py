@@ -30,7 +30,6 @@ from tests.rows import (
     CPU,
     NumberedRows,
     epoch_rows,
-    joined,
     loader_over,
     make_loader,
     make_split,
@@ -78,13 +77,6 @@ class TestRows:
         for window, text in ((5, "windows of 5"), (None, "elsewhere too")):
             with pytest.raises(ValueError, match=rf"windows of 3 rows .* from {text}: use"):
                 loader_over(store, split, 4, shuffle=True, shuffle_window=window)
-
-    def test_files_are_read_where_direct_reads_cannot_be(
-        self, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delattr(os, "O_DIRECT")
-        loader = make_loader(numbered_store(400, 7), residency="stream", window=5, shuffle=True)
-        assert sorted(joined(epoch_rows(loader))) == list(range(400))
 
 
 class Kinds(torch.utils.data.Dataset[Any]):

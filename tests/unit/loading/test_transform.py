@@ -99,18 +99,6 @@ class TestRandomness:
         ]
         assert len(set(draws)) == len(draws) == 2 * 2 * 96
 
-    def test_random_transform_differs_by_process(self, numbered_store: Stores) -> None:
-        draws = [
-            value
-            for rank in range(4)
-            for step in noises(
-                make_loader(numbered_store(96, 24), 2, rank=rank, size=4, transform=torch_noise)
-            )
-            for batch in step
-            for value in batch
-        ]
-        assert len(set(draws)) == len(draws) == 96
-
     def test_random_transform_of_a_consumer_is_the_same_however_consumers_are_grouped(
         self, numbered_store: Stores
     ) -> None:
@@ -398,11 +386,6 @@ class TestOnSuperBatch:
         loader = make_loader(numbered_store(97, 24), transform=OnSuperBatch(lambda batch: None))
         with pytest.raises(TypeError, match=r"transform: it returned None.* return"):
             next(iter(loader)).to(CPU)
-
-    def test_on_super_batch_of_what_cannot_be_called_raises(self) -> None:
-        made: Any = OnSuperBatch
-        with pytest.raises(TypeError, match=r"transform='flip': a str cannot be called; give"):
-            made("flip")
 
     @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
     def test_strategies_train_on_the_same_batches(self, tmp_path: Path) -> None:
