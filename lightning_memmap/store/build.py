@@ -69,12 +69,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a store is built, as its user says; see `build_store`.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: It is out of range.
-    """
+    """How a store is built, as its user says; see `build_store`."""
 
     num_shards: int | None
     num_workers: int
@@ -508,19 +503,7 @@ class _Prober:
 
 @dataclass(frozen=True)
 class _Build:
-    """Rows of a dataset and the store that they go to, as planned before the first is written.
-
-    Args:
-        workers: Read the dataset, or the rows of a stream.
-        dataset_name: The class of what the user has given.
-        plan: The store.
-        probes: Row and hash of the probe rows.
-        fingerprint: The identity of the dataset.
-        row_s: Seconds that a row takes, as a first guess.
-        row_bytes: Bytes of a row, of the largest one that was read.
-        first_row: The row of the store that row 0 of the dataset is.
-        mean_bytes: Bytes of a row, on average.
-    """
+    """Rows of a dataset and the store that they go to, as planned before the first is written."""
 
     workers: Workers
     dataset_name: str
@@ -689,8 +672,7 @@ def _class_name(dataset: Any) -> str:
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
-    """The names of a dataset's classes, by label: its attribute ``classes``, as torchvision's
-    datasets have it. None where it is no list of short texts."""
+    """The names of a dataset's classes, by label."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
@@ -698,25 +680,13 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Check that an object that a user gives may be a dataset.
-
-    Args:
-        dataset: The object.
-
-    Raises:
-        TypeError: It is not. The message says what to give.
-    """
+    """Check that an object that a user gives may be a dataset."""
     if (instead := way_out(dataset)) is not None:
         raise TypeError(f"the dataset: {instead}")
 
 
 def check_length(dataset: Any) -> None:
-    """Check that a dataset has rows, and says how many.
-
-    Raises:
-        TypeError: It has no length.
-        ValueError: It is empty.
-    """
+    """Check that a dataset has rows, and says how many."""
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -732,22 +702,7 @@ def check_length(dataset: Any) -> None:
 def _reopen(
     dataset: Any, directory: Path, options: BuildOptions, check: str = "probes"
 ) -> tuple[Store, Fingerprint | None]:
-    """Open the store that is where one was to be built, if it is the one that would be built.
-
-    Args:
-        dataset: The dataset.
-        directory: Directory of the store.
-        options: How it was to be built.
-        check: How the dataset is compared with the store.
-
-    Returns:
-        The store, and the identity of the dataset that is to be recorded in it; see `recognise`.
-
-    Raises:
-        StoreError: It is not one, is damaged, or has other shards or dtypes.
-        SchemaError: The options name a field that there is not.
-        DatasetError: It was built from another dataset.
-    """
+    """Open the store that is where one was to be built, if it is the one that would be built."""
     store = open_directory(directory)
     if options.num_shards not in (None, store.num_shards):
         raise StoreError(
@@ -783,18 +738,7 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """Check the number of a part, and the number of parts, that a user gives.
-
-    Args:
-        part: The two numbers.
-
-    Returns:
-        The two numbers as Python integers.
-
-    Raises:
-        TypeError: They are not two integers.
-        ValueError: There is no such part.
-    """
+    """Check the number of a part, and the number of parts, that a user gives."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(f"part={part!r}: give the number of the part and that of all, like (0, 8)")
     index, num_parts = (check_integer("part", number) for number in part)
@@ -813,11 +757,7 @@ def _rows_of(index: int, num_parts: int, num_rows: int) -> range:
 
 
 def _read_plan(path: Path, generation: Path) -> tuple[StorePlan, dict[str, Any]]:
-    """What the parts of a store make, and all that they have recorded of it.
-
-    Raises:
-        StoreError: It cannot be read, or does not fit this version.
-    """
+    """What the parts of a store make, and all that they have recorded of it."""
     try:
         found = read_parts(generation)
         schema, classes = read_schema(found), tuple(found["classes"])
@@ -833,11 +773,7 @@ def _read_plan(path: Path, generation: Path) -> tuple[StorePlan, dict[str, Any]]
 
 
 def _check_parts(plan: StorePlan, generation: Path, num_parts: int) -> None:
-    """Check that all parts are written, and that no process is writing one.
-
-    Raises:
-        StoreError: Not all of them are. The message names those.
-    """
+    """Check that all parts are written, and that no process is writing one."""
     problems = []
     for index in range(num_parts):
         rows = _rows_of(index, num_parts, plan.num_rows)

@@ -77,15 +77,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StorePlan:
-    """A store that is to be made, the same for all processes that write its rows.
-
-    Args:
-        path: Directory of the store.
-        num_rows: Rows of the store.
-        num_shards: Shards that the rows are divided into.
-        schema: The fields and the nesting of a sample.
-        classes: The names of the dataset's classes, by label.
-    """
+    """A store that is to be made, the same for all processes that write its rows."""
 
     path: Path
     num_rows: int
@@ -133,20 +125,7 @@ class StorePlan:
 
 
 class RowWriter:
-    """Writes rows of a store, in one process.
-
-    The directory stays open, and files are opened relative to it: a process that outlives its build
-    writes into no other.
-
-    Args:
-        building: The generation.
-        columns: Its columns.
-        journal: The name of the journal whose lock is shared, so that the next build knows that
-            this process is alive; None: there is none.
-
-    Raises:
-        OSError: The files cannot be opened.
-    """
+    """Writes rows of a store, in one process."""
 
     def __init__(self, building: Path, columns: Sequence[Column], journal: str | None) -> None:
         self._columns = columns
@@ -184,15 +163,7 @@ def _share(name: str, directory: int) -> int:
 
 
 class Building:
-    """A store that is being written. Make one with `begin` or `begin_part`, and close it.
-
-    Args:
-        plan: The store.
-        path: Its generation.
-        journal: The name of the journal; see `RowWriter`.
-        descriptor: The open journal, locked.
-        done: The rows that it lists.
-    """
+    """A store that is being written. Make one with `begin` or `begin_part`, and close it."""
 
     def __init__(
         self,
@@ -217,9 +188,7 @@ class Building:
         resume: bool,
         variable_bytes: int = 0,
     ) -> "Building":
-        """Make the files of a build, or go on with those of an interrupted build of the same. The
-        lock of the store must be held until it is finished.
-        """
+        """Make the files of a build, or go on with those of an interrupted build of the same."""
         directory = StoreDirectory(plan.path)
         contents = {**plan.to_json(), **contents}
         for path in directory.unfinished(KEY) if resume else ():
@@ -254,8 +223,7 @@ class Building:
     def _resume(
         cls, plan: StorePlan, path: Path, fingerprint: Fingerprint, contents: Mapping[str, Any]
     ) -> "tuple[Building, str]":
-        """Take over the files of an interrupted build, and say who began it. All must belong to
-        this user, and none of its processes may be alive."""
+        """Take over the files of an interrupted build, and say who began it."""
         with own_directory(path) as directory:
             found = _read_key(directory, KEY)
             if (changed := _difference(found, fingerprint, contents)) is not None:
@@ -283,9 +251,7 @@ class Building:
         part: int,
         **more: Any,
     ) -> "Building":
-        """Go on with one part of a build, whose files the first part makes. The lock of the store
-        must be held, for this call alone.
-        """
+        """Go on with one part of a build, whose files the first part makes."""
         directory = StoreDirectory(plan.path)
         contents = {**plan.to_json(), **contents}
         found = directory.unfinished(PARTS)
@@ -600,10 +566,7 @@ def _last_writer(descriptor: int) -> str:
 
 
 def _lock(descriptor: int) -> None:
-    """Find that no process has a journal, then share its lock with the workers to come.
-
-    Between the two it is free for a moment: the lock of the store must be held.
-    """
+    """Find that no process has a journal, then share its lock with the workers to come."""
     deadline = monotonic() + _PATIENCE_S
     while True:
         try:

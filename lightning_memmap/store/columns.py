@@ -63,17 +63,7 @@ FileRange = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Column(ABC):
-    """How one field of one store is kept in files: a frozen value that keeps nothing open.
-
-    A column is made when a build begins, and `finish` makes the one that the manifest records.
-
-    Args:
-        field: The field.
-        shards: The rows of the store, and the shards that they are divided into.
-
-    Raises:
-        ValueError: No such column can exist.
-    """
+    """How one field of one store is kept in files: a frozen value that keeps nothing open."""
 
     field: Field
     shards: Shards
@@ -90,30 +80,22 @@ class Column(ABC):
 
     @abstractmethod
     def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident; estimated where rows differ in length
-        and are not those of a shard."""
+        """Bytes of all these rows where they are resident."""
 
     @abstractmethod
     def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
-        """The pieces of files that each shard consists of, in order. Those of all shards cover
-        every byte of every file."""
+        """The pieces of files that each shard consists of, in order."""
 
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        """Bytes outside of a shard that its rows are found by, as the manifest tells them: name of
-        the file, the first byte, and the bytes."""
+        """Bytes outside of a shard that its rows are found by, as the manifest tells them."""
         return ()
 
     @abstractmethod
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
-        """Write rows in any order. Several writers may do this at once, each with other rows.
-
-        When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
-        temporary files have been brought to the disk, they survive a power cut.
-        """
+        """Write rows in any order. Several writers may do this at once, each with other rows."""
 
     def finish(self, directory: Path) -> "Column":
-        """Finish the files of a build once all rows are written, and bring them to the disk. After
-        a kill it is done again. Returns the column as the manifest is to record it."""
+        """Finish the files of a build once all rows are written, and bring them to the disk."""
         return self
 
     @abstractmethod
@@ -209,18 +191,7 @@ class FixedColumn(Column):
 
 @dataclass(frozen=True)
 class RaggedColumn(Column):
-    """The column of a field whose rows differ in length.
-
-    Args:
-        field: The field.
-        shards: The rows of the store, and the shards that they are divided into.
-        shard_items: Items of each shard, int64 of shape (C,); nothing while the column grows.
-        index_of: Name of another field whose index this one has as well; by default its own.
-
-    Raises:
-        ValueError: The items of the field have no bytes, its name is too long, no file could hold
-            its items, or its rows need an index of their own.
-    """
+    """The column of a field whose rows differ in length."""
 
     shard_items: tuple[int, ...] = ()
     index_of: str = ""
@@ -352,8 +323,7 @@ class RaggedColumn(Column):
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
-        """Where all rows are in the pieces, in the order of the file, some rows at a time: the
-        first of them, and for each row its piece, the first byte in it, and its sizes."""
+        """Where all rows are in the pieces, in the order of the file, some rows at a time."""
         width = 2 + self.field.num_variable
         file = files.open(self._places_name)
         for first in range(0, self.shards.num_rows, LOCATED_ROWS):

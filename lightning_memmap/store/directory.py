@@ -79,11 +79,7 @@ def check_free(directory: Path, argument: str) -> None:
 
 @dataclass(frozen=True)
 class StoreDirectory:
-    """The directory of one store, which need not exist.
-
-    Args:
-        path: The directory.
-    """
+    """The directory of one store, which need not exist."""
 
     path: Path
 
@@ -107,10 +103,7 @@ class StoreDirectory:
 
     @contextmanager
     def locked(self, *, timeout_s: float = math.inf) -> Iterator[None]:
-        """Hold the lock for changes; what nobody names is removed first.
-
-        Everyone who may write to the directory may use the lock, no matter who made it.
-        """
+        """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
             self.path.mkdir(exist_ok=True)

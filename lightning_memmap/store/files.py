@@ -98,8 +98,7 @@ def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
 
 
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a dense leaf on the CPU, in the byte order of this machine: flat, and a view of
-    the leaf where that is contiguous."""
+    """The bytes of a dense leaf on the CPU, in the byte order of this machine."""
     if isinstance(leaf, Tensor):
         # A single element counts as contiguous, whatever its stride is.
         flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
@@ -129,19 +128,7 @@ def sync_path(path: Path) -> None:
 
 
 class OpenFiles:
-    """Files of one directory, each opened for writing when it is first needed.
-
-    The directory stays open, and files are opened relative to it and not by its name: a process
-    that outlives its build must not write into the files that the next build makes in the same
-    place.
-
-    Args:
-        directory: The directory. A link is not followed.
-        max_open: The most files to keep open at once; beyond that the oldest one is closed.
-
-    Raises:
-        OSError: The directory cannot be opened.
-    """
+    """Files of one directory, each opened for writing when it is first needed."""
 
     def __init__(self, directory: Path | str, max_open: int = sys.maxsize) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,7 +149,7 @@ class OpenFiles:
 
     def begin_sync(self) -> None:
         """Let the disk begin with what was written into the files that are open, where the system
-        can do that without waiting. The system alone would wait until memory is short."""
+        can do that without waiting."""
         if _sync_file_range is not None:
             for descriptor in self._files.values():
                 # It is no more than a beginning: what fails is found by `fsync`.

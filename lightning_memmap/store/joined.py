@@ -39,19 +39,7 @@ _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 
 
 class JoinedStore(Store):
-    """Several open stores of the same fields as one.
-
-    The files of a field are mapped one after the other into one range of addresses, so that all
-    rows of the field are one tensor, with a gap of some rows between two stores.
-
-    Args:
-        path: The directory that the stores lie in.
-        stores: The stores by name.
-
-    Raises:
-        SchemaError: They differ in their fields. The message names the first one that differs.
-        StoreError: A file cannot be mapped.
-    """
+    """Several open stores of the same fields as one."""
 
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
         parts = list(stores.values())
@@ -153,12 +141,7 @@ class JoinedStore(Store):
 
 @dataclass(frozen=True)
 class JoinedManifest(Manifest):
-    """What several stores contain.
-
-    Args:
-        parts: The manifest of each.
-        rows: The rows of all stores.
-    """
+    """What several stores contain."""
 
     parts: tuple[Manifest, ...] = ()
     rows: JoinedRows = field(kw_only=True)

@@ -51,19 +51,7 @@ _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store contains.
-
-    Args:
-        shards: The rows of the dataset, and the shards that they are divided into.
-        schema: The fields and the nesting of a sample.
-        columns: How each field is kept in files, in the order of the fields.
-        probes: Row and hash of a few rows, by which the dataset is recognised.
-        checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
-        source: Where the store came from, for people to read.
-        fingerprint: The identity of the dataset; None in stores that were not built from one.
-        classes: The names of its classes, by label; empty where it has none.
-        generation: The directory of its files, in that of the manifest.
-    """
+    """What a store contains."""
 
     shards: Shards
     schema: Schema
@@ -111,11 +99,7 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """The contents of the store in one line.
-
-        The line is the same for all stores with the same rows, no matter where and when they were
-        built.
-        """
+        """The contents of the store in one line."""
         schema = self.schema.to_json()
         text = json.dumps({**schema, "checksums": self.checksums}, sort_keys=True)
         digest = xxhash.xxh3_64_hexdigest(text.encode())
@@ -134,9 +118,7 @@ class Manifest:
         os.replace(temporary, directory / MANIFEST)
 
     def encode(self) -> bytes:
-        """Convert the manifest to the bytes of its file: JSON, which begins with the digest of all
-        that follows.
-        """
+        """Convert the manifest to the bytes of its file."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -231,8 +213,7 @@ class _Header(msgspec.Struct):
 
 
 class _File(msgspec.Struct, kw_only=True):
-    """A manifest as it lies in its file, without its schema. The types limit what a stranger may
-    say."""
+    """A manifest as it lies in its file, without its schema."""
 
     generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]

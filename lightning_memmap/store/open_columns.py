@@ -113,18 +113,7 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemRows:
-    """Rows that differ in length, in one place in memory. An open column is one.
-
-    The index may come from an untrusted source, and may change while it is mapped: each entry is
-    copied, and checked, before it is used.
-
-    Args:
-        field: Their field.
-        shards: The rows of the store, and the shards that they are divided into.
-        items: The items of all rows, of shape (items, *item shape), on any device.
-        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
-            shape (rows, 1 or 1 + number of these).
-    """
+    """Rows that differ in length, in one place in memory. An open column is one."""
 
     field: Field
     shards: Shards

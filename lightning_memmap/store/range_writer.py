@@ -28,12 +28,7 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
 
 class _Block:
-    """Memory for rows of one field that are written together.
-
-    Args:
-        field: The field.
-        max_rows: Rows that fit into the block.
-    """
+    """Memory for rows of one field that are written together."""
 
     def __init__(self, field: Field, max_rows: int) -> None:
         self._rows = None
@@ -64,22 +59,7 @@ class _Block:
 
 
 class RangeWriter:
-    """Reads the rows of a range, checks and writes them.
-
-    It shares the lock of the journal, which tells the next build that this process is alive.
-
-    Args:
-        dataset: The dataset.
-        plan: The store that is being built.
-        building: Its generation.
-        journal: The name of its journal.
-        row_bytes: Bytes of a row, estimated where rows differ in length.
-        first_row: The row of the store that row 0 of the dataset is.
-
-    Attributes:
-        has_arrays: Whether the rows lie in arrays, which are read by slices.
-        max_rows: The most rows of a range.
-    """
+    """Reads the rows of a range, checks and writes them."""
 
     def __init__(
         self,
@@ -143,10 +123,7 @@ class RangeWriter:
         return rows + self._first_row
 
     def _write_slices(self, rows: range | Integers) -> bool:
-        """Write rows that are read many at once.
-
-        False where they must be read as items. So must rows that do not fit, to be named.
-        """
+        """Write rows that are read many at once."""
         if self._source is None:
             return False
         try:

@@ -55,20 +55,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 
 
 class TableBuild:
-    """The build of a table, in one process, which holds the lock until the table is committed.
-
-    Args:
-        plan: The table.
-        overwrite: Replace a store that is there. The old one stays until the table is whole.
-
-    Attributes:
-        token: `TableWriter` must be given it, so that it writes into these files and no others.
-
-    Raises:
-        StoreError: The path is taken, another process writes to it, or something that other users
-            have put beside it is in the way; or the table would have too many fields or shards.
-        OSError: The disk is too small.
-    """
+    """The build of a table, in one process, which holds the lock until the table is committed."""
 
     def __init__(self, plan: StorePlan, *, overwrite: bool = False) -> None:
         self._plan = plan
@@ -126,21 +113,7 @@ class TableBuild:
 
 
 class TableWriter:
-    """Writes rows into the files of a table that a `TableBuild` has made.
-
-    Rows are written with ``pwrite``, not through a mapping: otherwise two machines that share a
-    file system would overwrite each other's rows where these share a page.
-
-    Args:
-        plan: The table, the same in all processes.
-        token: The token of the build.
-
-    Attributes:
-        num_written: Rows written so far.
-
-    Raises:
-        StoreError: The files are not there, or are those of another build.
-    """
+    """Writes rows into the files of a table that a `TableBuild` has made."""
 
     def __init__(self, plan: StorePlan, token: str) -> None:
         self._plan = plan

@@ -18,11 +18,7 @@ from lightning_memmap.store.store import Store
 
 
 class RemoteStore(Store):
-    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one.
-
-    Opening it reads the manifest. Rows are read from the cache: a shard of a field is fetched when
-    a row of it is asked for.
-    """
+    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
     def __init__(self, url: StoreUrl) -> None:
         shards = CachedShards(url)
@@ -55,12 +51,7 @@ class RemoteStore(Store):
         return replace(column, index=ends).lengths()
 
     def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
-        """Compare the shards here with their checksums, and read the others from the server.
-
-        Returns:
-            Field and shard of those that are damaged. What was here is fetched again when it is
-            next needed.
-        """
+        """Compare the shards here with their checksums, and read the others from the server."""
         pairs = [
             (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
         ]
