@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Annotated, Any
@@ -22,7 +22,13 @@ from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError,
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.spec import MAX_FIELDS
-from lightning_memmap.store.columns import Column, RaggedFiles, ragged_files, stored_columns
+from lightning_memmap.store.columns import (
+    Column,
+    RaggedFiles,
+    grow_columns,
+    ragged_files,
+    stored_columns,
+)
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
@@ -56,9 +62,9 @@ class Manifest:
     shards: Shards
     schema: Schema
     columns: tuple[Column, ...]
-    probes: tuple[tuple[int, str], ...]
-    checksums: Mapping[str, Sequence[str]]
-    source: Mapping[str, str]
+    probes: tuple[tuple[int, str], ...] = ()
+    checksums: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     classes: tuple[str, ...] = ()
     generation: str = "g-" + "0" * 16
@@ -105,17 +111,30 @@ class Manifest:
         digest = xxhash.xxh3_64_hexdigest(text.encode())
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
-    def write(self, directory: Path) -> None:
-        """Write the manifest; its presence is what makes the directory a store."""
+    @classmethod
+    def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
+        """What a store is to contain that is not written yet, and that can be opened then."""
+        shards = Shards(num_rows, num_shards)
+        try:
+            columns = grow_columns(schema, shards)
+        except ValueError as error:
+            raise StoreError(f"no store can be made of this: {error}") from error
+        sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
+        found = cls(shards, schema, columns, checksums=sums, **more)
+        found.encode()
+        return found
+
+    def write(self, directory: Path, name: str = MANIFEST) -> None:
+        """Write the manifest at once; in its place it makes the directory a store."""
         data = self.encode()
-        temporary = directory / (MANIFEST + TEMPORARY)
+        temporary = directory / (name + TEMPORARY)
         # What a killed process has left there, or others have planted, is removed, not written to.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / MANIFEST)
+        os.replace(temporary, directory / name)
 
     def encode(self) -> bytes:
         """Convert the manifest to the bytes of its file."""

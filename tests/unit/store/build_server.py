@@ -251,7 +251,7 @@ def build_and_check(build: Build) -> None:
 def write_ranges_of(num_rows: int) -> None:
     """Let builds of this process write ranges of one size, and list each in the journal as soon as
     it is written, so that a short build has many of them."""
-    range_writer._MAX_ITEM_ROWS = num_rows
+    range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = num_rows, 1
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     build._JOURNAL_INTERVAL_S = -1.0
 

@@ -16,7 +16,7 @@ import torch
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.building import StorePlan
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.unit.store.build_server import kill_before_change
@@ -31,9 +31,9 @@ def values(version: int) -> torch.Tensor:
 
 def write_table(path: Path, version: int) -> None:
     rows = values(version)
-    plan = StorePlan(path, NUM_ROWS, 4, Schema.from_batch({"value": rows}))
-    build = TableBuild(plan, overwrite=True)
-    writer = TableWriter(plan, build.token)
+    draft = Manifest.draft(NUM_ROWS, 4, Schema.from_batch({"value": rows}))
+    build = TableBuild(path, draft, overwrite=True)
+    writer = TableWriter(path, draft, build.token)
     writer.write(range(30), [rows[:30]])
     writer.write(range(30, NUM_ROWS), [rows[30:]])
     writer.close()

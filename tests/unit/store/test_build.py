@@ -322,6 +322,7 @@ def test_build_starts_its_workers_once(
     monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
     # One process for all probe rows of quick rows, and a range for each.
     monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
     assert holds(store, Numbered(400))
     readers = set((tmp_path / "log").read_text().splitlines())

@@ -293,6 +293,7 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 2048)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     numbered = Numbered(5000)
     arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
     # In a range that a worker begins once it has written another one.
@@ -304,7 +305,7 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     lines = (building_path(tmp_path / "s") / "journal").read_text().splitlines()
     done = {
         row
-        for first, count in (map(int, line.split()) for line in lines)
+        for first, count in (map(int, line.split()) for line in lines if line[0].isdigit())
         for row in range(first, first + count)
     }
     assert done
@@ -395,7 +396,7 @@ def test_build_journal_names_only_rows_that_are_in_the_files(
     directory = tmp_path / "resume"
     shutil.copytree(beginnings["resume"], directory)
     building = building_path(directory / "s")
-    lines = [line.split() for line in (building / "journal").read_text().splitlines()]
+    lines = [line.split() for line in (building / "journal").read_text().splitlines()[1:]]
     done = {int(first) + row for first, count in lines for row in range(int(count))}
     assert done == set(range(DEADLY_ROW // RANGE_ROWS * RANGE_ROWS))
     # Shard 0 of 3 comes first: rows 0, 3, 6, ...

@@ -111,6 +111,7 @@ def test_part_that_failed_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_ROWS", 2048)
+    monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_BLOCKS", 1)
     numbered = Numbered(40_000)
     broken = Replaced(numbered, {15_000: OSError("unplugged")})
     with pytest.raises(DatasetError, match="row 15000"):

@@ -240,7 +240,7 @@ import os, sys, time
 from lightning_memmap.store import build, build_store, range_writer
 from tests.datasets import Scenes
 build._JOURNAL_INTERVAL_S = 0.0
-range_writer._MAX_ITEM_ROWS = 20
+range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = 20, 1
 
 class Slow(Scenes):
     def __getitem__(self, row):

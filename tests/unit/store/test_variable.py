@@ -321,6 +321,7 @@ def test_build_that_failed_is_resumed(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 100)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     dataset = Ragged(300)
     broken = Replaced(dataset, {290: ValueError("broken")})
     with pytest.raises(DatasetError, match="row 290"):
