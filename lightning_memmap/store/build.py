@@ -160,7 +160,7 @@ def build_store(
             probes = asked.probes(workers)
         resume = not (overwrite or fresh or asked.is_stream)
         draft = asked.draft(workers.dataset, probes, identity)
-        row_bytes = probes.mean_bytes
+        row_bytes = probes.typical_bytes
         building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
         # Or else it would keep the disk full, and no build would go on with it.
         is_kept = not asked.is_stream and (resume or not is_store(directory.path))
@@ -248,7 +248,10 @@ def build_part(
             if is_finished():
                 return
             try:
-                building = Building.begin(directory.path, draft, resume=True, part=index)
+                row_bytes = probes.typical_bytes
+                building = Building.begin(
+                    directory.path, draft, resume=True, part=index, row_bytes=row_bytes
+                )
             except PartInUseError as error:
                 raise StoreError(
                     f"part {index} of {num_parts} of the store at {directory.path} is being written"

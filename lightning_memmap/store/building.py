@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -31,7 +30,6 @@ import torch
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
 from lightning_memmap.store.columns import Column, grow_columns
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
@@ -52,10 +50,12 @@ from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest, check_
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import merge_ranges, missing_ranges
-from lightning_memmap.store.workers import exit_if_orphaned
+from lightning_memmap.store.workers import exit_if_orphaned, threads
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
 _ROOM_BYTES = 64 * 2**10
+#: Holds the place of rows that differ in length until they are joined.
+_CLAIMED = "claimed" + TEMPORARY
 #: Files that are brought to the disk at once.
 _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
@@ -126,7 +126,7 @@ class Building:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
         self._descriptor = descriptor
-        self._done = merge_ranges(done)
+        self._done = list(done)
         self._written: list[range] = []
         self._writer: RowWriter | None = None
 
@@ -187,7 +187,7 @@ class Building:
     @property
     def num_done(self) -> int:
         """The number of rows that are on the disk."""
-        return sum(map(len, self._done))
+        return sum(map(len, merge_ranges(self._done)))
 
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
@@ -209,7 +209,7 @@ class Building:
         # report the failure.
         rows, self._written = merge_ranges(self._written), []
         # A disk can take several files at once.
-        with ThreadPoolExecutor(_NUM_SYNCS) as pool:
+        with threads(_NUM_SYNCS) as pool:
             list(pool.map(sync_path, self.path.iterdir()))
         if self._descriptor is None:
             return
@@ -223,15 +223,16 @@ class Building:
             # Half a line, joined with the next one, would name other rows.
             os.ftruncate(self._descriptor, num_bytes)
             raise
-        self._done = merge_ranges((*self._done, *rows))
+        self._done += rows
 
     def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
 
         ``changes`` are those of the manifest from its draft.
         """
+        (self.path / _CLAIMED).unlink(missing_ok=True)
         # What was written last is brought to the disk while it is read.
-        with ThreadPoolExecutor(1) as thread:
+        with threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in self.draft.columns)
             manifest = replace(self.draft, columns=columns, **changes)
@@ -328,12 +329,21 @@ def explained(path: Path, then: str) -> Iterator[None]:
             f" is in the way; {then}",
             str(path),
         ) from error
+    except MemoryError as error:
+        raise StoreError(f"{path}: memory is too short for its build; {then}") from error
 
 
 def allocate_files(
     directory: Path, columns: Sequence[Column], path: Path, rows_bytes: float = 0.0
 ) -> None:
-    """Make the files of columns and claim their space: a full disk is an error now, not late."""
+    """Make the files of columns and claim their space: a full disk is an error now, not late.
+
+    ``rows_bytes`` are those of all rows, as far as is known. Where some differ in length, these
+    will need twice their share, until they are joined.
+    """
+    fixed = [column for column in columns if not column.field.num_variable]
+    fixed_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
+    variable_bytes = max(0, int(rows_bytes) - fixed_bytes) if len(fixed) < len(columns) else 0
     try:
         # Several columns may have a file in common.
         files = {
@@ -341,30 +351,23 @@ def allocate_files(
             for column in columns
             for name, num_bytes in column.file_bytes.items()
         }
-        needed = sum(num_bytes for num_bytes, _ in files.values())
+        needed = sum(num_bytes for num_bytes, _ in files.values()) + 2 * variable_bytes
         free = shutil.disk_usage(directory).free
         if needed + _ROOM_BYTES > free:
-            raise _disk_full(path, needed, free)
-        fixed = [column for column in columns if not column.field.num_variable]
-        num_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
-        variable_bytes = int(rows_bytes) - num_bytes if len(fixed) < len(columns) else 0
-        if needed + _ROOM_BYTES + 2 * variable_bytes > free:
-            _log.warning(
-                "%s may not fit: its rows of variable length have about %s, judging by those that"
-                " were read, and twice that is needed until they are joined; %s are free",
-                path,
-                format_bytes(variable_bytes),
-                format_bytes(free - needed),
-            )
+            raise _disk_full(path, needed, free, variable_bytes)
+        if variable_bytes:
+            files[_CLAIMED] = variable_bytes, ""
         for name, (num_bytes, field) in files.items():
             try:
                 with open(directory / name, "xb") as file:
                     claim(file.fileno(), num_bytes, "for its rows")
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _disk_full(path, needed, free) from error
+                    raise _disk_full(path, needed, free, variable_bytes) from error
                 if error.errno != errno.EFBIG:
                     raise
+                if name == _CLAIMED:  # It stands for several files.
+                    continue
                 raise OSError(
                     errno.EFBIG,
                     f"field {field!r} needs a file of {num_bytes} bytes, more than this process"
@@ -376,11 +379,15 @@ def allocate_files(
         raise
 
 
-def _disk_full(path: Path, needed: int, free: int) -> OSError:
+def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSError:
+    likely = (
+        f", judging by the rows that were read first: twice {variable_bytes} of them for rows that"
+        " differ in length, until these are joined"
+    )
     return OSError(
         errno.ENOSPC,
-        f"the store needs {needed} bytes, and {free} are free, of which {_ROOM_BYTES} must stay"
-        " free: make room, or choose a directory on a larger disk",
+        f"the store needs {needed} bytes{likely if variable_bytes else ''}; {free} are free, of"
+        f" which {_ROOM_BYTES} must stay free: make room, or choose a directory on a larger disk",
         str(path),
     )
 
@@ -463,14 +470,18 @@ def _locked(descriptor: int, patience_s: float) -> bytes:
             break
         except BlockingIOError:
             if monotonic() > deadline:
-                writer = _last_writer(os.pread(descriptor, _MAX_JOURNAL_BYTES, 0))
-                raise PartInUseError(writer) from None
+                raise PartInUseError(_last_writer(_read(descriptor))) from None
             sleep(0.02)
         except OSError:
             if os.fstat(descriptor).st_size:
                 raise
             break  # Without locks on this file system, the build is not resumed.
+    return _read(descriptor)
+
+
+def _read(descriptor: int) -> bytes:
     with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
         return read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_memmap.store.columns import Column
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import Source, reading_order, source_of
 from lightning_memmap.store.store import Store
+from lightning_memmap.store.workers import threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -51,7 +52,7 @@ class RangeWriter:
         self._order = reading_order(self._source, len(dataset))
         # Two take turns: while one is being written, the other is filled.
         self._memory: list[dict[str, Tensor]] = [{}, {}]
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = threads(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         self._max_item_rows = min(_MAX_ITEM_ROWS, self._rows_of(_ITEM_BYTES))
