@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -34,15 +34,9 @@ from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
 from lightning_memmap.store.columns import Column, grow_columns
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
 from lightning_memmap.store.files import (
-    SAFE_FLAGS,
     TEMPORARY,
     OpenFiles,
-    check_own,
     claim,
-    open_own,
-    own_directory,
-    read_at_most,
-    read_own,
     sync_path,
 )
 from lightning_memmap.store.identity import Fingerprint
@@ -80,7 +74,13 @@ class RowWriter:
         self._columns = columns
         self.files = OpenFiles(building, _MAX_OPEN_FILES)
         self._num_waiting = 0
-        self._journal = None if journal is None else _share(journal, self.files.directory)
+        self._journal: int | None = None
+        if journal is not None:
+            self._journal = os.dup(self.files.open(journal))
+            # Without locks on this file system, the build is not resumed; or else it is another's.
+            with suppress(OSError):
+                fcntl.flock(self._journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            exit_if_orphaned()
 
     def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
         """Write rows in any order."""
@@ -99,16 +99,6 @@ class RowWriter:
         if self._journal is not None:
             os.close(self._journal)
             self._journal = None
-
-
-def _share(name: str, directory: int) -> int:
-    """Share the lock of a journal, until the descriptor that is returned is closed."""
-    descriptor = os.open(name, os.O_RDWR | SAFE_FLAGS, dir_fd=directory)
-    # Without locks on this file system, the build is not resumed; or else it is another one's.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    exit_if_orphaned()
-    return descriptor
 
 
 class Building:
@@ -300,8 +290,8 @@ class PartInUseError(StoreError):
 
 def read_draft(generation: Path, key: str) -> Manifest:
     """Read what is built in a directory of this user."""
-    with own_directory(generation) as directory:
-        data = read_own(key, directory, MAX_MANIFEST_BYTES)
+    with closing(OpenFiles(generation, is_own=True)) as files:
+        data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
     return replace(found, columns=grow_columns(found.schema, found.shards))
 
@@ -394,12 +384,10 @@ def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSErr
 
 def _check_own_files(path: Path, draft: Manifest) -> None:
     """Check that the files of an unfinished build are plain ones of this user."""
-    with own_directory(path) as directory:
+    with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
         for name, num_bytes in chain.from_iterable(c.file_bytes.items() for c in draft.columns):
-            state = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            check_own(name, state)
-            if state.st_size != num_bytes:
-                raise StoreError(f"{name} has {state.st_size} bytes, expected {num_bytes}")
+            if (found := os.fstat(files.open(name)).st_size) != num_bytes:
+                raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
 
 
 def _check_same(found: Manifest, draft: Manifest) -> None:
@@ -436,29 +424,32 @@ def _open_journal(
     generation: Path, name: str, num_rows: int, *, is_writer: bool = True
 ) -> tuple[int, list[range], str]:
     """Open a journal that no process has: the rows that it lists, and who wrote them."""
-    with own_directory(generation) as directory:
-        descriptor = open_own(name, directory, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    try:
-        data = _locked(descriptor, _PATIENCE_S if is_writer else 0.0)
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            # A kill has cut the last line short: the next one must not be joined to it.
-            os.ftruncate(descriptor, len(whole))
-        if is_writer:  # No line of rows: it is for the message of another process.
-            now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-            line = f"{_WRITER}process {os.getpid()} on {node()} at {now}\n"
-            os.write(descriptor, line.encode())
-    except BaseException:
-        os.close(descriptor)
-        raise
+    with closing(OpenFiles(generation, is_own=True)) as files:
+        descriptor = os.dup(files.open(name, os.O_APPEND | os.O_CREAT))
+        try:
+            has_lock = _lock(descriptor, _PATIENCE_S if is_writer else 0.0)
+            data = files.read(name, _MAX_JOURNAL_BYTES)
+            if not has_lock:
+                raise PartInUseError(_last_writer(data))
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                # A kill has cut the last line short: the next one must not be joined to it.
+                os.ftruncate(descriptor, len(whole))
+            if is_writer:  # No line of rows: it is for the message of another process.
+                now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+                line = f"{_WRITER}process {os.getpid()} on {node()} at {now}\n"
+                os.write(descriptor, line.encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
     lines = (_LINE.fullmatch(line) for line in whole.splitlines(keepends=True))
     pairs = (map(int, found.groups()) for found in lines if found is not None)
     ranges = [range(first, first + count) for first, count in pairs if first + count <= num_rows]
     return descriptor, ranges, _last_writer(whole)
 
 
-def _locked(descriptor: int, patience_s: float) -> bytes:
-    """Lock a journal, once no process has it, share the lock with the workers to come, and read.
+def _lock(descriptor: int, patience_s: float) -> bool:
+    """Lock a journal, once no process has it, and share the lock with the workers to come.
 
     Between the two it is free for a moment: the lock of the store must be held.
     """
@@ -467,22 +458,15 @@ def _locked(descriptor: int, patience_s: float) -> bytes:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            break
+            return True
         except BlockingIOError:
             if monotonic() > deadline:
-                raise PartInUseError(_last_writer(_read(descriptor))) from None
+                return False
             sleep(0.02)
         except OSError:
             if os.fstat(descriptor).st_size:
                 raise
-            break  # Without locks on this file system, the build is not resumed.
-    return _read(descriptor)
-
-
-def _read(descriptor: int) -> bytes:
-    with open(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        return read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
+            return True  # Without locks on this file system, the build is not resumed.
 
 
 def _last_writer(journal: bytes) -> str:

@@ -15,7 +15,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
@@ -46,7 +44,6 @@ from lightning_memmap.store.open_columns import (
     ItemRows,
     MappedRows,
     OpenColumn,
-    damaged_index,
     map_rows,
     packed_index,
 )
@@ -97,11 +94,6 @@ class Column(ABC):
     def finish(self, directory: Path) -> "Column":
         """Finish the files of a build once all rows are written, and bring them to the disk."""
         return self
-
-    @abstractmethod
-    def read(self, directory: Path, row: int) -> Tensor:
-        """Read one row from the files, and not through a mapping, in which a disk error would end
-        the process."""
 
     @abstractmethod
     def open(self, directory: Path) -> OpenColumn:
@@ -171,15 +163,6 @@ class FixedColumn(Column):
                 memory[: len(part)] = part
                 part = memory[: len(part)]
             write_all(file, part.view(np.uint8).data, location * size)
-
-    @override
-    def read(self, directory: Path, row: int) -> Tensor:
-        location, size = int(self.shards.locate(np.array(row))), self.field.row_bytes
-        if not size:
-            return torch.empty(self.field.item_shape, dtype=self.field.dtype, device="cpu")
-        with open(directory / self.rows_name, "rb", buffering=0) as file:
-            data = read_exactly(file.fileno(), location * size, size)
-        return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
 
     @override
     def open(self, directory: Path) -> OpenColumn:
@@ -351,26 +334,6 @@ class RaggedColumn(Column):
                 )
             yield out
             first, begin = end, int(ends[end - 1])
-
-    @override
-    def read(self, directory: Path, row: int) -> Tensor:
-        location, field = int(self.shards.locate(np.array(row))), self.field
-        width, size = 8 * self._index_width, field.item_bytes
-        with ExitStack() as stack:
-            file = stack.enter_context(open(directory / self._index_name, "rb", buffering=0))
-            before = min(location, 1)
-            data = read_exactly(file.fileno(), (location - before) * width, (1 + before) * width)
-            index = data.view(np.int64).reshape(-1, self._index_width)
-            first, end = [0, *index[:, 0].tolist()][-2:]
-            shape = [end - first] if field.num_variable == 1 else index[-1, 1:].tolist()
-            is_within = 0 <= first <= end <= sum(self.shard_items)
-            if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
-                raise damaged_index(field)
-            if first == end:
-                return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
-            file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
-            values = read_exactly(file.fileno(), first * size, (end - first) * size)
-        return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
 
     @override
     def open(self, directory: Path) -> "ItemRows":
