@@ -13,7 +13,6 @@ size says where each row is; `RaggedColumn.finish` lays them together.
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -43,7 +42,6 @@ from lightning_memmap.store.open_columns import (
     MAX_EMPTY_SIZE,
     ItemRows,
     MappedRows,
-    OpenColumn,
     map_rows,
     packed_index,
 )
@@ -59,49 +57,22 @@ FileRange = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Column(ABC):
-    """How one field of one store is kept in files: a frozen value that keeps nothing open."""
+class _Column:
+    """How one field of one store is kept in files: a frozen value that keeps nothing open.
+
+    A column is made when a build begins, and `finish` makes the one that the manifest records.
+    """
 
     field: Field
     shards: Shards
 
-    @property
-    @abstractmethod
-    def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name. There is no file for a field without bytes."""
-
-    @property
-    @abstractmethod
-    def rows_name(self) -> str:
-        """The file in which rows, or their items, lie as they are in memory."""
-
-    @abstractmethod
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident."""
-
-    @abstractmethod
-    def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
-        """The pieces of files that each shard consists of, in order."""
-
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        """Bytes outside of a shard that its rows are found by, as the manifest tells them."""
+        """Bytes outside of a shard that its rows are found by: file, first byte, and the bytes."""
         return ()
-
-    @abstractmethod
-    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
-        """Write rows in any order. Several writers may do this at once, each with other rows."""
-
-    def finish(self, directory: Path) -> "Column":
-        """Finish the files of a build once all rows are written, and bring them to the disk."""
-        return self
-
-    @abstractmethod
-    def open(self, directory: Path) -> OpenColumn:
-        """Open the column for reading."""
 
 
 @dataclass(frozen=True)
-class FixedColumn(Column):
+class FixedColumn(_Column):
     """The column of a field whose rows all have one shape."""
 
     def __post_init__(self) -> None:
@@ -115,31 +86,31 @@ class FixedColumn(Column):
             raise ValueError(f"{self.shards.num_rows} rows of {self.field} fit into no file")
 
     @property
-    @override
     def rows_name(self) -> str:
+        """The file in which rows, or their items, lie as they are in memory."""
         # Field names contain no path separators: see `schema.fields`.
         return f"{self.field.name}.memmap"
 
     @property
-    @override
     def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name. There is no file for a field without bytes."""
         num_bytes = self.shards.num_rows * self.field.row_bytes
         return {self.rows_name: num_bytes} if num_bytes else {}
 
-    @override
     def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes of all these rows where they are resident."""
         return len(rows) * self.field.row_bytes
 
-    @override
     def shard_ranges(self) -> list[list[FileRange]]:
+        """The pieces of files that each shard consists of, in order: together all bytes."""
         size = self.field.row_bytes
         if not size:
             return [[] for _ in range(self.shards.num_shards)]
         bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
         return [[(self.rows_name, first * size, end * size)] for first, end in pairwise(bounds)]
 
-    @override
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        """Write rows in any order. Several writers may do this at once, each with other rows."""
         size = self.field.row_bytes
         if not size or not len(rows):
             return
@@ -164,8 +135,12 @@ class FixedColumn(Column):
                 part = memory[: len(part)]
             write_all(file, part.view(np.uint8).data, location * size)
 
-    @override
-    def open(self, directory: Path) -> OpenColumn:
+    def finish(self, directory: Path) -> "FixedColumn":
+        """The column once all rows are written, and are in the order in which they are kept."""
+        return self
+
+    def open(self, directory: Path) -> MappedRows:
+        """Open the column for reading."""
         shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
         if not self.file_bytes:
             return MappedRows(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
@@ -173,7 +148,7 @@ class FixedColumn(Column):
 
 
 @dataclass(frozen=True)
-class RaggedColumn(Column):
+class RaggedColumn(_Column):
     """The column of a field whose rows differ in length."""
 
     shard_items: tuple[int, ...] = ()
@@ -195,8 +170,8 @@ class RaggedColumn(Column):
         return f"{self.index_of or self.field.name}.index"
 
     @property
-    @override
     def rows_name(self) -> str:
+        """The file in which the items lie as they are in memory."""
         return f"{self.field.name}.values"
 
     @property
@@ -212,8 +187,8 @@ class RaggedColumn(Column):
         return 1 if count == 1 else 1 + count
 
     @property
-    @override
     def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name."""
         num_rows = self.shards.num_rows
         if not self.shard_items:
             return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
@@ -221,8 +196,8 @@ class RaggedColumn(Column):
         num_bytes = sum(self.shard_items) * self.field.item_bytes
         return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
 
-    @override
     def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes of all these rows where they are resident; exact for those of a shard."""
         size, shards = self.field.item_bytes, self.shards
         if not self.shard_items:
             return len(rows) * size
@@ -231,8 +206,8 @@ class RaggedColumn(Column):
             return self.shard_items[first] * size
         return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
 
-    @override
     def shard_ranges(self) -> list[list[FileRange]]:
+        """The pieces of files that each shard consists of, in order: together all bytes."""
         width, size = 8 * self._index_width, self.field.item_bytes
         rows = (*self.shards.starts.tolist(), self.shards.num_rows)
         items = np.cumsum((0, *self.shard_items)).tolist()
@@ -252,8 +227,8 @@ class RaggedColumn(Column):
         end = np.int64(sum(self.shard_items[:shard]))
         return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
 
-    @override
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        """Write rows in any order: those written last are the ones that are found."""
         if not len(rows):
             return
         assert values.sizes is not None
@@ -276,8 +251,8 @@ class RaggedColumn(Column):
             places.view(np.uint8),
         )
 
-    @override
     def finish(self, directory: Path) -> "RaggedColumn":
+        """Lay the rows together once all are written. After a kill it is done again."""
         files = OpenFiles(directory)
         try:
             bounds = np.append(self.shards.starts, self.shards.num_rows)
@@ -335,8 +310,8 @@ class RaggedColumn(Column):
             yield out
             first, begin = end, int(ends[end - 1])
 
-    @override
-    def open(self, directory: Path) -> "ItemRows":
+    def open(self, directory: Path) -> ItemRows:
+        """Open the column for reading."""
         assert self.shard_items
         num_rows = self.shards.num_rows
         index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
@@ -346,6 +321,9 @@ class RaggedColumn(Column):
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
         return ItemRows(self.field, self.shards, items, index.numpy())
+
+
+Column = FixedColumn | RaggedColumn
 
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:

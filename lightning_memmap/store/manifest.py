@@ -19,7 +19,7 @@ import xxhash
 from msgspec import Meta
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
+from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.spec import MAX_FIELDS
 from lightning_memmap.store.columns import (
@@ -31,7 +31,6 @@ from lightning_memmap.store.columns import (
 )
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
@@ -98,7 +97,7 @@ class Manifest:
         """Bytes of the rows of each shard."""
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if pool is not None and isinstance(pool.rows, WindowedRows):
-            return window_bytes(columns, pool, num_data_devices)
+            return _window_bytes(columns, pool, num_data_devices)
         parts = self.shards if pool is None else pool
         sizes = [rows_bytes(columns, parts.rows_of(c)) for c in range(parts.num_shards)]
         return np.array(sizes, np.int64)
@@ -299,6 +298,37 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                     f"{path} has {found} bytes, expected {expected}"
                     f" ({manifest.num_rows} rows of {column.field}): build the store again"
                 )
+
+
+def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
+    """Return the bytes of rows over all columns of a store."""
+    return sum(column.num_bytes(rows) for column in columns)
+
+
+def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
+    """Bytes that each shard takes of series that are cut into windows."""
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    step_bytes = series_bytes = 0
+    for column in columns:
+        if column.field.name in line.fields:
+            step_bytes += column.field.step_bytes
+        else:
+            num_rows = column.shards.num_rows
+            series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
+
+    def held_bytes(chosen: Sequence[int]) -> int:
+        counts = spans_of(pool, chosen).counts
+        counts = counts[counts > 0]
+        num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
+        return num_steps * step_bytes + len(counts) * series_bytes
+
+    count = pool.num_shards
+    if pool.is_striped:
+        # In dataset order all shards have windows of all series, and those of a device share them.
+        total = held_bytes(range(count)) * num_data_devices
+        return np.full(count, -(-total // count), np.int64)
+    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
 
 
 def check_num_shards(num_shards: int) -> int:

@@ -51,7 +51,7 @@ class TableBuild:
         check_place(path, overwrite=overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(StoreDirectory(path).locked(timeout_s=0))
+            stack.enter_context(StoreDirectory(path).locked(wait=False))
             check_place(path, overwrite=overwrite)
             building = Building.begin(path, draft, resume=False)
             stack.callback(building.close)
