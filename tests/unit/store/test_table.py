@@ -1,8 +1,6 @@
 """Tables: rows from several writers in any order, all of them exactly once or no table."""
 
-import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,7 @@ from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
-from tests.preloaded import python
 from tests.unit.store.layout import is_empty, names_in
-
-REPOSITORY = Path(__file__).parents[3]
-OLD, NEW = 1, 2
 
 
 def numbers(num_rows: int, offset: int = 0) -> Tensor:
@@ -167,24 +161,3 @@ def test_writer_of_a_build_that_is_over_writes_into_no_other(tmp_path: Path) -> 
         late.write(range(20), [numbers(20, 500)])
     writer.close()
     assert torch.equal(in_dataset_order(second.finish(20))["value"], numbers(20))
-
-
-def test_process_killed_before_any_change_leaves_the_whole_table_or_what_was(
-    tmp_path: Path,
-) -> None:
-    done = subprocess.run(
-        [python(), "-m", "tests.unit.store.table_writer", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for before, outcomes in zip((0, OLD), json.loads(done.stdout), strict=True):
-        left = [outcome[0] for outcome in outcomes]
-        assert set(left) == {before, NEW}
-        assert left == sorted(left)
-        for _, then, names in outcomes:
-            assert then == NEW
-            assert names == ["table"]
