@@ -14,7 +14,7 @@ import random
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles, UnreachableError
+from lightning_memmap.store.workers import threads
 
 #: A pull needs it until its store is in place.
 RECORDS = "shards" + TEMPORARY
@@ -100,7 +101,7 @@ class RemoteShards:
         stop, num_bytes = Event(), int(self.num_bytes(numbers).sum())
         with (
             show_progress(what, num_bytes, 1, hidden=hidden) as advance,
-            ThreadPoolExecutor(min(_NUM_THREADS, max(1, len(order)))) as pool,
+            threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
             fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
             try:
@@ -159,7 +160,7 @@ class RemoteShards:
             return b"".join(data for _, _, data in pieces)
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        with threads(_NUM_THREADS) as pool:
             index = b"".join(pool.map(read, numbers))
         for shard, number in enumerate(numbers):
             for _, first, end in self.manifest.columns[field].edge_bytes(shard):

@@ -1,7 +1,6 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.workers import threads
 
 
 def open_store(path: str | Path) -> Store:
@@ -82,7 +82,7 @@ class RemoteStore(Store):
         pairs = [
             (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
         ]
-        with ThreadPoolExecutor(num_threads) as pool:
+        with threads(num_threads) as pool:
             verify = partial(self._shards.verify, advance=advance)
             are_right = list(pool.map(verify, range(len(pairs))))
         return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
