@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short_repr
 from time import monotonic
 from typing import Any
 
@@ -422,7 +423,7 @@ class _Asked:
 
     def __post_init__(self) -> None:
         if (instead := way_out(self.dataset)) is not None:
-            raise TypeError(f"the dataset: {instead}")
+            raise TypeError(f"dataset: {instead}")
         if self.num_shards is not None:
             check_num_shards(self.num_shards)
         check_num_workers(self.num_workers)
@@ -575,8 +576,8 @@ def check_length(dataset: Any) -> None:
         num_rows = len(dataset)
     except TypeError as error:
         raise TypeError(
-            f"the dataset, {with_article(type(dataset).__name__)}, has no length ({error}): a"
-            " store needs a map-style dataset with __len__ and __getitem__, or one that can be"
+            f"dataset={short_repr(dataset)}: {with_article(type(dataset).__name__)} has no length"
+            f" ({error}): give a map-style dataset with __len__ and __getitem__, or one that can be"
             " iterated over"
         ) from error
     if num_rows < 1:

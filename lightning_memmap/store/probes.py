@@ -57,10 +57,7 @@ class Probes(NamedTuple):
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
-    """Read the first sample of a dataset, in the process in which `take_probes` would read it.
-
-    A sample of a class that cannot be sent from there is read in this process.
-    """
+    """Read the first sample of a dataset, in the process in which `take_probes` would read it."""
     if num_workers == 0:
         return read_sample(dataset, 0)
     pickled: list[bytes | None] = []

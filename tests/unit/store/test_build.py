@@ -336,7 +336,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "structure": (
         lambda: [(row["x"], row["label"]) for row in Numbered(100)],
-        "row 0, field 'value': found tuple, expected dict",
+        "row 0, the sample: found tuple, expected dict",
     ),
     "raises": (
         lambda: Replaced(Numbered(100), {99: OSError("gone")}),
