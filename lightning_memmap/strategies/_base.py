@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -310,3 +310,9 @@ def _device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "meta") and device.index is None:
         device = torch.device(device.type, 0)
     return device
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module, those of submodules included."""
+    yield from module.parameters()
+    yield from module.buffers()
