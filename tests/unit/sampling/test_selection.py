@@ -9,21 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    Holdout,
-    KFold,
-    Parts,
-    RandomSplit,
-    RowSubset,
-    Selection,
-    Subset,
-)
+from lightning_memmap.sampling import Holdout, KFold, Parts, RandomSplit, Selection, Subset
 from tests.unit.sampling.test_weighted import Table
 
 
 def rows_of(selection: Selection, table: Table, split: str = "train", member: int = 0) -> list[int]:
-    found: RowSubset = selection.subset(split, member, table)
-    rows: list[int] = found.rows(np.arange(found.num_rows(table.num_rows))).tolist()
+    rows: list[int] = selection.subset(split, member, table).tolist()
     return rows
 
 
