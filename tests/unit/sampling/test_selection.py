@@ -9,7 +9,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Holdout, KFold, Parts, RandomSplit, Selection, Subset
+from lightning_memmap.sampling import (
+    Holdout,
+    KFold,
+    Parts,
+    RandomSplit,
+    Selection,
+    Shards,
+    StoreRows,
+    Subset,
+)
 from tests.unit.sampling.test_weighted import Table
 
 
@@ -139,8 +148,9 @@ def test_subset_has_the_rows_that_it_names(subset: Subset, expected: list[int]) 
 
 def test_subset_of_other_rows_has_another_identity() -> None:
     table = Table(10)
-    one, same, other = (Subset(r).subset("train", 0, table) for r in ([1, 2], (1, 2), [2, 1]))
-    assert one == same
+    found = [Subset(r).subset("train", 0, table) for r in ([1, 2], (1, 2), [2, 1])]
+    one, same, other = (StoreRows.of(Shards(10, 2), rows) for rows in found)
+    assert one == same != other
     assert one.identity == same.identity != other.identity
 
 
