@@ -19,8 +19,8 @@ from lightning_memmap.sampling import (
     Integers,
     JoinedRows,
     Pool,
-    RowSubset,
     Shards,
+    StoreRows,
     WindowedRows,
 )
 from lightning_memmap.schema import Field
@@ -65,15 +65,14 @@ class JoinedStore(Store):
         super().__init__(path, manifest, joined)
 
     @override
-    def rows(self, subset: RowSubset | None = None) -> JoinedRows:
+    def rows(self, subset: Integers | None = None) -> JoinedRows:
         assert subset is None, "rows are chosen from each store by itself"
         return self.chosen([None] * len(self.parts))
 
-    def chosen(self, subsets: Sequence[RowSubset | None]) -> JoinedRows:
+    def chosen(self, subsets: Sequence[Integers | None]) -> JoinedRows:
         """Some rows of each of the stores, or all."""
-        rows = [part.rows(subset) for part, subset in zip(self.parts, subsets, strict=True)]
-        sizes = tuple(part.num_rows for part in self.parts)
-        return JoinedRows(self._names, tuple(rows), sizes)
+        shards = [part.manifest.shards for part in self.parts]
+        return JoinedRows(self._names, tuple(map(StoreRows.of, shards, subsets)))
 
     @property
     @override
