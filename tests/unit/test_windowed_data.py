@@ -20,7 +20,6 @@ from lightning_memmap.loading import SuperBatchLoader, places
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
-    PickedRows,
     Pool,
     RandomSplit,
     Rows,
@@ -28,7 +27,6 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
     Subset,
     Weighted,
     WindowedRows,
@@ -39,7 +37,7 @@ from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
 from tests.models import make_trainer
-from tests.rows import make_window_loader
+from tests.rows import StridedRows, make_window_loader
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
@@ -82,7 +80,7 @@ def test_each_window_is_in_one_shard_and_found_again(
         all_steps = Numbers(np.array(lengths)[rows.on_line(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
-        rows, chosen = PickedRows(rows, StridedRows(0, 2)), range(0, len(lengths), 2)
+        rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
     steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.on_line(np.arange(rows.num_rows)))])
     if not expected:
@@ -529,10 +527,10 @@ def test_command_shows_series_and_steps(
     loader = make_window_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
     with pytest.raises(SystemExit):
-        main([*arguments, "--show", str(tmp_path / "rows.png")])
-    shown = capsys.readouterr().out
+        main([*arguments, "--show", str(tmp_path / "rows.html")])
+    shown = (tmp_path / "rows.html").read_text()
     series, step = found["rows"][0]
-    assert f"{series}:{step}" in shown
+    assert f"row {series}:{step}, data device 0" in shown
     assert f"series {series}" in shown
 
 
