@@ -128,6 +128,7 @@ class DataParallelStrategy(OneProcess):
             self._threads.shutdown()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
+            self.model = self.lightning_module
         self._replicas = self._threads = None
         self._logs = self._trainers = self._stepped = []
         super().teardown()
