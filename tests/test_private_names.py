@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
-#: Names with an underscore that are public: those of Python's named tuples; and what is thrown away.
+#: Names with an underscore that are public: those of named tuples, and of what nobody uses.
 PUBLIC = {"_", "_fields", "_make", "_replace", "_asdict"}
 #: By class, what it sets or overrides where the base has no public name; a comment there says so.
 ON_PURPOSE = {
