@@ -162,39 +162,43 @@ class Comparison:
         self._ahead: dict[str, Launched] = {}
 
     def run(self) -> Report:
-        """Do all runs. After Ctrl-C, the report has what is finished."""
-        self._prepare()
-        report, settings, devices = self._report, self._report.settings, self._options.devices
+        """Do all runs. After Ctrl-C, the report, which is not written yet, has what is finished."""
         try:
-            # Counting makes no context on a device: the variants need all of its memory.
-            is_cuda = settings["accelerator"] == "cuda"
-            count = torch.cuda.device_count() if is_cuda else devices
-            for variant, result in self._results.items():
-                result.reason = variant.unsupported_reason(
-                    settings["accelerator"], count, devices, report.model["configures_itself"]
-                )
-                if result.reason:
-                    result.status = "unavailable"
-                    self._note(f"[yellow]{variant.name}: cannot run here: {result.reason}[/]")
-            # The single device with the store is the reference; without it, the first that runs.
-            ordered = sorted(self._pending(), key=lambda each: each != Variant("auto"))
-            # An ideal loader gives one batch again and again: there is nothing to check.
-            runs = [(each, "check") for each in ordered if each.loader != "ideal"]
-            # Variants alternate, so that whatever changes on the machine affects all of them.
-            for repeat in range(1, self._options.repeats + 1):
-                runs += [(each, f"timed{repeat}") for each in self._pending()]
-            for index, (variant, name) in enumerate(runs):
-                if variant in self._pending():
-                    later = (run for run in runs[index + 1 :] if run[0] in self._pending())
-                    self._try(variant, name, next(later, None))
+            self._prepare()
+            self._do_runs()
         except KeyboardInterrupt:
-            report.interrupted = True
+            if not self._report.data:
+                raise
+            self._report.interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
         finally:
             for launched in self._ahead.values():
                 launched.kill_group()
         self._finish()
-        return report
+        return self._report
+
+    def _do_runs(self) -> None:
+        # Counting makes no context on a device: the variants need all of its memory.
+        accelerator, devices = self._report.settings["accelerator"], self._options.devices
+        count = torch.cuda.device_count() if accelerator == "cuda" else devices
+        for variant, result in self._results.items():
+            result.reason = variant.unsupported_reason(
+                accelerator, count, devices, self._report.model["configures_itself"]
+            )
+            if result.reason:
+                result.status = "unavailable"
+                self._note(f"[yellow]{variant.name}: cannot run here: {result.reason}[/]")
+        # An ideal loader gives one batch again and again: there is nothing to check.
+        runs = [(each, "check") for each in self._pending() if each.loader != "ideal"]
+        # The single device with the store is the reference; without it, the first that runs.
+        runs.sort(key=lambda run: run[0] != Variant("auto"))
+        # Variants alternate, so that whatever changes on the machine affects all of them.
+        for repeat in range(1, self._options.repeats + 1):
+            runs += [(each, f"timed{repeat}") for each in self._pending()]
+        for index, (variant, name) in enumerate(runs):
+            if variant in self._pending():
+                later = (run for run in runs[index + 1 :] if run[0] in self._pending())
+                self._try(variant, name, next(later, None))
 
     def _prepare(self) -> None:
         """Remove an earlier comparison, build the store, and learn what all variants need."""
@@ -209,7 +213,10 @@ class Comparison:
         shutil.rmtree(self._runs, ignore_errors=True)
         for name in ("report.json", "report.html"):
             (out / name).unlink(missing_ok=True)
+        first = min(self._results, key=lambda each: each != Variant("auto"))
         try:
+            if first.loader != "ideal":
+                self._launch_ahead(f"{first.name}/check")
             self._run("store, model and data", spec)
         except RunError as error:
             raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
@@ -234,6 +241,10 @@ class Comparison:
             transform_is_random=self._report.data.get("transform_is_random", False),
             out=str(self._runs / folder),
         )
+
+    def _launch_ahead(self, folder: str) -> None:
+        """Half of a short run is imports: have the next do them while nothing is timed."""
+        self._ahead[folder] = launch(self._runs / folder)
 
     def _run(self, title: str, spec: RunSpec, started: Launched | None = None) -> list[Rank]:
         """Do a run, and print a line that says what came out."""
@@ -270,9 +281,7 @@ class Comparison:
         started = self._ahead.pop(folder, None)
         try:
             if kind == "check" and later:
-                # Half of a short run is imports. Those of the next disturb nothing that is timed.
-                then = f"{later[0].name}/{later[1]}"
-                self._ahead[then] = launch(self._runs / then)
+                self._launch_ahead(f"{later[0].name}/{later[1]}")
             spec = self._spec(kind, folder, variant)
             title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
             ranks = self._run(title, spec, started)

@@ -185,12 +185,6 @@ def test_missing_file_suggests_the_nearest(command: Command, arguments: list[str
     assert command.err.count("\n") <= 2
 
 
-def test_unknown_variant_suggests_the_nearest(command: Command) -> None:
-    for variant, near in (("ddpp", "ddp"), ("memmap_dp+idael", "memmap_dp+ideal")):
-        assert command("compare", "--config", command.config(), "--variants", variant) == 2
-        assert f"{variant!r} is unknown; did you mean {near!r}? A variant" in command.err
-
-
 def test_command_alone_prints_the_help(command: Command) -> None:
     assert command() == 2
     assert "usage: lightning-memmap COMMAND" in command.err
@@ -222,14 +216,6 @@ def test_value_of_another_type_within_a_class_is_refused(
     assert f"Expected a <class '{words}'>. Got value: six" in first
     # The type of the other member of the union is not a reason.
     assert "NoneType" not in command.err
-
-
-def test_value_of_another_type_of_a_dataset_to_build_is_refused(
-    command: Command, tmp_path: Path
-) -> None:
-    dataset = ("--dataset", "tests.models.Points", "--dataset.num_rows", "ok")
-    assert command("store", "build", tmp_path / "made", *dataset) == 2
-    assert "Expected a <class 'int'>. Got value: ok" in command.err.splitlines()[0]
 
 
 @pytest.mark.parametrize(
