@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from examples.data.prompts import FOLDER, LANGUAGES, Prompts
-from examples.speech import LanguageClassifier, Spectrogram
 from examples.table import COLUMNS, flights
-from lightning_memmap.loading import Padded
 from tests.test_examples import ROOT, metric, run, run_cli
 
 RATE = 8000
@@ -49,20 +47,6 @@ def test_prompts_have_every_file_in_one_split(folder: Path) -> None:
     assert max(lengths) == USED
     assert len(lengths) > 50
     assert samples[0]["sound"].dtype == torch.int16
-
-
-def test_language_of_a_sound_does_not_depend_on_its_padding() -> None:
-    torch.manual_seed(0)
-    model = LanguageClassifier().eval()
-    lengths = torch.tensor([SHORTEST, 3001, 9000])
-    sounds = [torch.randint(-3000, 3000, (size,), dtype=torch.int16) for size in lengths.tolist()]
-    padded = torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True)
-    with torch.inference_mode():
-        together = model(Spectrogram()({"sound": Padded(padded, lengths)})["sound"])
-        for row, sound in enumerate(sounds):
-            alone = Padded(sound[None], lengths[row : row + 1])
-            logits = model(Spectrogram()({"sound": alone})["sound"])
-            assert torch.allclose(logits[0], together[row], atol=1e-5)
 
 
 @pytest.mark.slow
