@@ -2,6 +2,7 @@
 for, and no row of it gets into a store."""
 
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +22,7 @@ _STRANGER = 65534
 
 @dataclass(frozen=True)
 class Plant:
-    """Something planted.
-
-    Args:
-        name: What it is.
-        put: Put it at a path, where nothing is, given a directory elsewhere that is to stay as
-            it is.
-    """
+    """Something planted."""
 
     name: str
     put: Callable[[Path, Path], Any]
@@ -139,7 +134,9 @@ def _generation(directory: Path) -> Path:
     return found
 
 
-def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outcome:
+def meet(
+    subject: Subject, beginnings: Path, scratch: Path, _: random.Random, number: int
+) -> Outcome:
     """Plant something, and open, verify or build the store there."""
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return _meet_foreign_build(subject, beginnings, scratch, number)
