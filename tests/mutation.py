@@ -10,8 +10,8 @@ not be noticed by these tests, or changes nothing.
 """
 
 import ast
-import random
 import os
+import random
 import re
 import shutil
 import signal
