@@ -547,10 +547,15 @@ def test_none_is_not_chosen_as_zero(tmp_path: Path, subset: Subset, expected: li
 
 
 @pytest.mark.parametrize(
-    "option", [{"subset": RandomSplit(0.5, stratify="age")}, {"sampler": Weighted("age")}]
+    ("option", "words"),
+    [
+        ({"subset": RandomSplit(0.5, stratify="age")}, "stratify='age': it is None in 8 of 24"),
+        ({"subset": RandomSplit(0.5, group="age")}, "group='age': .* a dataset of the other rows"),
+        ({"sampler": Weighted("age")}, r"field 'age': it is None in 8 of 24 rows.*'age\.mask'"),
+    ],
 )
-def test_none_as_a_class_is_refused(tmp_path: Path, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"field 'age': it is None in 8 of 24 rows.*'age\.mask'"):
+def test_none_as_a_class_is_refused(tmp_path: Path, option: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         set_up(make_data(tmp_path, train_dataset=AGED, **option), "fit")
 
 

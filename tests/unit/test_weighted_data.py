@@ -221,6 +221,18 @@ def test_sampler_that_cannot_be_is_refused(
         trainer.fit(Regression(), make_data(tmp_path, sampler=sampler, **options))
 
 
+def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Reversed(Sampler):
+        def offsets(self, epoch: int, shard: int) -> Any:
+            return np.arange(self.pool.sizes[shard])[::-1]
+
+    data = make_data(tmp_path, sampler=lambda pool, seed: Reversed(pool), residency="stream")
+    data.prepare_data()
+    with pytest.raises(ValueError, match="Reversed decides itself how rows come"):
+        data.setup("fit")
+
+
 def test_order_is_made_once_and_draws_shards_that_are_asked_for(tmp_path: Path) -> None:
     drawn = []
 
