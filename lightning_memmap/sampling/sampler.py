@@ -184,7 +184,7 @@ class Sampler(Identified):
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
             is_right = found.shape == (count,) and found.dtype.kind in "iu"
             # A negative number is a huge one without a sign.
-            if not is_right or (count and found.astype(np.uint64, copy=False).max() >= size):
+            if not is_right or (count and found.view(f"u{found.itemsize}").max() >= size):
                 raise ValueError(
                     f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
                     f" {found!r}: return {count} integers from 0 to {size - 1}, the offset within"
@@ -216,6 +216,11 @@ class Sampler(Identified):
     def block(self) -> int | None:
         """Positions of a shard in a block; None where the rows of a step may lie anywhere."""
         return self.shuffle_window if type(self).offsets is Sampler.offsets else None
+
+    @property
+    def global_batch(self) -> int | None:
+        """The only size that steps may have; None where they may have any."""
+        return None
 
     def in_blocks(self, block: int) -> Self:
         """The same order, permuted in blocks."""
