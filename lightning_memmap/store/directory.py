@@ -105,7 +105,7 @@ class StoreDirectory:
         """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
-            self.path.mkdir(exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path):
                 check_plain(path)
             lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
@@ -128,6 +128,11 @@ class StoreDirectory:
             raise StoreError(
                 f"another process is writing the store at {self.path}: it holds {path}; wait for it"
             ) from None
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(
+                f"no store can be made at {self.path}: {error.filename} is not a directory; choose"
+                " another one"
+            ) from error
         except (OSError, RuntimeError) as error:
             # filelock raises RuntimeError where this thread has the lock already.
             raise StoreError(

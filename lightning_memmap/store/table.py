@@ -49,7 +49,6 @@ class TableBuild:
     def __init__(self, path: Path, draft: Manifest, *, overwrite: bool = False) -> None:
         self._path, self._draft = path, draft
         check_place(path, overwrite=overwrite)
-        path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(StoreDirectory(path).locked(wait=False))
             check_place(path, overwrite=overwrite)
