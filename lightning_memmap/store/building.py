@@ -293,7 +293,8 @@ def read_draft(generation: Path, key: str) -> Manifest:
     with closing(OpenFiles(generation, is_own=True)) as files:
         data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
-    return replace(found, columns=grow_columns(found.schema, found.shards))
+    columns = grow_columns(found.schema, found.shards)
+    return replace(found, columns=columns, generation=generation.name)
 
 
 def read_part(generation: Path, part: int, num_rows: int) -> list[range] | None:
