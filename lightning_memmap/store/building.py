@@ -18,7 +18,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from platform import node
 from time import monotonic, sleep
@@ -386,7 +385,7 @@ def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSErr
 def _check_own_files(path: Path, draft: Manifest) -> None:
     """Check that the files of an unfinished build are plain ones of this user."""
     with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
-        for name, num_bytes in chain.from_iterable(c.file_bytes.items() for c in draft.columns):
+        for name, num_bytes in draft.file_bytes.items():
             if (found := os.fstat(files.open(name)).st_size) != num_bytes:
                 raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
 

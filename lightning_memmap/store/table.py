@@ -54,8 +54,8 @@ class TableBuild:
             check_place(path, overwrite=overwrite)
             building = Building.begin(path, draft, resume=False)
             stack.callback(building.close)
-            stack.callback(self._discard)
-            self._building, self.token, self._is_finished = building, building.path.name, False
+            stack.callback(building.abandon)  # It spares what is committed.
+            self._building, self.token = building, building.path.name
             self._marks = building.path / _marks(draft.shards).rows_name
             with open(self._marks, "wb") as file:
                 file.truncate(draft.num_rows)
@@ -69,16 +69,11 @@ class TableBuild:
             self._building.wrote(range(self._draft.num_rows))
             show = partial(show_progress, hidden=True)
             self._building.finish(num_threads=2, show=show, source=source)
-            self._is_finished = True
         return open_directory(self._path)
 
     def abandon(self) -> None:
         """Remove what was written, and release the lock. A second call does nothing."""
         self._cleanup.close()
-
-    def _discard(self) -> None:
-        if not self._is_finished:
-            self._building.abandon()
 
     def _check_written(self, num_written: int) -> None:
         num_rows = self._draft.num_rows

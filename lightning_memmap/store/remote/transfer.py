@@ -81,7 +81,7 @@ def push_store(
             f" such as {there.url / inner[0]}"
         )
     new = replace(manifest, generation=copy_name(manifest, before))
-    sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
+    sizes = manifest.file_bytes
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
             at = f"{new.generation}/{name}"
