@@ -124,7 +124,7 @@ def test_build_notes_its_rows_every_few_seconds(
 
     monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     build(Watching({}), tmp_path)
-    # The first line names the process. Ten ranges: the third is the first one to end after more than five seconds.
+    # The first line names the process. The third of ten ranges ends after more than five seconds.
     assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
 
 
