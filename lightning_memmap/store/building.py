@@ -23,6 +23,7 @@ from platform import node
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import tensordict
 import torch
 
@@ -182,15 +183,20 @@ class Building:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)
 
-    def write(self, rows: range, values: Iterable[Values]) -> None:
-        """Write rows in this process; see `wrote`."""
+    def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
+        """Write rows in this process, in any order; see `wrote`."""
         self._writer = self._writer or RowWriter(self.path, self.draft.columns, None)
         self._writer.write(rows, values)
         self.wrote(rows)
 
-    def wrote(self, rows: range) -> None:
+    def wrote(self, rows: range | Integers) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
-        self._written.append(rows)
+        if isinstance(rows, range):
+            self._written.append(rows)
+            return
+        rows = np.sort(rows)
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        self._written += [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
     def sync(self) -> None:
         """Bring what was written to the disk, and list it in the journal."""
