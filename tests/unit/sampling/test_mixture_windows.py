@@ -100,16 +100,6 @@ def test_rows_of_an_epoch_follow_those_of_the_epoch_before() -> None:
     assert max(of_large) == 2
 
 
-def test_rows_come_as_often_as_their_share_on_average() -> None:
-    seen: Counter[int] = Counter()
-    for seed in range(200):
-        sampler = mixture([7, 20], [0.5, 0.5], 30, 2, 4, seed)
-        seen.update(rows_of(sampler, seed % 5).tolist())
-    for row in range(27):
-        expected = 15 / 7 if row < 7 else 15 / 20
-        assert seen[row] / 200 == pytest.approx(expected, abs=0.15)
-
-
 def test_all_steps_have_the_shares() -> None:
     sampler = mixture([900, 300], [2, 1], 2400, 10, 12, 0)
     stores = joined([900, 300], 12).stores_of(rows_of(sampler, 2)).reshape(-1, 12)
@@ -143,22 +133,6 @@ def test_windows_over_series_are_mixed() -> None:
     made = made_sampler(factory, Pool.of(line, 3), 0, FIELDS, 4)
     stores = series.stores_of(line.stored_rows(rows_of(made, 0)))
     assert np.bincount(stores).tolist() == [60, 60]
-
-
-@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 300), st.integers(1, 40))
-@settings(deadline=None, max_examples=10)
-def test_weighted_windows_have_the_rows_that_are_drawn_without(
-    num_rows: int, num_shards: int, count: int, window: int
-) -> None:
-    fields: Any = SimpleNamespace(num_rows=num_rows)
-    weights = np.random.default_rng(num_rows).random(num_rows) ** 3
-    whole = Weighted(weights, count).make(pool_of(num_rows, num_shards), 7, fields)
-    cut = whole.in_blocks(window)
-    for epoch in range(2):
-        for shard in range(num_shards):
-            positions = range(shard, count, num_shards)
-            found = [sampler.at(epoch, positions)[1].tolist() for sampler in (whole, cut)]
-            assert sorted(found[0]) == sorted(found[1])
 
 
 def test_draws_by_weight_come_window_by_window() -> None:
