@@ -31,7 +31,7 @@ ORDERS: dict[str, tuple[str, SamplerFactory | None]] = {
     "bucketed": ("rows", Bucketed(np.arange(ROWS) * 7 % 50, BATCH, num_buckets=3)),
     "curriculum": ("rows", Curriculum({0: Weighted(WEIGHTS, num_samples=ROWS), 1: None})),
     "mixture": ("sets", Mixture({"a": 0.7, "b": 0.3}, 140)),
-    "by_batch": ("sets", Mixture({"a": 0.7, "b": 0.3}, 144, by_batch=True).for_batches(BATCH)),
+    "by_batch": ("sets", Mixture({"a": 0.7, "b": 0.3}, 144, by_batch=True)),
     "windows": ("series", None),
     "weighted windows": ("series", Weighted(BY_WINDOW)),
 }

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +169,10 @@ def test_steps_have_all_sets_also_if_they_have_rows_of_some_shards_only(
     assert (np.abs((order < 9000).sum(axis=1) - 0.7 * batch) < 1 + 0.02 * batch).all()
 
 
+def batches(sizes: list[int], num_shards: int, global_batch: int) -> Pool:
+    return replace(Pool.of(joined(sizes, num_shards), num_shards), global_batch=global_batch)
+
+
 @st.composite
 def by_batch(draw: st.DrawFn) -> MixtureSampler:
     sizes = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
@@ -175,8 +180,8 @@ def by_batch(draw: st.DrawFn) -> MixtureSampler:
     shares[0] = shares[0] or 1.0
     num_shards = draw(st.sampled_from([1, 4, 6, 7, 24]))
     factory = Mixture(dict(zip("abcdef", shares, strict=False)), draw(st.integers(1, 400)), True)
-    factory = factory.for_batches(draw(st.sampled_from([1, 2, 4, 6, 9, 16, 24, 60])))
-    pool = Pool.of(joined(sizes, num_shards), num_shards)
+    batch = draw(st.sampled_from([1, 2, 4, 6, 9, 16, 24, 60]))
+    pool = batches(sizes, num_shards, batch)
     window = draw(st.sampled_from([None, 1, 3, 10, 1000]))
     try:
         made = made_sampler(factory, pool, 5, FIELDS, window)
@@ -221,8 +226,8 @@ def test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares(
 
 
 def test_by_batch_sets_come_in_random_order_and_rows_of_a_set_in_turn() -> None:
-    factory = Mixture({"a": 0.75, "b": 0.25}, 1600, by_batch=True).for_batches(16)
-    sampler = factory.make(Pool.of(joined([900, 500], 24), 24), 3, FIELDS)
+    factory = Mixture({"a": 0.75, "b": 0.25}, 1600, by_batch=True)
+    sampler = factory.make(batches([900, 500], 24, 16), 3, FIELDS)
     orders = [sampler.dataset_rows(epoch, range(1600)) for epoch in range(4)]
     sets = np.stack([(order[::16] >= 900) for order in orders])
     assert sets.sum(axis=1).tolist() == [25] * 4
@@ -233,9 +238,9 @@ def test_by_batch_sets_come_in_random_order_and_rows_of_a_set_in_turn() -> None:
     assert all(len(found) == 400 for found in small)
     assert len(small[0] | small[1]) > 480
     assert sampler.identity["sets"]["global_batch"] == 16
-    rare = Mixture({"a": 0.985, "b": 0.015}, 240, by_batch=True).for_batches(8)
+    rare = Mixture({"a": 0.985, "b": 0.015}, 240, by_batch=True)
     with pytest.raises(ValueError, match=r"of the 30 batches .* 8 rows each, none would be of 'b'"):
-        rare.make(Pool.of(joined([900, 500], 24), 24), 3, FIELDS)
+        rare.make(batches([900, 500], 24, 8), 3, FIELDS)
     with pytest.raises(ValueError, match="by_batch"):
         Mixture({"a": 1}, by_batch=True).make(Pool.of(joined([9], 2), 2), 3, FIELDS)
     with pytest.raises(TypeError, match="by_batch=1: give True or False"):
