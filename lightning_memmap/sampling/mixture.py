@@ -109,18 +109,17 @@ class Mixture(SamplerFactory):
         batch = pool.global_batch if self.by_batch else None
         if batch is None and self.by_batch:
             raise ValueError(f"{self!r}: give it a pool with the global_batch")
-        if batch is None:
-            counts = _rounded(count * shares, count)
-        else:
-            num_batches = max(1, count // batch)
-            counts = [each * batch for each in _rounded(num_batches * shares, num_batches)]
-            for name, share, each in zip(joined.stores, shares, counts, strict=True):
-                if share and not each:
-                    raise ValueError(
-                        f"{self!r}: of the {num_batches} batches of an epoch, which have"
-                        f" {batch} rows each, none would be of {name!r}: give it a larger share,"
-                        " or more and smaller batches, by num_samples and batch_size"
-                    )
+        # Of batches of one set each, a set has whole ones.
+        unit = batch or 1
+        num_units = max(1, count // unit)
+        counts = [each * unit for each in _rounded(num_units * shares, num_units)]
+        for name, share, each in zip(joined.stores, shares, counts, strict=True):
+            if batch is not None and share and not each:
+                raise ValueError(
+                    f"{self!r}: of the {num_units} batches of an epoch, which have {batch} rows"
+                    f" each, none would be of {name!r}: give it a larger share, or more and smaller"
+                    " batches, by num_samples and batch_size"
+                )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
         return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
 
