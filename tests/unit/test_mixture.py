@@ -21,6 +21,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
+    Curriculum,
     JoinedRows,
     Mixture,
     Pool,
@@ -209,6 +210,18 @@ def test_share_of_0_is_left_out(tmp_path: Path) -> None:
         data = set_up(make_data(tmp_path, sampler=Mixture({"a": share, "b": 0, "c": share})))
         seen = Counter(number // 100 for step in epoch_of(data) for number in step)
         assert seen == {1: 39, 3: 39}
+
+
+@pytest.mark.parametrize("is_curriculum", [False, True])
+def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
+    tmp_path: Path, is_curriculum: bool
+) -> None:
+    mixture = Mixture(SHARES, SAMPLES, by_batch=True)
+    sampler = Curriculum({0: mixture, 1: mixture}) if is_curriculum else mixture
+    loader: Any = set_up(make_data(tmp_path, sampler=sampler)).train_dataloader()
+    assert loader.loader.of_process(0, 1).global_batch == loader.loader.global_batch
+    with pytest.raises(ValueError, match=r"2 processes for batches of \d+ rows of one .*by_batch"):
+        loader.loader.of_process(0, 2)
 
 
 @pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_window": 3}])
