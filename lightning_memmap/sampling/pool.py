@@ -43,7 +43,7 @@ class Pool:
             ``c``, ``c + C``, ``c + 2C`` and so on.
         chosen: Where shards have other rows than these by themselves, which rows they have, shard
             after shard, counted as in the pool that has all rows once: a table, or runs.
-        global_batch: Rows of a step over all devices, for orders that depend on it.
+        global_batch: Rows of a step over all devices, where an order depends on it.
     """
 
     rows: Rows
@@ -211,7 +211,9 @@ def united(pools: Sequence[Pool]) -> Pool:
     sizes = np.array([len(found) for found in each], np.int64)
     firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
     lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)
-    whole = Pool.of(first.rows, first.num_shards, is_striped=False)
+    whole = replace(
+        Pool.of(first.rows, first.num_shards, is_striped=False), global_batch=first.global_batch
+    )
     if (lasts - firsts + 1 == sizes).all():
         starts, kept = firsts_of(sizes), sizes > 0
         return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
