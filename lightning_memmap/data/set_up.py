@@ -15,12 +15,7 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import (
-    Pool,
-    Sampler,
-    SequentialSampler,
-    ShuffledSampler,
-)
+from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
