@@ -196,13 +196,13 @@ def build_store(
             with options.show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.path, advance, fields)
             with closing(spool):
-                build = _Build.of_stream(dataset, spool, directory.path, options, identity)
+                build = PlannedBuild.of_stream(dataset, spool, directory.path, options, identity)
                 _build_all(build, options, resume=False)
         else:
             check_length(dataset)
             identity = Fingerprint.of(dataset, fingerprint)
             with Workers(dataset, options.num_workers) as workers:
-                build = _Build.of(workers, directory.path, options, identity)
+                build = PlannedBuild.of(workers, directory.path, options, identity)
                 _build_all(build, options, resume=not (overwrite or fresh))
     return open_directory(directory.path)
 
@@ -280,7 +280,7 @@ def build_part(
     # Before a row is read: a dataset may cache rows, which would change its identity.
     identity = Fingerprint.of(dataset, fingerprint)
     with Workers(dataset, options.num_workers) as workers:
-        build = _Build.of(workers, directory.path, options, identity)
+        build = PlannedBuild.of(workers, directory.path, options, identity)
         with directory.locked():
             if is_finished():
                 return
@@ -441,7 +441,7 @@ def append_store(
                 *store.manifest.probes,
                 *((num_old + row, digest) for row, digest in sorted(added)),
             )
-            build = _Build(
+            build = PlannedBuild(
                 workers, name[-_MAX_SOURCE:], plan, probes, identity, _ROW_S, row_bytes, num_old
             )
             contents = {**build.contents, "appended to": store.manifest.content}
@@ -507,7 +507,7 @@ class _Prober:
 
 
 @dataclass(frozen=True)
-class _Build:
+class PlannedBuild:
     """Rows of a dataset and the store that they go to, as planned before the first is written.
 
     Args:
@@ -535,7 +535,7 @@ class _Build:
     @classmethod
     def of(
         cls, workers: Workers, path: Path, options: BuildOptions, fingerprint: Fingerprint
-    ) -> "_Build":
+    ) -> "PlannedBuild":
         """Read the probe rows, and check that a store can be made of the dataset."""
         dataset = workers.dataset
         num_rows = len(dataset)
@@ -559,7 +559,7 @@ class _Build:
     @classmethod
     def of_stream(
         cls, stream: Any, spool: Spool, path: Path, options: BuildOptions, fingerprint: Fingerprint
-    ) -> "_Build":
+    ) -> "PlannedBuild":
         """Plan to store the rows of a stream."""
         classes = _class_names(stream)
         num_shards = options.shards_of(len(spool))
@@ -641,7 +641,7 @@ class _Build:
                 raise
 
 
-def _build_all(build: _Build, options: BuildOptions, *, resume: bool) -> None:
+def _build_all(build: PlannedBuild, options: BuildOptions, *, resume: bool) -> None:
     """Write all rows that are missing, and commit. The lock must be held."""
     plan = build.plan
     building = Building.begin(

@@ -122,10 +122,18 @@ class StorePlan:
 
     def check(self) -> None:
         """Check that the store can be opened once it is built."""
+        self.draft().encode()
+
+    def draft(
+        self,
+        probes: tuple[tuple[int, str], ...] = (),
+        fingerprint: Fingerprint | None = None,
+    ) -> Manifest:
+        """The manifest of the store before a row is written."""
         sums = {field.name: ("0" * 16,) * self.num_shards for field in self.schema.fields}
-        Manifest(
-            self.shards, self.schema, self.columns, (), sums, {}, classes=self.classes
-        ).encode()
+        return Manifest(
+            self.shards, self.schema, self.columns, probes, sums, {}, fingerprint, self.classes
+        )
 
     def __str__(self) -> str:
         fields = ", ".join(f"{field.name} {field}" for field in self.schema.fields)
@@ -361,7 +369,7 @@ class Building:
             # Half a line, joined with the next one, would name other rows.
             os.ftruncate(self._descriptor, num_bytes)
             raise
-        self._done = merge_ranges((*self._done, *rows))
+        self._done += rows
 
     def finish(
         self,

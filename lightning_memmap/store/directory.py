@@ -35,6 +35,8 @@ from lightning_memmap.store.manifest import (
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
 JOURNAL = "journal"
+#: What a build shares with those who read its rows meanwhile, in its generation.
+SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 _log = logging.getLogger(__name__)
@@ -183,6 +185,7 @@ class StoreDirectory:
             return  # Whose files these are cannot be told.
         for path in self._generations():
             if path.name == current:
+                shutil.rmtree(path / SERVING, ignore_errors=True)
                 for left in (path / JOURNAL, *path.glob(f"*{TEMPORARY}"), path / PARTS, path / KEY):
                     with suppress(OSError):
                         left.unlink(missing_ok=True)

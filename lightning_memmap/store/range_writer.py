@@ -127,10 +127,14 @@ class RangeWriter:
         first, num_rows = task
         places = range(first - self._first_row, first - self._first_row + num_rows)
         rows = places if self._order is None else self._order[places.start : places.stop]
-        if not self._write_slices(rows):
-            for index in range(0, num_rows, self._max_item_rows):
-                self._write_items(rows[index : index + self._max_item_rows])
+        self.write_rows(rows)
         return range(first, first + num_rows), perf_counter() - start
+
+    def write_rows(self, rows: range | Integers) -> None:
+        """Write rows of the dataset, of which the last may be written later."""
+        if not self._write_slices(rows):
+            for index in range(0, len(rows), self._max_item_rows):
+                self._write_items(rows[index : index + self._max_item_rows])
 
     def finish(self) -> None:
         """Wait until all rows that were read are written."""

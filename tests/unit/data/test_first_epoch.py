@@ -1,0 +1,197 @@
+"""Training while the store is built: as from a finished store, and no row is read twice."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import DatasetError
+from lightning_memmap.sampling import (
+    Bucketed,
+    KFold,
+    RandomSplit,
+    Subset,
+    Weighted,
+)
+from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store.probes import probe_rows
+from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced, Slow
+from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
+
+NUM_ROWS, GLOBAL_BATCH = 331, 24
+
+
+class Watching(L.Callback):
+    """Notes at each step whether rows of the store are missing."""
+
+    def __init__(self) -> None:
+        self.is_growing: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
+        serving = getattr(trainer.datamodule.stores["train"], "serving", None)
+        self.is_growing.append(serving is not None and not serving.has_all)
+
+
+def fit(
+    path: Path,
+    module: Any,
+    dataset: Dataset[Any],
+    build: str,
+    *,
+    devices: int = 1,
+    validated: Dataset[Any] | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Watching:
+    """Train for three epochs, and say at which steps rows were missing."""
+    options = {"seed": 5, "num_workers": 2, "batch_size": GLOBAL_BATCH // devices, **options}
+    data = MemmapDataModule(
+        Slow(Logged(dataset, path / f"{build}.log"), 0.01),
+        validated,
+        store_dir=path / build,
+        build=build,
+        **options,
+    )
+    watching = Watching()
+    trainer = make_trainer(
+        path,
+        strategy="memmap_superbatch",
+        devices=devices,
+        callbacks=[watching],
+        **{"max_epochs": 3, **(trainer_options or {})},
+    )
+    trainer.fit(module, datamodule=data)
+    return watching
+
+
+def assert_alike(
+    path: Path, kind: Callable[[], Any], dataset: Dataset[Any], grows: bool = True, **options: Any
+) -> None:
+    """Check that training is the same whether the store is built first or meanwhile."""
+    modules = {build: kind() for build in ("first", "while_training")}
+    for build, module in modules.items():
+        watching = fit(path, module, dataset, build, **options)
+        assert watching.is_growing[0] is (grows and build == "while_training")
+        assert not watching.is_growing[-1]
+    first, meanwhile = modules.values()
+    assert first.seen == meanwhile.seen
+    assert torch.equal(weights(first), weights(meanwhile))
+    stores = [open_store(path / build / "train") for build in modules]
+    assert stores[0].manifest.content == stores[1].manifest.content
+    assert verify_store(path / "while_training" / "train") == []
+
+
+def rows_read(log: Path) -> Counter[int]:
+    return Counter(map(int, log.read_text().split()))
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "shuffled": {},
+    "in order": {"shuffle": False},
+    "blocks": {"shuffle_window": 3},
+    "streamed": {"shuffle_window": 3, "residency": "stream"},
+    "on the device": {"residency": "device"},
+    "by weight": {"sampler": Weighted(torch.arange(NUM_ROWS) % 5 + 0.5)},
+    "a part": {"sampler": Weighted(torch.arange(NUM_ROWS) < 100), "shuffle_window": 4},
+    "chosen rows": {"subset": {"train": Subset(rows=range(7, 200, 3))}},
+    "held out": {"subset": RandomSplit(0.2)},
+    "a fold": {"subset": KFold(5), "member": 2},
+    "steps left out": {"skip_steps": [1, 2, 20], "drop_last": True},
+    "row numbers": {"with_row_numbers": True, "num_shards": 7},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> None:
+    assert_alike(tmp_path, Regression, Points(NUM_ROWS), devices=2, **ORDERS[order])
+    read = rows_read(tmp_path / "while_training.log")
+    probes = probe_rows(NUM_ROWS)
+    assert read == Counter({row: 3 if row in probes else 1 for row in range(NUM_ROWS)})
+
+
+@pytest.mark.parametrize("devices", [1, 3, 4])
+def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
+    options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
+    assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
+
+
+def doubled(batch: Any) -> Any:
+    return {**batch, "x": batch["x"] * 2}
+
+
+@pytest.mark.parametrize("sampler", [Weighted("row"), Bucketed("sound")])
+def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, sampler: Any) -> None:
+    kind, dataset = (Regression, Points(150)) if isinstance(sampler, Weighted) else SOUNDS
+    assert_alike(tmp_path, kind, dataset, grows=False, sampler=sampler)
+
+
+SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
+
+
+@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+def test_training_on_rows_of_several_lengths(tmp_path: Path, form: str) -> None:
+    variable = dict.fromkeys(("sound", "ids"), form) | {"image": "list"}
+    assert_alike(tmp_path, *SOUNDS, devices=2, variable=variable)
+
+
+def test_training_on_encoded_images(tmp_path: Path) -> None:
+    assert_alike(tmp_path, Brightness, EncodedImages(100), devices=2, variable=FORMS)
+
+
+@pytest.mark.parametrize("limit", [3, 1.0])
+def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> None:
+    """The rows of the others are there when the next run begins, or are read then."""
+    modules = []
+    for build in ("first", "while_training"):
+        modules.append(Regression())
+        options = {"limit_train_batches": limit, "max_epochs": 2}
+        fit(tmp_path, modules[-1], Points(NUM_ROWS), build, trainer_options=options)
+    assert torch.equal(*map(weights, modules))
+    fit(tmp_path, Regression(), Points(NUM_ROWS), "while_training")
+    read = rows_read(tmp_path / "while_training.log")
+    others = {row: count for row, count in read.items() if row not in probe_rows(NUM_ROWS)}
+    assert others == dict.fromkeys(others, 1)
+    assert len(read) == NUM_ROWS
+
+
+@pytest.mark.parametrize("error", [ValueError("no such file"), KeyboardInterrupt()])
+def test_dataset_that_fails_ends_training_and_keeps_rows(tmp_path: Path, error: Any) -> None:
+    bad = 200
+    dataset = Replaced(Points(NUM_ROWS), {bad: error})
+    with pytest.raises(DatasetError, match=f"row {bad}.*no such file"):
+        fit(tmp_path, Regression(), dataset, "while_training", fingerprint="1")
+    before = rows_read(tmp_path / "while_training.log")
+    module = Regression()
+    fit(tmp_path, module, Points(NUM_ROWS), "while_training", fingerprint="1")
+    assert verify_store(tmp_path / "while_training" / "train") == []
+    again = rows_read(tmp_path / "while_training.log") - before
+    assert sum(again.values()) < NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"overwrite": True}, "overwrite=True"),
+        ({"store_dir": "s3://bucket/stores"}, "store_dir='s3://bucket/stores'"),
+        ({"residency": "stream"}, "residency='stream'.*shuffle_window"),
+        ({"build": "later"}, "build='later'"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    options = {"store_dir": "stores", "num_workers": 1, "build": "while_training", **options}
+    with pytest.raises(ValueError, match=message):
+        MemmapDataModule(Points(9), **options)
+
+
+def test_stream_is_not_supported(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "build": "while_training"}
+    data = MemmapDataModule(iter(Points(9)), store_dir=tmp_path, fingerprint="1", **options)
+    with pytest.raises(ValueError, match=r"train_dataset.*build='first'"):
+        data.prepare_data()
