@@ -186,9 +186,9 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
             " MemmapDataModule, whose datasets and stores supply the rows of all variants"
         )
     # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
-    copied = data.with_options(drop_last=True, overwrite=False)
-    copied.datasets.update(test=None, predict=None)
-    return copied
+    return data.with_options(
+        drop_last=True, overwrite=False, test_dataset=None, predict_dataset=None
+    )
 
 
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:

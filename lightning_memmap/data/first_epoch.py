@@ -4,7 +4,7 @@ import logging
 from operator import length_hint
 from pathlib import Path
 
-from lightning_memmap.data.set_up import Planner, SetUp
+from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import argument_of
 from lightning_memmap.errors import with_article
@@ -76,15 +76,15 @@ class FirstEpoch:
         while self._builds:
             self._builds.popitem()[1].stop()
 
-    def renewed(self, planner: Planner, made: SetUp) -> SetUp:
-        """The same set-up once stores that were being built are whole."""
-        growing = {s: each for s, each in made.stores.items() if isinstance(each, GrowingStore)}
-        finished = {split: each.finished() for split, each in growing.items()}
-        if not any(finished.values()):
-            return made
-        made.release()
-        opened = {split: finished.get(split) or each for split, each in made.stores.items()}
-        for split, store in finished.items():
-            if store is not None:
-                planner.stores.note(split, store)
-        return planner.load(opened, planner.place(opened))
+
+def renewed(made: SetUp) -> SetUp:
+    """The same set-up, once stores that were being built are whole."""
+    growing = {split: s for split, s in made.stores.items() if isinstance(s, GrowingStore)}
+    whole = {split: found for split, s in growing.items() if (found := s.finished()) is not None}
+    if not whole:
+        return made
+    made.release()
+    planner, opened = made.planner, {**made.stores, **whole}
+    for split, store in whole.items():
+        planner.stores.note(planner.stores.stored_split(split), store)
+    return planner.load(opened, planner.place(opened))

@@ -16,12 +16,9 @@ from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import (
-    TrainerProgress,
-    validate_anew,
-)
+from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch
+from lightning_memmap.data.first_epoch import FirstEpoch, renewed
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -32,19 +29,9 @@ from lightning_memmap.data.options import (
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
-from lightning_memmap.data.splits import (
-    SPLITS,
-    check_datasets,
-    has_several,
-    named_datasets,
-)
+from lightning_memmap.data.splits import SPLITS, has_several, named_datasets
 from lightning_memmap.errors import nearest
-from lightning_memmap.loading import (
-    BatchLoader,
-    FormedCollate,
-    SplitRows,
-    SuperBatchLoader,
-)
+from lightning_memmap.loading import BatchLoader, FormedCollate, SplitRows, SuperBatchLoader
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import (
@@ -58,14 +45,7 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
-from lightning_memmap.sampling import (
-    Pool,
-    Sampler,
-    SamplerFactory,
-    Selection,
-    SequentialSampler,
-    Subset,
-)
+from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, Subset
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
@@ -93,20 +73,6 @@ _SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-
-
-class _SplitDataset:
-    """The dataset of a split, or several of them, as an attribute of a data module."""
-
-    def __init__(self, split: str) -> None:
-        self._split = split
-
-    def __get__(self, owner: Any, kind: type) -> Any:
-        return self if owner is None else owner.datasets[self._split]
-
-    def __set__(self, owner: Any, dataset: Any) -> None:
-        check_datasets(self._split, dataset)
-        owner.datasets[self._split] = dataset
 
 
 class MemmapDataModule(OptionAttributes, L.LightningDataModule):
@@ -198,7 +164,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             at once. In the first epoch, ``num_workers`` processes read the rows in the order in
             which they are needed, and store them. The rows of each batch are the same.
 
-    The arguments except the datasets are attributes too. Setting one takes effect at the next
+    The arguments are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
 
     Raises:
@@ -206,11 +172,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             integer, or a fingerprint is not a string.
         ValueError: An argument is out of range, or two of them exclude each other.
     """
-
-    train_dataset = _SplitDataset("train")
-    val_dataset = _SplitDataset("val")
-    test_dataset = _SplitDataset("test")
-    predict_dataset = _SplitDataset("predict")
 
     @without_loader_options
     def __init__(
@@ -247,11 +208,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         given = locals()
         super().__init__()
         self.options = DataOptions(**{name: given[name] for name in OPTIONS})
-        self.datasets: dict[str, Any] = dict(
-            zip(SPLITS, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True)
-        )
-        for kind, given in self.datasets.items():
-            check_datasets(kind, given)
         self._set_up: SetUp | None = None
         self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         #: By split, what this data module has stored or recognised: see `SplitStores`.
@@ -262,15 +218,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
         self._first_epoch = FirstEpoch()
-        stores = SplitStores(self.options, self.datasets, None, self._built)
-        stores.check_held_out()
-        stores.check_mixture()
+        SplitStores(self.options, None, self._built).check_datasets()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
-        """A data module of the same class and datasets with other options, and not set up.
+        """A data module of the same class with other options or datasets, and not set up.
 
         Args:
-            changes: Options by name.
+            changes: Arguments by name.
 
         Returns:
             The new data module; this one is unchanged.
@@ -286,16 +240,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 )
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
-        other.datasets, other._built = dict(self.datasets), dict(self._built)
-        other._first_epoch = FirstEpoch()
+        other._built, other._first_epoch = dict(self._built), FirstEpoch()
         return other
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse class attributes that would silently take the place of arguments.
-
-        Raises:
-            TypeError: The class has such an attribute.
-        """
+        """Refuse class attributes that would silently take the place of arguments."""
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
             hides = isinstance(getattr(MemmapDataModule, name, None), Option)
@@ -337,17 +286,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 "from_datasets: store_dir is missing: give store_dir=..., the directory that the"
                 " datasets are stored in"
             )
-        given = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        datasets: dict[str, Any] = {
-            f"{kind}_dataset": dataset for kind, dataset in zip(SPLITS, given, strict=True)
-        }
-        return cls(**datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
+        datasets: Any = train_dataset, val_dataset, test_dataset, predict_dataset
+        return cls(*datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments, and nothing that `setup` has made: a copy must be set up again.
-
-        It belongs to the Trainer only while that runs: a strategy may send both to a process.
-        """
+        """The arguments, and nothing that `setup` has made: a copy must be set up again."""
         return {
             **vars(self),
             "trainer": None if self._running is None else self.trainer,
@@ -384,8 +327,15 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = [
             name for name in vars(self.options) if isinstance(getattr(type(self), name), property)
         ]
-        options = replace(self.options, **{name: getattr(self, name) for name in made})
-        return SplitStores(options, self.datasets, self._strategy, self._built)
+        options = self.options
+        if made:
+            options = replace(options, **{name: getattr(self, name) for name in made})
+        return SplitStores(options, self._strategy, self._built)
+
+    @property
+    def datasets(self) -> dict[str, Any]:
+        """What is given for each of the four arguments."""
+        return self.options.datasets
 
     @property
     def stores(self) -> Mapping[str, Store]:
@@ -394,12 +344,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @property
     def store_directory(self) -> Path | StoreUrl:
-        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
-        place of ``{member}``.
-
-        Raises:
-            ValueError: The member is not known.
-        """
+        """The directory of the stores, or its URL."""
         return self._split_stores.directory
 
     @property
@@ -486,34 +431,19 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        planner = self._planner(topology_of(self._strategy))
+        topology = topology_of(self._strategy)
+        planner = Planner(self._split_stores, topology, self._is_overfitting)
         planner.stores.check()
-        opened = planner.open(self._splits(stage))
+        opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
         self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)
 
-    def _planner(self, topology: DataTopology) -> Planner:
-        return Planner(self._split_stores, topology, self._is_overfitting)
-
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
-        """The order of the training rows, except under ``overfit_batches``.
-
-        Args:
-            store: Their store, of which at most the fields are read that decide the order.
-            topology: Where they are trained on; by default one device.
-
-        Returns:
-            What the argument ``sampler`` makes, or the sampler of this package that ``shuffle``,
-            ``shuffle_window`` and ``residency`` select.
-
-        Raises:
-            PlacementError: There are fewer rows than data devices.
-            ValueError: The member, which folds and parts need, is not known or out of range.
-        """
-        planner = self._planner(topology or topology_of(None))
-        return planner.order(store, planner.size("train", store))
+        """The order of the training rows, except under ``overfit_batches``."""
+        planner = Planner(self._split_stores, topology or topology_of(None))
+        return planner.size("train", store).order
 
     @property
     def _is_overfitting(self) -> bool:
@@ -557,17 +487,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             ValueError: No step would have its full size under ``drop_last``, the rows cannot be
                 read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
-        made, order = self._set_up, None
-        if not self._is_overfitting and made is not None and "train" in self._rows:
-            order = self._present_order(made)
-        loader = self._loader(
-            "train",
-            self.transform,
-            order=order,
-            drop_last=self.drop_last,
-            progress=None if self.trainer is None else TrainerProgress(self.trainer),
-        )
-        self._train_loader = loader
+        loader = self._train_loader = self._loader("train")
         if self.trainer is not None:
             loader.set_epoch(self.trainer.current_epoch)
             if self._resume is not None:
@@ -576,22 +496,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             renew_where_epochs_differ(loader, self.trainer)
         self._skipped = loader.skipped
         return loader
-
-    def _present_order(self, made: SetUp) -> Sampler:
-        """The order of the training rows that are set up: it may have been set since."""
-        stores, was = self._split_stores, made.options
-        window = stores.options.shuffle_window
-        if was.residency == Residency.STREAM.value and window != was.shuffle_window:
-            raise ValueError(
-                f"shuffle_window={window}: under residency='stream' the rows are set up with"
-                f" shuffle_window={was.shuffle_window}: call setup() after you set it"
-            )
-        # Where the rows live is as it was set up.
-        if made.order is not None and _ordering(stores.options) == _ordering(was):
-            return made.order
-        stores = replace(stores, options=replace(stores.options, residency=was.residency))
-        planner = Planner(stores, made.placement.topology, self._is_overfitting)
-        return planner.order(made.stores["train"], made.placement.splits["train"].size)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loader stands, the same on every rank.
@@ -671,9 +575,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _loaders(self, kind: str) -> Loaders:
         """A loader for each dataset to evaluate on, in the form in which they are given."""
         given = self.datasets[kind]
-        loaders = {
-            split: self._loader(split, self.eval_transform) for split in named_datasets(kind, given)
-        }
+        loaders = {split: self._loader(split) for split in named_datasets(kind, given)}
         if not has_several(given):
             return loaders[kind]
         if isinstance(given, Mapping):
@@ -725,55 +627,35 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return None if self.trainer is None else self.trainer.strategy
 
     def open_train_store(self) -> Store:
-        """Open the store of the training rows, without a set-up. Several sets are one store.
-
-        Raises:
-            StoreNotFoundError: There is none.
-            StoreError: It is damaged.
-        """
+        """Open the store of the training rows, without a set-up. Several sets are one store."""
         stores = self._split_stores
-        if (store := stores.open("train")) is None:
+        if not (opened := stores.open(["train"])):
             raise stores.missing("train")
-        return store
+        return opened["train"]
 
     def store_path(self, split: str) -> Path | StoreUrl:
-        """Where the store is that has the rows of a split.
-
-        Args:
-            split: Its name, such as ``train`` or ``val/clean``.
-
-        Raises:
-            ValueError: ``store_dir`` has ``{member}`` in it, and the member is not known.
-        """
+        """Where the store is that has the rows of a split."""
         return self._split_stores.path(split)
 
-    def _loader(
-        self,
-        split: str,
-        transform: Callable[..., Any] | None,
-        *,
-        order: Sampler | None = None,
-        drop_last: bool = False,
-        progress: TrainerProgress | None = None,
-    ) -> SuperBatchLoader | BatchLoader:
-        rows = self._rows_of(split)
+    def _loader(self, split: str) -> SuperBatchLoader | BatchLoader:
+        rows, made = self._rows_of(split), self._set_up
+        assert made is not None
+        order, options = made.placement.splits[split].size.order, dict[str, Any]()
         if split == "train":
-            # The transform may have been set since the set-up.
-            self._planner(rows.topology).check_train_fields(self.stores[split])
-        skipping: dict[str, Any] = {}
-        if split == "train" and not self._is_overfitting:
-            steps = steps_to_skip(self.skip_steps)
-            skipping = {"skip_steps": steps, "skipped": self._skipped}
+            order = made.order_with(self._split_stores.options)
+            progress = None if self.trainer is None else TrainerProgress(self.trainer)
+            options = {"drop_last": self.drop_last, "progress": progress}
+            if not self._is_overfitting:
+                steps = steps_to_skip(self.skip_steps)
+                options |= {"skip_steps": steps, "skipped": self._skipped}
         loader = SuperBatchLoader(
             rows,
-            order or SequentialSampler(rows.pool),
+            order,
             self.batch_size,
             collate=self._collate(split),
-            transform=transform,
-            drop_last=drop_last,
+            transform=self.transform if split == "train" else self.eval_transform,
             seed=self.seed,
-            progress=progress,
-            **skipping,
+            **options,
         )
         if any(isinstance(store, GrowingStore) for store in self.stores.values()):
             loader.renewed = partial(self._renewed, split)
@@ -788,9 +670,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = self._set_up
         # Not while a training epoch goes on.
         if made is not None and not made.is_released and split == next(iter(made.stores)):
-            planner = self._planner(made.placement.topology)
-            stores = replace(planner.stores, options=made.options)
-            self._set_up = self._first_epoch.renewed(replace(planner, stores=stores), made)
+            self._set_up = renewed(made)
             self._print_placement(self._set_up.placement)
         return self._rows.get(split)
 
@@ -809,14 +689,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             sample = first_sample(dataset, self.num_workers)
         collate = FormedCollate(schema, options.fields.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
-
-
-def _ordering(options: DataOptions) -> tuple[Any, ...]:
-    """The options that the order depends on."""
-    sampler = options.sampler
-    is_by_batch = isinstance(sampler, SamplerFactory) and sampler.by_batch
-    batch_size = options.batch_size if is_by_batch else None
-    return sampler, options.shuffle, options.seed, options.shuffle_window, batch_size
 
 
 @rank_zero_only

@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
-from lightning_memmap.data.splits import SPLITS
+from lightning_memmap.data.splits import SPLITS, check_datasets
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
-from lightning_memmap.placement import check_memory_fraction, check_residency
-from lightning_memmap.sampling import (
-    Pool,
-    Sampler,
-    SamplerFactory,
-    Selection,
-    Subset,
-)
+from lightning_memmap.placement import Residency, check_memory_fraction, check_residency
+from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, Subset
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.schema.forms import FieldOptions
@@ -62,14 +56,12 @@ def without_loader_options(init: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The arguments of a `MemmapDataModule`, which describes them, except its datasets.
+    """The arguments of a `MemmapDataModule`, which describes them."""
 
-    Raises:
-        TypeError: A transform or the sampler cannot be called, a count or the seed is not an
-            integer, a fingerprint is not a string, or a form has arguments that it cannot have.
-        ValueError: An option is out of range, or two of them exclude each other.
-    """
-
+    train_dataset: Any
+    val_dataset: Any
+    test_dataset: Any
+    predict_dataset: Any
     store_dir: Path | StoreUrl
     batch_size: int
     transform: Callable[..., Any] | None
@@ -95,6 +87,8 @@ class DataOptions:
     build: str = "first"
 
     def __post_init__(self) -> None:
+        for kind, given in self.datasets.items():
+            check_datasets(kind, given)
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
         for name, least in _COUNTS.items():
             value = getattr(self, name)
@@ -138,7 +132,7 @@ class DataOptions:
             reason = "overwrite=True: remove the old store"
         elif isinstance(self.store_dir, StoreUrl):
             reason = f"store_dir={str(self.store_dir)!r}: give a directory"
-        elif self.residency == "stream" and self.shuffle and self.shuffle_window is None:
+        elif self.is_streamed and self.shuffle and self.shuffle_window is None:
             reason = "residency='stream': the order depends on it: give shuffle_window=..."
         if reason is not None:
             raise ValueError(f"build='while_training' with {reason}, or build='first'")
@@ -165,7 +159,7 @@ class DataOptions:
         if self.shuffle_window is None:
             return
         # Under residency="stream" it also says how many rows are read at once.
-        if not self.shuffle and self.residency != "stream":
+        if not self.shuffle and not self.is_streamed:
             raise ValueError(
                 f"shuffle_window={self.shuffle_window} with shuffle=False: leave one of them out;"
                 " without residency='stream' it decides nothing but how rows are shuffled"
@@ -196,51 +190,61 @@ class DataOptions:
             )
 
     @property
+    def datasets(self) -> dict[str, Any]:
+        """What is given for each of the four arguments."""
+        return {kind: getattr(self, f"{kind}_dataset") for kind in SPLITS}
+
+    @property
+    def mixed(self) -> tuple[str, ...]:
+        """The names of the training sets that the sampler mixes; none where there is one."""
+        return self.sampler.stores if isinstance(self.sampler, SamplerFactory) else ()
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The options that the order of the training rows depends on, by name."""
+        names = ["sampler", "shuffle", "seed", "shuffle_window"]
+        if isinstance(self.sampler, SamplerFactory) and self.sampler.by_batch:
+            names.append("batch_size")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read block by block."""
+        return self.residency == Residency.STREAM.value
+
+    @property
     def fields(self) -> FieldOptions:
         """What is said of the fields: ``variable`` and ``store_dtypes``."""
         return FieldOptions.of(self.variable, self.store_dtypes)
 
     def selection(self, split: str) -> Selection | None:
-        """What selects the rows of a split; None where it has all of its store.
-
-        Args:
-            split: Its name.
-        """
+        """What selects the rows of a split; None where it has all of its store."""
         if isinstance(self.subset, Mapping):
             return self.subset.get(split)
         selection = self.subset
         return None if selection is None or split not in selection.splits else selection
 
     def fingerprint_of(self, split: str) -> str | None:
-        """The fingerprint of a split's dataset; None where none is given.
-
-        Args:
-            split: Its name.
-        """
+        """The fingerprint of a split's dataset; None where none is given."""
         if isinstance(self.fingerprint, Mapping):
             return self.fingerprint.get(split)
         return self.fingerprint
 
     def check_splits(self, splits: Iterable[str]) -> None:
-        """Check that fingerprints and subsets are given for splits that there are.
-
-        Args:
-            splits: The names of all splits.
-
-        Raises:
-            ValueError: One is given for another split.
-        """
+        """Check that fingerprints and subsets are given for splits that there are."""
         names = list(splits)
         for argument, split in self.by_split():
             if split not in names:
                 raise _no_split(argument, split, names)
+            selection = self.selection(split)
+            if argument == "fingerprint" and selection and selection.stored_split(split) != split:
+                raise ValueError(
+                    f"fingerprint for {split!r}: its rows are held out of the store of"
+                    f" 'train': give the fingerprint for 'train'"
+                )
 
     def by_split(self) -> Iterator[tuple[str, str]]:
-        """The options that are given for some splits by name.
-
-        Yields:
-            The name of the option, and a split that it is given for.
-        """
+        """The options that are given for some splits by name."""
         for argument in ("fingerprint", "subset"):
             given = getattr(self, argument)
             for split in given if isinstance(given, Mapping) else ():
@@ -260,10 +264,7 @@ def _directory(given: object) -> Path | StoreUrl:
 
 
 class Option:
-    """An option as an attribute of its owner: read from ``owner.options``, and checked when set.
-
-    Lightning's tuner sets ``batch_size``, and subclasses may set a transform.
-    """
+    """An option as an attribute of its owner: read from ``owner.options``, and checked when set."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -15,30 +15,14 @@ from lightning_memmap.sampling import StridedRows
 
 @dataclass(frozen=True)
 class Resume:
-    """Where the training of a data module stood.
-
-    Args:
-        loader: Where its training loader stood.
-        num_trained: The batches of the epoch that the weights were trained on; None where the
-            Trainer had not been given one.
-    """
+    """Where the training of a data module stood."""
 
     loader: LoaderState
     num_trained: int | None
 
     @classmethod
     def read(cls, state: object) -> "Resume | None":
-        """Check what is loaded for a data module. Subclasses may have added to it.
-
-        Args:
-            state: What was loaded.
-
-        Returns:
-            Where training stood; None where there was no training loader.
-
-        Raises:
-            ValueError: It is not what a data module has saved.
-        """
+        """Check what is loaded for a data module. Subclasses may have added to it."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"the state of the data module is {with_article(type(state).__name__)}: give"
@@ -58,15 +42,7 @@ class Resume:
         return state if self.num_trained is None else {**state, "num_trained": self.num_trained}
 
     def check_rows(self, subset: Mapping[str, Any] | None) -> None:
-        """Check that training goes on with the rows that it had.
-
-        Args:
-            subset: The identity of the rows that a data module trains on; None for all.
-
-        Raises:
-            ValueError: The checkpoint is of other rows: its weights have learned from some that are
-                held out now.
-        """
+        """Check that training goes on with the rows that it had."""
         if self.loader.subset != subset:
             raise ValueError(
                 f"the checkpoint was trained on {_subset_text(self.loader.subset)}, and this data"
@@ -75,15 +51,7 @@ class Resume:
             )
 
     def apply(self, loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
-        """Let a fit go on from here.
-
-        Args:
-            loader: The new training loader.
-            trainer: The Trainer, when it gets this loader, after it has loaded the checkpoint.
-
-        Raises:
-            ValueError: The checkpoint cannot be resumed in the order of the loader.
-        """
+        """Let a fit go on from here."""
         epoch = trainer.current_epoch
         loader.set_epoch(epoch)
         loader.load_state_dict(self.loader.as_dict())
@@ -92,15 +60,7 @@ class Resume:
 
 
 def renew_where_epochs_differ(loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
-    """Have the Trainer ask for its loader again before the first epoch of another number of steps.
-
-    The epoch that is resumed has another one if the number of data devices has changed, and epochs
-    that leave steps out have fewer.
-
-    Args:
-        loader: The training loader of the present epoch.
-        trainer: The Trainer, when it gets it.
-    """
+    """Have the Trainer ask for its loader again before an epoch of another number of steps."""
     epoch = trainer.current_epoch
     later = {epoch + 1, *(at + more for at in loader.skipped.epochs() for more in (0, 1))}
     for other in sorted(at for at in later if at > epoch):

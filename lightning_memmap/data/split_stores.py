@@ -2,7 +2,7 @@
 their rows a split has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import length_hint
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning_memmap.arguments import nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, nearest
-from lightning_memmap.sampling import Rows, SamplerFactory, Selection
+from lightning_memmap.sampling import Rows, RowSubset, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.directory import is_store, stores_within
@@ -24,160 +24,90 @@ from lightning_memmap.store.sources.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class SplitStores:
-    """The stores of the splits of one data module.
-
-    Args:
-        options: The options of the data module.
-        given: Its datasets by argument: ``train``, ``val``, ``test`` and ``predict``.
-        strategy: The Trainer's, which may know the member that this process trains; or None.
-        built: By split, what this data module has stored or recognised, which `build` adds to.
-    """
+    """The stores of the splits of one data module."""
 
     options: DataOptions
-    given: Mapping[str, Any]
+    #: The Trainer's, which may know the member that this process trains; or None.
     strategy: Any
+    #: By split, what this data module has stored or recognised, which `build` adds to.
     built: dict[str, tuple[Any, ...]]
 
     @property
     def datasets(self) -> dict[str, Any]:
         """The datasets by split, each of several under a name of its own."""
-        return {
-            split: dataset
-            for kind, given in self.given.items()
-            for split, dataset in named_datasets(
-                kind, self._unnamed(kind) if given is None else given
-            ).items()
-        }
-
-    def _unnamed(self, kind: str) -> Any:
-        """What stands for the datasets of an argument that is None."""
-        return dict.fromkeys(self.mixed) or None if kind == "train" else None
-
-    @property
-    def mixed(self) -> tuple[str, ...]:
-        """The names of the training sets that the sampler mixes; none where there is one."""
-        sampler = self.options.sampler
-        return sampler.stores if isinstance(sampler, SamplerFactory) else ()
+        given = self.options.datasets
+        if given["train"] is None and self.options.mixed:
+            given["train"] = dict.fromkeys(self.options.mixed)
+        named = (named_datasets(kind, each) for kind, each in given.items())
+        return {split: dataset for each in named for split, dataset in each.items()}
 
     def parts(self, split: str) -> list[str]:
-        """The splits whose stores have the rows of a split: several where they are mixed.
-
-        Args:
-            split: Its name.
-        """
-        if split != "train":
-            return [split]
-        return [name for name in self.datasets if name.partition("/")[0] == "train"]
+        """The splits whose stores have the rows of a split: several where they are mixed."""
+        return [name for name in self.datasets if split in (name, name.partition("/")[0])]
 
     @property
     def directory(self) -> Path | StoreUrl:
-        """The directory of the stores, or its URL: ``store_dir``, with the number of the member in
-        place of ``{member}``.
-
-        Raises:
-            ValueError: The member is not known.
-        """
+        """The directory of the stores, or its URL."""
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
         return place_of(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
 
     def stored_split(self, split: str) -> str:
-        """The split whose store has the rows of a split.
-
-        Args:
-            split: Its name.
-        """
+        """The split whose store has the rows of a split."""
         selection = self.options.selection(split)
         return split if selection is None else selection.stored_split(split)
 
     def path(self, split: str) -> Path | StoreUrl:
-        """Where the store is that has the rows of a split.
-
-        Args:
-            split: Its name.
-
-        Raises:
-            ValueError: The member is not known, and the directory needs it.
-        """
+        """Where the store is that has the rows of a split."""
         return self.directory / self.stored_split(split)
 
     def check(self) -> None:
-        """Check that the options fit the datasets: both may have been set since the other was.
-
-        Raises:
-            ValueError: An option is given for another split, or there are rows to validate on
-                twice.
-        """
-        self.check_held_out()
-        self.check_mixture()
+        """Check that the options fit the datasets: both may have been set since the other was."""
+        self.check_datasets()
         self.options.check_splits(self.datasets)
         windows = self.options.fields.forms.get("tokens")
         for dataset in self.datasets.values():
             if isinstance(dataset, TokenStream) and isinstance(windows, Windows):
                 dataset.check_windows(windows.length, windows.stride)
 
-    def check_held_out(self) -> None:
-        """Check that there is no dataset to validate on beside rows that are held out.
-
-        Raises:
-            ValueError: There is one.
-        """
-        selection = self.options.selection("val")
-        holds_out = selection is not None and selection.stored_split("val") != "val"
-        if holds_out and self.given["val"] is not None:
+    def check_datasets(self) -> None:
+        """Check that rows to validate on are given once, and that training sets are mixed."""
+        given, mixed, selecting = self.options.datasets, self.options.mixed, self._selecting
+        if given["val"] is not None and self.stored_split("val") != "val":
             raise ValueError(
-                f"{self._selecting} with a val_dataset: the rows that are held out are what is"
+                f"{selecting} with a val_dataset: the rows that are held out are what is"
                 " validated on; leave val_dataset out, or give it as test_dataset"
             )
-
-    def check_mixture(self) -> None:
-        """Check that several training sets are mixed, and that nothing else is.
-
-        Raises:
-            ValueError: They are not, or rows are selected from them.
-        """
-        given, mixed = self.given["train"], self.mixed
-        names = [*given] if has_several(given) else []
+        sampler = f"sampler={self.options.sampler!r}"
+        names = [*given["train"]] if has_several(given["train"]) else []
         if unknown := [name for name in mixed if names and name not in names]:
             raise ValueError(
-                f"sampler={self.options.sampler!r}: train_dataset has no set {unknown[0]!r}, but"
-                f" {', '.join(names)}{nearest(unknown[0], names)}"
+                f"{sampler}: train_dataset has no set {unknown[0]!r}, but {', '.join(names)}"
+                f"{nearest(unknown[0], names)}"
             )
         if names and {*names} != {*mixed}:
             raise ValueError(
-                f"train_dataset has the sets {', '.join(names)}, and sampler="
-                f"{self.options.sampler!r}: say how often each of them comes with"
+                f"train_dataset has the sets {', '.join(names)}, and {sampler}: say how often each"
+                " of them comes with"
                 f" sampler=Mixture({dict.fromkeys(names, round(1 / len(names), 2))}), or join them"
                 " with torch.utils.data.ConcatDataset. For a dict of batches in each step, give"
                 " Lightning a CombinedLoader over the loaders of several data modules"
             )
-        if mixed and given is not None and not names:
+        if mixed and given["train"] is not None and not names:
             raise ValueError(
-                f"sampler={self.options.sampler!r}: it mixes several training sets, and"
-                " train_dataset is one: give them by name, such as"
-                f" train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
+                f"{sampler}: it mixes several training sets, and train_dataset is one: give them by"
+                f" name, such as train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
             )
         if mixed and self.options.selection("train") is not None:
             raise ValueError(
-                f"{self._selecting} with sampler={self.options.sampler!r}: of several training"
-                " sets, rows are selected from each by itself, and none is held out: give"
+                f"{selecting} with {sampler}: of several training sets, rows are selected from each"
+                " by itself, and none is held out: give"
                 f" subset={{'train/{mixed[0]}': Subset(...)}}, and a val_dataset"
             )
 
     def build(self, split: str) -> None:
-        """Build the store of a split from its dataset, or find it built.
-
-        Args:
-            split: Its name. It has a store of its own.
-
-        Raises:
-            ValueError: The dataset is empty.
-            SchemaError: As for `lightning_memmap.store.build_store`.
-            DatasetError: As there.
-            StoreError: As there, or the stores of several datasets would lie in the store of one,
-                or that of one in their directory.
-        """
+        """Build the store of a split from its dataset, or find it built."""
         options, dataset = self.options, self.datasets[split]
         # At a URL, `open` finds a store or says that there is none.
         if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
@@ -208,29 +138,26 @@ class SplitStores:
         """Note that the store of a split is of its dataset."""
         self.built[split] = self._source(split, store)
 
-    def open(self, split: str) -> Store | None:
-        """Open the store that has the rows of a split, and check that it is of its dataset.
-
-        Args:
-            split: Its name.
-
-        Returns:
-            The store; None where there is neither a store nor a dataset.
-
-        Raises:
-            StoreNotFoundError: A dataset is given, and its store was not built; or one of several
-                has neither.
-            StoreError: The store is damaged.
-            DatasetError: The store is of another dataset.
-            ValueError: There are stores of several datasets, and their order is not known.
-        """
-        if (parts := self.parts(split)) != [split]:
-            stores = {name.partition("/")[2]: self._open(name) for name in parts}
-            found = {name: store for name, store in stores.items() if store is not None}
-            return JoinedStore(Path(str(self.path(split))), found)
-        return self._open(split)
+    def open(self, splits: Iterable[str]) -> dict[str, Store]:
+        """Open the stores that have the rows of splits, of which some may have none."""
+        opened = dict[str, Store]()
+        for split in splits:
+            found = {part: self._open(part) for part in self.parts(split)}
+            stores = {part: store for part, store in found.items() if store is not None}
+            if {*found} != {split}:
+                named = {part.partition("/")[2]: store for part, store in stores.items()}
+                opened[split] = JoinedStore(Path(str(self.path(split))), named)
+            elif stores:
+                opened[split] = stores[split]
+            elif given := [name for name, each in self.options.by_split() if each == split]:
+                raise ValueError(
+                    f"{given[0]} for {split!r}: there are no such rows: give {argument_of(split)},"
+                    f" or leave {split!r} out of {given[0]}"
+                )
+        return opened
 
     def _open(self, split: str) -> Store | None:
+        """Open a store, and check that it is of its dataset."""
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
@@ -264,32 +191,20 @@ class SplitStores:
         return store
 
     def rows(self, split: str, store: Store) -> Rows:
-        """The rows of its store that a split has.
+        """The rows of its store that a split has."""
+        if isinstance(store, JoinedStore):
+            pairs = zip(self.parts(split), store.parts, strict=True)
+            return store.chosen([self._subset(part, each) for part, each in pairs])
+        return store.rows(self._subset(split, store))
 
-        Args:
-            split: Its name.
-            store: The store that has them.
-
-        Raises:
-            ValueError: The member, which folds and parts need, is not known or out of range.
-        """
-        selection, given = self.options.selection(split), self.options.subset
-        if isinstance(store, JoinedStore) and isinstance(given, Mapping):
-            parts = {name.removeprefix("train/"): each for name, each in given.items()}
-            return store.chosen({name: parts[name] for name in parts if name in self.mixed})
+    def _subset(self, split: str, store: Store) -> RowSubset | None:
+        selection = self.options.selection(split)
         if selection is None:
-            return store.rows()
-        return store.rows(selection.subset(split, self._index(selection), store))
+            return None
+        return selection.subset(split, self._index(selection), store)
 
     def missing(self, split: str) -> StoreNotFoundError:
-        """What is said of a split that has no rows.
-
-        Args:
-            split: Its name.
-
-        Returns:
-            The error to raise.
-        """
+        """What is said of a split that has no rows."""
         stored = self.parts(self.stored_split(split))[0]
         path = self.directory / stored
         if isinstance(path, StoreUrl):
@@ -346,11 +261,7 @@ class SplitStores:
         return member % count
 
     def _member(self, given: str) -> int:
-        """The member that this process trains.
-
-        Raises:
-            ValueError: It is not known. The message says what was given that needs it.
-        """
+        """The member that this process trains."""
         if self.options.member is not None:
             return self.options.member
         member: int | None = getattr(self.strategy, "member", None)
@@ -362,12 +273,7 @@ class SplitStores:
         return member
 
     def check_place(self, split: str) -> None:
-        """Check that the stores of several datasets do not go into the store of one, or the store
-        of one in their place.
-
-        Raises:
-            StoreError: They would.
-        """
+        """Check that the stores of several datasets and that of one do not go into each other."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind
         if name and is_store(path):
@@ -382,11 +288,7 @@ class SplitStores:
             )
 
     def _check_no_several(self, split: str) -> None:
-        """Check that the stores of several datasets are not taken for no store.
-
-        Raises:
-            ValueError: There are several, and which of them has which index is not known.
-        """
+        """Check that the stores of several datasets are not taken for no store."""
         path = self.directory / split
         # At a URL, looking for them would take longer than to open a store.
         if isinstance(path, Path) and (names := stores_within(path)):

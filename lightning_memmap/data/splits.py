@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch.utils.data import Dataset
 
@@ -20,16 +21,7 @@ _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def named_datasets(kind: str, given: Any) -> dict[str, Any]:
-    """The datasets that are given for one argument, by split.
-
-    Args:
-        kind: ``train``, ``val``, ``test`` or ``predict``.
-        given: A dataset; or several of them in a list, or by name. None stands for a dataset that
-            is stored already.
-
-    Returns:
-        One dataset under ``kind``; several under names such as ``val/0`` or ``val/clean``.
-    """
+    """The datasets that are given for one argument, by split."""
     if _is_by_name(given) and has_several(given):
         return {f"{kind}/{name}": dataset for name, dataset in given.items()}
     if has_several(given):
@@ -38,13 +30,7 @@ def named_datasets(kind: str, given: Any) -> dict[str, Any]:
 
 
 def has_several(given: Any) -> bool:
-    """Whether several datasets are given for one argument.
-
-    A list or a dict may also be one dataset: a list of its samples, or a dict of its columns.
-
-    Args:
-        given: The argument.
-    """
+    """Whether several datasets are given for one argument."""
     entries = _entries(given)
     is_any = any(map(_is_dataset, entries.values()))
     if _is_by_name(given) and entries and all(map(_is_list_of_samples, entries.values())):
@@ -53,18 +39,7 @@ def has_several(given: Any) -> bool:
 
 
 def check_datasets(kind: str, given: Any) -> None:
-    """Check what is given as the datasets of one argument.
-
-    Args:
-        kind: ``train``, ``val``, ``test`` or ``predict``.
-        given: The argument.
-
-    Raises:
-        TypeError: It is no dataset, or there are several, and one of them is none or they are to
-            train on.
-        ValueError: It is an empty list or dict; or a dataset has a name that a store cannot have,
-            or the same as another one up to case.
-    """
+    """Check what is given as the datasets of one argument."""
     if kind == "train" and is_dict_of_splits(given):
         raise TypeError(f"train_dataset: {way_out(given)}")
     entries = _entries(given)
@@ -97,21 +72,13 @@ def check_datasets(kind: str, given: Any) -> None:
                 f"{kind}_dataset[{name!r}] and [{other!r}]: some file systems would have one store"
                 " for both: use names that differ in more than case"
             )
-    is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type))
+    is_one = hasattr(given, "__getitem__") and not isinstance(given, (str, type, np.generic))
     if given is not None and not is_one and not is_stream(given):
         raise _no_dataset(f"{kind}_dataset", given)
 
 
 def check_store_name(what: str, name: object) -> None:
-    """Check that a store can have the name or index of one of several datasets or loaders.
-
-    Args:
-        what: What has the name, for messages.
-        name: The name or index.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Check that a store can have the name or index of one of several datasets or loaders."""
     if isinstance(name, int) or (isinstance(name, str) and _NAME.fullmatch(name)):
         return
     raise ValueError(
@@ -121,11 +88,7 @@ def check_store_name(what: str, name: object) -> None:
 
 
 def argument_of(split: str) -> str:
-    """The argument that a split's dataset is given with, for messages.
-
-    Args:
-        split: Its name.
-    """
+    """The argument that a split's dataset is given with, for messages."""
     kind, _, name = split.partition("/")
     if not name:
         return f"{kind}_dataset"

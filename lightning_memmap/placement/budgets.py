@@ -11,21 +11,7 @@ from lightning_memmap.host_memory import available_bytes
 def device_budgets(
     devices: Sequence[torch.device], fraction: float, num_local_processes: int = 1
 ) -> dict[torch.device, int]:
-    """The bytes that shards may take on each device: a share of what is free now.
-
-    Args:
-        devices: The data devices. One that is named more than once has one budget.
-        fraction: The share, more than 0 and at most 1.
-        num_local_processes: Processes of the run on this machine, which have equal parts of its
-            memory. A device other than the CPU belongs to one process.
-
-    Returns:
-        Bytes by device, and by the CPU, rounded down.
-
-    Raises:
-        ValueError: ``fraction`` is out of range, a device does not exist, or its free memory is not
-            known; see `free_bytes`.
-    """
+    """The bytes that shards may take on each device: a share of what is free now."""
     check_memory_fraction(fraction)
     cpu = torch.device("cpu")
     budgets = {device: int(free_bytes(device) * fraction) for device in (*devices, cpu)}
@@ -36,18 +22,7 @@ def device_budgets(
 
 
 def check_memory_fraction(fraction: float) -> float:
-    """Check the share of free memory that shards may take.
-
-    Args:
-        fraction: The share.
-
-    Returns:
-        The share as a float of Python.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is out of range.
-    """
+    """Check the share of free memory that shards may take."""
     share = check_number("memory_fraction", fraction)
     if not 0 < share <= 1:
         raise ValueError(f"memory_fraction={share}: choose more than 0 and at most 1")
@@ -55,21 +30,7 @@ def check_memory_fraction(fraction: float) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that is free now, in bytes.
-
-    Args:
-        device: A CPU or an accelerator whose free memory torch knows, such as CUDA, XPU and MPS.
-
-    Returns:
-        For the CPU, the host memory that is available to this process; see
-        `lightning_memmap.host_memory`. For MPS, what Metal recommends at most, less what its
-        driver has allocated for this process. For others what no process uses, as torch's
-        ``mem_get_info`` gives it, and what torch's allocator in this process keeps without using
-        it.
-
-    Raises:
-        ValueError: The device does not exist here, or is of another type.
-    """
+    """Memory of a device that is free now, in bytes."""
     if device.type == "cpu":
         return available_bytes()
     check_device(device)
@@ -84,14 +45,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """Check that a device exists on this machine.
-
-    Args:
-        device: The device. Without an index it is the first one of its type.
-
-    Raises:
-        ValueError: It does not; the message says which devices do.
-    """
+    """Check that a device exists on this machine."""
     if device.type == "cpu":
         return
     try:

@@ -31,14 +31,14 @@ from lightning_memmap.sizes import format_bytes
 class Residency(str, Enum):
     """Where a shard's rows live while they are used."""
 
+    #: In the memory of its data device.
     DEVICE = "device"
-    """In the memory of its data device."""
+    #: In memory of this process on the host, read once and in long pieces.
     HOST = "host"
-    """In memory of this process on the host, read once and in long pieces."""
+    #: In the file mapping itself: in the host's page cache as far as it fits.
     MMAP = "mmap"
-    """In the file mapping itself: in the host's page cache as far as it fits."""
+    #: In the files, read in their order: only two windows of rows are in host memory.
     STREAM = "stream"
-    """In the files, read in their order: only two windows of rows are in host memory."""
 
 
 _CPU = torch.device("cpu")
@@ -71,31 +71,12 @@ class Sized(Protocol):
         fields: Collection[str] | None = None,
         num_data_devices: int = 1,
     ) -> Integers:
-        """Bytes of the rows of each shard.
-
-        Args:
-            pool: How the rows, or some of them, are divided into shards; by default as stored.
-            fields: Names of the fields that count; by default all.
-            num_data_devices: Data devices of all processes.
-
-        Returns:
-            int64 of shape (C,).
-        """
+        """Bytes of the rows of each shard."""
 
 
 @dataclass(frozen=True)
 class SplitSize:
-    """A split, divided into shards for a topology, and its size.
-
-    Args:
-        order: The order of its rows, which are in a number of shards that the data devices divide.
-        shard_bytes: Bytes of each shard over the fields that this process holds, one entry per
-            shard.
-        window: Rows of a shard in a window, if the split is read window by window.
-        fields: Names of the fields that this process holds; None for all.
-        window_bytes: Bytes of the largest window of the rows that this process holds, if the split
-            is read window by window.
-    """
+    """A split, divided into shards for a topology, and its size."""
 
     order: Sampler
     shard_bytes: tuple[int, ...]
@@ -115,28 +96,7 @@ class SplitSize:
         measure: Measure | None = None,
         num_shards: int | None = None,
     ) -> "SplitSize":
-        """Divide a split into shards for a topology, and find its size.
-
-        Args:
-            split: Its name.
-            store: Its store.
-            topology: The data devices, and the fields that this process needs. Where the devices
-                do not divide the store's shards, its rows are re-striped, with a warning.
-            rows: The rows of the split: some of the store, or windows over them;
-                by default all of the store.
-            window: Rows of a shard in a window; `default_window` by default.
-            order: Makes the sampler of the rows, from their pool and the window; by default they
-                come in dataset order. Where it has shards of its own, they are those that are held.
-            measure: Finds the bytes of the largest window; by default they are those of rows of
-                mean size.
-            num_shards: Shards to divide its rows into; by default as many as the store has.
-
-        Returns:
-            The split. No row is read.
-
-        Raises:
-            PlacementError: The split has fewer rows than there are data devices.
-        """
+        """Divide a split into shards for a topology, and find its size."""
         if rows is None:
             rows = StoreRows(Shards(store.num_rows, store.num_shards))
         num_rows, total = rows.num_rows, topology.num_data_devices
@@ -198,12 +158,7 @@ def _counts(num_shards: int) -> str:
 
 @dataclass(frozen=True)
 class SplitPlacement:
-    """Where the shards of one split live.
-
-    Args:
-        size: The split.
-        residency: One entry per shard; None for a shard of another process.
-    """
+    """Where the shards of one split live."""
 
     size: SplitSize
     residency: tuple[Residency | None, ...]
@@ -224,14 +179,7 @@ class SplitPlacement:
         return len(self.residency) - self.residency.count(None)
 
     def window_bytes(self, num_shards: int) -> int:
-        """Host memory for a window of some of the shards that this process holds, in bytes.
-
-        Args:
-            num_shards: How many of them.
-
-        Returns:
-            Bytes of the largest window; 0 where the split is not read window by window.
-        """
+        """Host memory for a window of some of the shards that this process holds, in bytes."""
         if self.window is None:
             return 0
         return -(-self.size.window_bytes * num_shards // self.num_held)
@@ -239,17 +187,7 @@ class SplitPlacement:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """The shards of one split that one data device holds with one residency.
-
-    Args:
-        device_index: Which of the data devices of this process.
-        device: The device.
-        split: Name of the split.
-        residency: Where the shards live.
-        shards: Their numbers.
-        num_rows: Rows in them.
-        num_bytes: Bytes of them.
-    """
+    """The shards of one split that one data device holds with one residency."""
 
     device_index: int
     device: torch.device
@@ -267,25 +205,14 @@ class HeldShards:
 
 @dataclass(frozen=True)
 class Placement:
-    """The plan: for every split, where each shard of this process lives.
-
-    Args:
-        topology: The data devices and this process's rank.
-        splits: By name.
-        budget_bytes: By device, the bytes that shards may take there; for the CPU, those of the
-            host.
-    """
+    """The plan: for every split, where each shard of this process lives."""
 
     topology: DataTopology
     splits: Mapping[str, SplitPlacement]
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
     def held(self) -> Iterator[HeldShards]:
-        """What this process holds, by data device, then by split and residency.
-
-        Yields:
-            The shards of one data device that have one residency, with their rows and bytes.
-        """
+        """What this process holds, by data device, then by split and residency."""
         for index, device in enumerate(self.topology.data_devices):
             for name, split in self.splits.items():
                 groups: dict[Residency, list[int]] = defaultdict(list)
@@ -301,14 +228,7 @@ class Placement:
 
 
 def check_residency(residency: str) -> None:
-    """Check the residency that a user asks for.
-
-    Args:
-        residency: Its name, or ``auto``.
-
-    Raises:
-        ValueError: It is unknown.
-    """
+    """Check the residency that a user asks for."""
     if residency not in _RESIDENCIES:
         raise ValueError(f"residency={residency!r}: choose one of {', '.join(_RESIDENCIES)}")
 
@@ -320,27 +240,9 @@ def plan_placement(
     *,
     budget_bytes: Mapping[torch.device, int],
 ) -> Placement:
-    """Decide what lives where. Nothing is allocated.
-
-    ``auto`` fills the data devices first and falls back shard by shard, to the memory of the host
-    and then to the file mapping. For a CPU it is the file mapping: that is host memory already, and
-    shared by all processes.
-
-    Args:
-        splits: The splits by name, the most important first.
-        topology: The data devices and this process's rank.
-        residency: ``auto``, ``device``, ``host``, ``mmap`` or ``stream``.
-        budget_bytes: By device, the bytes that shards may take there: an entry for each data
-            device, and one for the CPU, whose memory the shards of ``host`` and the windows of
-            ``stream`` take.
-
-    Returns:
-        The plan for this process.
-
-    Raises:
-        ValueError: An unknown residency.
-        PlacementError: The data does not fit: the message gives both numbers and what to do.
-    """
+    """Decide what lives where. Nothing is allocated."""
+    # ``auto`` fills the data devices first and falls back shard by shard, to the memory of the host
+    # and then to the file mapping. For a CPU it is the file mapping: that is host memory already.
     check_residency(residency)
     used: dict[torch.device, int] = defaultdict(int)
     placed = {}
@@ -381,11 +283,7 @@ def plan_placement(
 
 
 def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
-    """Check that two windows of each split fit into memory together.
-
-    Raises:
-        PlacementError: They do not.
-    """
+    """Check that two windows of each split fit into memory together."""
     placed: Iterable[SplitPlacement] = splits.values()
     needed = sum(2 * split.window_bytes(split.num_held) for split in placed)
     if needed <= budget_bytes:

@@ -8,15 +8,7 @@ from lightning_memmap.sizes import format_bytes
 
 
 def placement_table(placement: Placement) -> Table:
-    """A table with a row for each data device, split and residency of this process.
-
-    Args:
-        placement: The plan.
-
-    Returns:
-        A table that rich prints, with shards, rows, bytes and budget. Where rows are read window by
-        window, it has a column for the host memory of the windows.
-    """
+    """A table with a row for each data device, split and residency of this process."""
     table = Table(title="Placement of shards", title_justify="left")
     for name in ("data device", "split", "residency"):
         table.add_column(name)

@@ -8,34 +8,13 @@ import torch
 
 @dataclass(frozen=True)
 class DataTopology:
-    """Where the data of this process lives, and where its batches go.
+    """Where the data of this process lives, and where its batches go."""
 
-    It names the data devices of this process, its place among the data-parallel processes, and the
-    device on which batches are assembled.
-
-    The data devices of all processes are numbered: rank ``r`` of ``R`` with ``D`` data devices has
-    ``r, r + R, r + 2R, ...``, ``W = R * D`` in all. Data device ``w`` owns the shards ``c`` with
-    ``c % W == w``.
-
-    Args:
-        data_devices: Devices that hold shards and serve batches. One device may be named more than
-            once: these are logical data devices.
-        rank: Data-parallel rank of this process.
-        size: Number of data-parallel processes.
-        assemble_on: The device that super-batches are assembled on; None where the batches of the
-            data devices stay apart.
-        prefetch: Coming steps that are made ready while one is computed; see
-            `lightning_memmap.loading.prefetch`.
-        train_fields: Names of the fields that training on this process needs: it holds and fetches
-            no others of the training rows. None for all, as for the rows of other splits.
-        num_local_processes: Processes of the run on this machine, this one included: they share its
-            memory.
-
-    Raises:
-        ValueError: No device is given, the rank is outside the processes, ``prefetch`` is negative,
-            ``num_local_processes`` is below 1, or ``train_fields`` are named for several data
-            devices.
-    """
+    # The data devices of all processes are numbered: rank r of R with D data devices has r, r + R,
+    # r + 2R ..., W = R * D in all. Data device w owns the shards c with c % W == w. One device may
+    # be named more than once: these are logical data devices. ``assemble_on`` is None where the
+    # batches of the data devices stay apart. Of the training rows, a process holds ``train_fields``
+    # alone; None for all. ``num_local_processes`` share the memory of this machine.
 
     data_devices: tuple[torch.device, ...]
     rank: int = 0
@@ -68,41 +47,18 @@ class DataTopology:
         return self.size * len(self.data_devices)
 
     def owner(self, shard: int) -> int | None:
-        """The data device of this process that owns a shard.
-
-        Args:
-            shard: Number of the shard.
-
-        Returns:
-            An index into ``data_devices``; None where another process owns the shard.
-        """
+        """The data device of this process that owns a shard."""
         if shard % self.size != self.rank:
             return None
         return shard // self.size % len(self.data_devices)
 
     def fields_of(self, split: str) -> frozenset[str] | None:
-        """Names of the fields of a split that this process holds; None for all.
-
-        Args:
-            split: Name of the split, such as ``train``.
-
-        Returns:
-            The names, or None.
-        """
+        """Names of the fields of a split that this process holds; None for all."""
         return self.train_fields if split == "train" else None
 
 
 def topology_of(strategy: Any) -> DataTopology:
-    """The data topology under a strategy: what it declares, or else one data device per process.
-
-    Args:
-        strategy: A Lightning strategy that knows its devices. One with a property ``data_topology``
-            declares it. Under any other, each process holds its shards on its root device, and
-            batches are made there. None stands for one process on the CPU.
-
-    Returns:
-        The topology of this process.
-    """
+    """The data topology under a strategy: what it declares, or else one data device per process."""
     if strategy is None:
         cpu = torch.device("cpu")
         return DataTopology((cpu,), assemble_on=cpu)
@@ -120,25 +76,11 @@ def topology_of(strategy: Any) -> DataTopology:
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
-    """Data-parallel rank and size of this process under any Lightning strategy.
-
-    Args:
-        strategy: The strategy, which knows its devices and processes.
-
-    Returns:
-        What the strategy's ``distributed_sampler_kwargs`` say; rank 0 of 1 where it has none.
-    """
+    """Data-parallel rank and size of this process under any Lightning strategy."""
     sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return sharding.get("rank", 0), sharding.get("num_replicas", 1)
 
 
 def local_processes(strategy: Any) -> int:
-    """Processes that a run has on this machine, under any Lightning strategy.
-
-    Args:
-        strategy: The strategy, which knows its devices.
-
-    Returns:
-        What the strategy's ``num_processes`` says; 1 where it has none.
-    """
+    """Processes that a run has on this machine, under any Lightning strategy."""
     return int(getattr(strategy, "num_processes", 1))

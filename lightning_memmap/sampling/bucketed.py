@@ -105,32 +105,17 @@ def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketedSampler(Sampler):
-    """A shuffled epoch whose rows are sorted by length within windows, bucket by bucket.
+    """A shuffled epoch whose rows are sorted by length within windows, bucket by bucket."""
 
-    A bucket is ``bucket_size`` consecutive positions, and a window ``num_buckets`` buckets. The
-    buckets of a window are ranked at random. Each shard, by itself, has its rows of the window
-    sorted by length, and its positions by the ranks of their buckets; the first row is at the first
-    position, and so on.
-
-    So that rows of a bucket are of similar length whichever shard they are of, rows are dealt to
-    shards by length: those at one offset of all shards are a layer of neighbours in length. All
-    shards have the same random order of layers, and exchange rows between a few of them that lie
-    together. And buckets are ranked among those that begin at the same shard, as far as there are
-    enough of them: rows then come to their positions as if there were no shards. In blocks, where
-    rows that lie together come together, shards are those of the store instead.
-
-    Args:
-        pool: The rows of each shard.
-        lengths: The length of each row, shard after shard, unsigned integers of shape (rows,).
-        bucket_size: Rows of a bucket.
-        num_buckets: Buckets of a window. Where there are as many, it is rounded down so that all
-            windows begin at the same shard.
-        seed: As for `Sampler`.
-        shuffle_window: As there.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
+    # A bucket is ``bucket_size`` consecutive positions, and a window ``num_buckets`` buckets, which
+    # are ranked at random. Each shard sorts its rows of the window by length, and its positions by
+    # the ranks of their buckets; the first row is at the first position, and so on.
+    # So that rows of a bucket are of similar length whichever shard they are of, rows are dealt to
+    # shards by length: those at one offset of all shards are a layer of neighbours in length. All
+    # shards have the same random order of layers, and exchange rows between a few of them that lie
+    # together. And buckets are ranked among those that begin at the same shard, as far as there are
+    # enough: rows then come to their positions as if there were no shards. In blocks, where rows
+    # that lie together come together, shards are those of the store instead.
 
     lengths: Numbers
     bucket_size: int

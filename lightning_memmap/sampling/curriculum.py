@@ -101,12 +101,7 @@ class Curriculum(SamplerFactory):
 
 @dataclass(frozen=True)
 class EpochOrders:
-    """The orders of a curriculum.
-
-    Args:
-        epochs: The first epoch of each, ascending from 0.
-        samplers: The orders.
-    """
+    """The orders of a curriculum."""
 
     epochs: tuple[int, ...]
     samplers: tuple[Sampler, ...]
@@ -120,14 +115,7 @@ class EpochOrders:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSampler(Sampler):
-    """Another order from an epoch on.
-
-    Args:
-        pool: The rows of all orders.
-        stages: The orders.
-        seed: Not used: the orders have theirs.
-        shuffle_window: Positions of a shard in a block of any of the orders.
-    """
+    """Another order from an epoch on."""
 
     stages: EpochOrders
 

@@ -26,26 +26,18 @@ _DIGITS = 8
 class Difference(NamedTuple):
     """One difference between the order of a checkpoint and the present one."""
 
+    #: What differs, such as ``seed``, ``windows.length`` or ``stages[5].sampler``.
     name: str
-    """What differs, such as ``seed``, ``windows.length`` or ``stages[5].sampler``."""
+    #: Its value in the checkpoint.
     saved: str
-    """Its value in the checkpoint."""
+    #: Its present value.
     now: str
-    """Its present value."""
+    #: What to resume with.
     remedy: str
-    """What to resume with."""
 
 
 def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
-    """Find the difference of two orders that says most to the user.
-
-    Args:
-        saved: The identity of the sampler of a checkpoint; see `Sampler.identity`.
-        now: That of the present one.
-
-    Returns:
-        The difference; None where the orders are the same.
-    """
+    """Find the difference of two orders that says most to the user."""
     found = min(_differences(saved, now), key=_vagueness, default=None)
     if found is None:
         return None

@@ -102,21 +102,7 @@ def made_sampler(
     fields: Fields,
     block: int | None = None,
 ) -> Sampler:
-    """Have a sampler made, and check it.
-
-    Args:
-        maker: What makes it.
-        pool: As for `SamplerFactory.make`.
-        seed: As there.
-        fields: As there.
-        block: Positions of a shard that are permuted together; None for all.
-
-    Raises:
-        TypeError: It is no frozen dataclass of values that checkpoints can hold, or ``maker`` is no
-            function of two arguments.
-        ValueError: It is over other rows, its first row is not one of its shard, or it does not
-            come in blocks.
-    """
+    """Have a sampler made, and check it."""
     if isinstance(maker, SamplerFactory):
         sampler = check_sampler(maker.make(pool, seed, fields), pool)
     else:

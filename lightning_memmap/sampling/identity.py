@@ -17,11 +17,7 @@ class Identified(Protocol):
 
 
 class Numbers:
-    """An array that is a value: it is read-only, and equal to others of the same content.
-
-    Args:
-        array: Its content; it is copied unless it is read-only already.
-    """
+    """An array that is a value: it is read-only, and equal to others of the same content."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array.copy() if array.flags.writeable else array
@@ -49,9 +45,5 @@ class Numbers:
 
 
 def identity_of(value: Any) -> Any:
-    """A value as a checkpoint holds it.
-
-    Args:
-        value: A JSON value, or one that is `Identified`.
-    """
+    """A value as a checkpoint holds it."""
     return value.identity if isinstance(value, Identified) else value

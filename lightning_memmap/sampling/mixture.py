@@ -149,26 +149,19 @@ class _Piece(NamedTuple):
 
     shard: int
     set: int
+    #: Those of the set that the shard has.
     positions: range
-    """Those of the set that the shard has."""
+    #: The rows of the set, in the order of the files, from which they are drawn.
     rows: range
-    """The rows of the set, in the order of the files, from which they are drawn."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """The sets of a mixture, and how they are divided into shards by the positions of an epoch.
+    """The sets of a mixture, and how they are divided into shards by the positions of an epoch."""
 
-    The positions of an epoch lie on a line, set after set, and are cut into shards; those of
-    batches of one set each are divided set by set. A shard has the piece of a set that its piece of
-    the set's positions is drawn from. Nothing is kept for each row; a row on a cut is in two
-    shards.
-
-    Args:
-        sizes: Rows of each set.
-        counts: Positions of each set in an epoch; none for one without rows.
-        global_batch: Rows of a batch that are all of one set; None where sets are mixed in it.
-    """
+    # The positions of an epoch lie on a line, set after set, and are cut into shards; those of
+    # batches of one set each are divided set by set. A shard has the piece of a set that its piece
+    # of the set's positions is drawn from. A row on a cut is in two shards.
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
@@ -203,11 +196,7 @@ class Sets:
         return found
 
     def shards_on_line(self, num_shards: int) -> Integers:
-        """The shards in the order of their pieces of the line.
-
-        Neighbours there are far from each other: small steps, which have rows of some shards in a
-        row, have all sets too.
-        """
+        """The shards in the order of their pieces of the line."""
         shards = np.arange(num_shards)
         return shards if self.global_batch is not None else (shards * _GOLDEN % 1).argsort()
 
@@ -218,11 +207,7 @@ class Sets:
         return numbers * self.global_batch % num_shards
 
     def sets_of_batches(self, begins: Integers, keys: NDArray[Any] | None = None) -> Integers:
-        """The set of each batch of an epoch.
-
-        Those that begin at one shard have the same sets in each epoch, as even as can be, so that
-        a shard always has as many positions of a set: random keys put them in another order.
-        """
+        """The set of each batch of an epoch."""
         assert self.global_batch is not None
         counts = np.array(self.counts) // self.global_batch
         numbers = np.repeat(np.arange(len(counts)), counts)
@@ -263,26 +248,12 @@ class Sets:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSampler(Sampler):
-    """Several sets in given shares, each of which is read on and on.
+    """Several sets in given shares, each of which is read on and on."""
 
-    A shard reads its piece of a set round after round. In an epoch it gives as many rows as the
-    shard has positions, and the next epoch goes on behind them: rows that come together lie
-    together, and all but those on a cut come before one comes again.
-
-    A row on a cut between shards comes in both: as often as points at a distance of one, from a
-    random offset on, lie on its part of the line of positions, as of
-    `lightning_memmap.sampling.WeightedSampler`. So each row of a set comes as often as the
-    positions of the set, divided by its rows, rounded up or down.
-
-    Args:
-        pool: The pieces of the sets.
-        sets: The sets.
-        seed: As for `Sampler`.
-        shuffle_window: As there.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
+    # A shard reads its piece of a set round after round, and an epoch goes on where the last one
+    # ended. A row on a cut comes in both shards: as often as points at a distance of one, from a
+    # random offset on, lie on its part of the line of positions (see weighted.py). So each row of a
+    # set comes as often as the positions of the set, divided by its rows, rounded up or down.
 
     sets: Sets
 

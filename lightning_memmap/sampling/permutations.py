@@ -34,48 +34,17 @@ class Permutation(Protocol):
     """The permutations of all shards in one epoch."""
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets for a grid of offsets and shards.
-
-        Args:
-            first: The first offset.
-            last: The last offset.
-            columns: Shards, int64 of shape (S,).
-            begins: Added to the offsets of each of these shards, int64 of shape (S,).
-
-        Returns:
-            int64 of shape ((last + 1 - first) * S,). Undefined where a shard has no such offset.
-        """
+        """Permuted offsets for a grid of offsets and shards."""
 
 
 def random_bits(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
-    """Random bits of an epoch.
-
-    They are those of the counter-based generator Philox: Salmon et al., "Parallel Random Numbers:
-    As Easy as 1, 2, 3", 2011.
-
-    Args:
-        seed: Seed of the order, ``0 <= seed < 2**63``.
-        epoch: Epoch, counted from 0.
-        part: A number for each use: parts of one sequence, no two of which share a bit.
-
-    Returns:
-        The generator, at the first bit of this part.
-    """
+    """Random bits of an epoch and a use of them, of the counter-based generator Philox (2011)."""
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 
 
 def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
-    """The permutations of sets of rows.
-
-    Args:
-        sizes: Rows of each set, int64 of shape (C,), in descending order, which differ by one at
-            most.
-        bits: Random bits.
-
-    Returns:
-        A permutation of each set. The kind depends on the largest set alone.
-    """
+    """The permutations of sets of rows."""
     if sizes[0] < _LONG_SHARD:
         return _Sorted(sizes, bits)
     return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
@@ -103,12 +72,7 @@ def every(columns: Integers) -> Integers | slice:
 
 
 class _Sorted:
-    """Permutations of short shards, independent of each other.
-
-    Args:
-        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
-        bits: Random bits.
-    """
+    """Permutations of short shards, independent of each other."""
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards, largest = len(sizes), int(sizes[0])
@@ -125,17 +89,12 @@ class _Sorted:
 
 
 class _Rotated:
-    """Permutations by two tables that all shards share, with a rotation of each shard in between.
+    """Permutations by two tables that all shards share, and a rotation of each shard in between."""
 
-    With random permutations ``X`` and ``T`` of the largest shard's ``n`` offsets, the offset ``j``
-    of shard ``c`` becomes ``T[(X[j] + r[c]) % n]``. Every shard's order is as random as a shuffle,
-    and so is which rows of two shards share a place in their orders, except rows of the same
-    offset: these never do, since no two rotations are the same.
-
-    Args:
-        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
-        bits: Random bits.
-    """
+    # With random permutations X and T of the largest shard's n offsets, the offset j of shard c
+    # becomes T[(X[j] + r[c]) % n]. Every shard's order is as random as a shuffle, and so is which
+    # rows of two shards share a place in their orders, except rows of the same offset: these never
+    # do, since no two rotations are the same.
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards, largest = len(sizes), int(sizes[0])
@@ -187,22 +146,14 @@ class _Rotated:
 
 
 class _Cipher:
-    """Permutations of long shards, computed for any offset from tables of random integers.
+    """Permutations of long shards, computed for any offset from tables of random integers."""
 
-    The tables grow with the square root of the rows.
-
-    A number is two digits, and each round adds to one of them, modulo its radix, a random function
-    of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002. The radix of the lower digit is a power of two, and addition there is
-    exclusive or.
-
-    The first rounds are common to all shards: an offset, which all shards need at about the same
-    time, goes through them only once.
-
-    Args:
-        sizes: Rows of each shard, int64 of shape (C,), which differ by one at most.
-        bits: Random bits.
-    """
+    # A number is two digits, and each round adds to one of them, modulo its radix, a random
+    # function of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with
+    # Arbitrary Finite Domains", 2002. The radix of the lower digit is a power of two, and addition
+    # there is exclusive or. The first rounds are common to all shards: an offset, which all shards
+    # need at about the same time, goes through them only once. Tables grow with the square root of
+    # the rows.
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
         num_shards, largest = len(sizes), int(sizes[0])
@@ -257,14 +208,7 @@ class _Cipher:
         return upper, lower
 
     def _finish(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
-        """Offsets after the rounds of their own shards; the digits are overwritten.
-
-        Args:
-            upper: Upper digits.
-            lower: Lower digits.
-            tables: Where the tables of each digit's shard begin, which are indexed by upper digits.
-            out: The offsets are written here.
-        """
+        """Offsets after the rounds of their own shards; the digits are overwritten."""
         tables = tables[: len(upper)]
         places, found = np.empty_like(upper), np.empty_like(upper)
         # No index is outside a table: "wrap" is the fastest mode.
@@ -290,14 +234,7 @@ class _Cipher:
         np.minimum(upper, other, out=upper)
 
     def _walk(self, sizes: Integers) -> NDArray[np.integer[Any]]:
-        """What replaces an offset outside its shard.
-
-        The cipher is applied again until the offset falls inside ("cycle walking"), which makes it
-        a bijection of the shard.
-
-        Returns:
-            Integers of shape (numbers of two digits from the smallest size on, C).
-        """
+        """What replaces each number outside a shard: by "cycle walking", until one is inside."""
         end = self._high << self._bits
         inside = np.empty((end - self._smallest, len(sizes)), np.min_scalar_type(end))
         step = max(1, _WALKED // len(sizes))
@@ -353,18 +290,11 @@ def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int
 
 
 class BlockPermutation:
-    """Permutations of shards block by block: rows that come together also lie together.
+    """Permutations of shards block by block: rows that come together also lie together."""
 
-    The offsets that all shards have form a circle, which is divided into blocks from a random
-    offset on: in another epoch, other rows share a block. The extra row of the longer shards is in
-    the last block.
-
-    Args:
-        sizes: Rows of each shard, int64 of shape (C,), as for `permuted`.
-        window: Rows of a shard in a block, at least 1.
-        seed: Seed of the order.
-        epoch: Epoch, counted from 0.
-    """
+    # The offsets that all shards have form a circle, which is divided into blocks from a random
+    # offset on: in another epoch, other rows share a block. What longer shards have more comes
+    # last.
 
     def __init__(self, sizes: Integers, window: int, seed: int, epoch: int) -> None:
         self._sizes = sizes

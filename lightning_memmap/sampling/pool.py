@@ -18,10 +18,10 @@ _BLOCK_WINDOWS = 2**18
 class Runs(NamedTuple):
     """Numbers that are consecutive, run by run."""
 
+    #: The index at which each run begins, int64 of shape (runs,), ascending from 0.
     begins: Integers
-    """The index at which each run begins, int64 of shape (runs,), ascending from 0."""
+    #: What is added to an index in this run, int64 of shape (runs,).
     shifts: Integers
-    """What is added to an index in this run, int64 of shape (runs,)."""
 
     def at(self, index: Integers) -> Integers:
         """The numbers at indices, int64 of the same shape."""
@@ -198,9 +198,7 @@ class Pool:
 
 
 def united(pools: Sequence[Pool]) -> Pool:
-    """A pool whose shards have what those of several pools over the same rows have, each row once,
-    in the order of their line.
-    """
+    """A pool whose shards have what those of several pools have, once, in the order of the line."""
     first = pools[0]
     each = []
     for shard in range(first.num_shards):
@@ -221,22 +219,14 @@ def united(pools: Sequence[Pool]) -> Pool:
 class Spans(NamedTuple):
     """Which windows of each series are needed."""
 
+    #: The first one, int64 of shape (series,).
     firsts: Integers
-    """The first one, int64 of shape (series,)."""
+    #: How many there are from the first to the last one; 0 for a series that is not needed.
     counts: Integers
-    """How many there are from the first to the last one; 0 for a series that is not needed."""
 
 
 def spans_of(pool: Pool, chosen: Sequence[int]) -> Spans:
-    """The windows of each series that some shards have, and those between them.
-
-    Args:
-        pool: Of windows over series.
-        chosen: Numbers of shards.
-
-    Returns:
-        Series in the order of the files.
-    """
+    """The windows of each series that some shards have, and those between them."""
     line, begins = pool.rows, pool.begins
     assert isinstance(line, WindowedRows)
     firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)

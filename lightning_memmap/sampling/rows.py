@@ -42,17 +42,7 @@ class RowSubset(ABC):
 
 @dataclass(frozen=True)
 class StridedRows(RowSubset):
-    """Every ``count``-th row of a dataset from ``index`` on, or all rows but those, in its order.
-
-    Args:
-        index: Selects the rows ``i`` with ``i % count == index``.
-        count: How many such subsets the dataset has.
-        excluded: The subset is all rows but the selected ones.
-
-    Raises:
-        ValueError: ``count`` is below 1, or below 2 where its rows are excluded, or ``index`` is
-            outside ``[0, count)``.
-    """
+    """Every ``count``-th row of a dataset from ``index`` on, or all rows but those."""
 
     index: int
     count: int
@@ -140,10 +130,7 @@ class Rows(ABC):
         return numbers
 
     def names(self, rows: Integers) -> list[Any]:
-        """What dataset rows are called where people read of them, as JSON values.
-
-        These are numbers, or where a number does not say it, lists of what does.
-        """
+        """What dataset rows are called where people read of them, as JSON values."""
         return list(rows.tolist())
 
     def stored_rows(self, rows: Integers) -> Integers:
@@ -226,13 +213,7 @@ class PickedRows(Rows):
 
 @dataclass(frozen=True)
 class JoinedRows(Rows):
-    """The rows of several stores, numbered one store after the other, as their files lie too.
-
-    Args:
-        stores: The names of the stores.
-        parts: The rows of each, or some of them.
-        sizes: How many rows each store has in all.
-    """
+    """The rows of several stores, numbered one store after the other, as their files lie too."""
 
     stores: tuple[str, ...]
     parts: tuple[Rows, ...]
@@ -316,12 +297,12 @@ class JoinedRows(Rows):
 class Stretches(NamedTuple):
     """Windows that follow one another in a series."""
 
+    #: The series of each stretch, on their line, int64 of shape (n,).
     series: Integers
-    """The series of each stretch, on their line, int64 of shape (n,)."""
+    #: The place of its first window, int64 of shape (n,).
     firsts: Integers
-    """The place of its first window, int64 of shape (n,)."""
+    #: How many windows it has.
     counts: Integers
-    """How many windows it has."""
 
     def of(self, chosen: NDArray[np.bool_]) -> "Stretches":
         """Some of these: chosen is True for each of them, of shape (n,)."""
@@ -331,31 +312,21 @@ class Stretches(NamedTuple):
 class InSeries(NamedTuple):
     """Where windows are."""
 
+    #: The series of each, int64 of shape (B,).
     series: Integers
-    """The series of each, int64 of shape (B,)."""
+    #: Which of its windows it is, int64 of shape (B,). It begins at this many strides.
     windows: Integers
-    """Which of its windows it is, int64 of shape (B,). It begins at this many strides."""
 
 
 @dataclass(frozen=True)
 class WindowedRows(Rows):
-    """Windows over series. They are numbered series after series, and placed as the series are.
+    """Windows over series. They are numbered series after series, and placed as the series are."""
 
-    No window is stored: each is a row of the store and a step of it. A shard is a piece of the
-    files, so that two shards share no more steps than the windows overlap; in dataset order each
-    shard has windows of all series, since neighbours there belong to different shards.
-
-    Args:
-        series: The rows that are cut into windows.
-        fields: The names of the fields that are cut.
-        steps: The steps of each series, on their line, int64 of shape (series,).
-        length: Steps of a window, at least 1.
-        stride: Steps from the beginning of a window to that of the next one, at least 1.
-        whole: The windows over all series of the dataset, where these are over some of them.
-
-    Raises:
-        ValueError: All series are shorter than a window.
-    """
+    # No window is stored: each is a row of the store and a step of it. A shard is a piece of the
+    # files, so that two shards share no more steps than the windows overlap; in dataset order each
+    # shard has windows of all series, since neighbours there belong to different shards.
+    # ``steps`` are those of each series on their line; ``whole`` are the windows over all series of
+    # the dataset, where these are over some of them.
 
     series: Rows
     fields: tuple[str, ...]
@@ -467,16 +438,7 @@ class WindowedRows(Rows):
     def stretches(
         self, num_shards: int, edges: Sequence[tuple[int, int]], wanted: Sequence[int] | None
     ) -> Stretches:
-        """The windows between places; or, for dataset order, between numbers.
-
-        Args:
-            num_shards: Shards of the order.
-            edges: The first place of each piece, and one past its last one.
-            wanted: For dataset order the shards whose windows are wanted; None for places.
-
-        Returns:
-            A stretch for each series that a piece has windows of.
-        """
+        """The windows between places; or, for dataset order, between numbers."""
         every, ends = self._by_number if wanted is not None else self._by_place
         # How many of the wanted shards come before each, twice around.
         is_wanted = np.isin(np.arange(num_shards), [] if wanted is None else list(wanted))
@@ -512,9 +474,7 @@ class WindowedRows(Rows):
         return Stretches(series, self.ends[series] - counts, counts), np.cumsum(counts)
 
     def steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
-        """The steps of all windows before others, if those of a series share what they have in
-        common; windows are given by their numbers or by their places.
-        """
+        """The steps of all windows before others, where those of a series share what they can."""
         (_, _, counts), ends = self._by_number if is_by_number else self._by_place
         num_series = np.searchsorted(ends - counts, windows, side="left")
         return windows * self.stride + num_series * (self.length - self.stride)

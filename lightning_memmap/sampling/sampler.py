@@ -35,15 +35,7 @@ T = TypeVar("T")
 
 
 def derive_seed(seed: int, *words: int) -> int:
-    """A 63-bit seed that depends on every one of the given integers.
-
-    Args:
-        seed: The user's seed, not negative.
-        words: What the derived seed is for, such as epoch, step and data device; not negative.
-
-    Returns:
-        A seed in ``[0, 2**63)``.
-    """
+    """A 63-bit seed that depends on every one of the given integers."""
     state = np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)
     return int(state[0]) & MAX_SEED
 
@@ -320,11 +312,7 @@ class Sampler(Identified):
     def _grid_of(
         self, epoch: int, positions: range, starts: Integers | None
     ) -> tuple[Integers, slice, Integers]:
-        """The smallest grid around positions, so that no element is ever divided.
-
-        Returns:
-            The shards of the columns; the slice of the grid that the positions are; the grid.
-        """
+        """The smallest grid around positions, so that no element is ever divided."""
         num, step = self.num_shards, positions.step
         if step != 1 and num % step:
             raise ValueError(f"positions={positions}: a step of {step} does not divide {num}")
@@ -409,26 +397,13 @@ def _identifying(sampler: Sampler) -> list[Any]:
 
 
 def check_seed(seed: int) -> None:
-    """Check a seed of an order.
-
-    Raises:
-        ValueError: It is negative or has more than 63 bits.
-    """
+    """Check a seed of an order."""
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
 
 
 def check_sampler(sampler: object, pool: Pool) -> Sampler:
-    """Check a sampler that the package does not know. One shard of it is drawn.
-
-    Args:
-        sampler: What a user's function or `SamplerFactory` has returned.
-        pool: The pool that it was given.
-
-    Raises:
-        TypeError: It is no frozen dataclass of values that checkpoints can hold.
-        ValueError: It is over other rows, or those of a shard are not in the shard.
-    """
+    """Check a sampler that the package does not know. One shard of it is drawn."""
     name = type(sampler).__name__
     is_over = isinstance(sampler, Sampler) and sampler.pool.identity == pool.identity
     if not isinstance(sampler, Sampler) or not is_over:

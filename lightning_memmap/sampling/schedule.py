@@ -11,14 +11,7 @@ from lightning_memmap.errors import check_integer
 
 @dataclass(frozen=True)
 class Piece:
-    """Steps whose positions follow one another.
-
-    Args:
-        first: The first position.
-        global_batch: Rows of a full step.
-        num_full: Full steps, which come first.
-        tail: Rows of the steps after them: two at most.
-    """
+    """Steps whose positions follow one another."""
 
     first: int
     global_batch: int
@@ -52,34 +45,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How the positions from ``start`` to the end of an epoch are divided into steps.
+    """How the positions from ``start`` to the end of an epoch are divided into steps."""
 
-    Every step but the last two takes ``G`` positions. The last ones follow a rule that
-    depends on ``N``, ``G`` and ``C`` alone, so that every process, whatever its rank, takes
-    equally many steps with at least one row in each:
-
-    - ``drop_last``: an incomplete last step is dropped;
-    - otherwise a last step of ``C`` rows or more is taken as it is, and one of fewer rows
-      shares evenly with the step before it;
-    - where even the shared steps would be too short for the largest possible number of
-      data devices, ``gcd(G, C)``, both become one step of less than ``2 * G`` rows. That happens
-      only where ``G`` divides ``C``: with ``G`` data devices, each has one row of a step, and
-      there is nothing to share.
-
-    Positions that are skipped belong to no step, and the steps around them are as they would be.
-
-    Args:
-        num_rows: Rows of the epoch, ``N``.
-        global_batch: Rows of a step over all processes, ``G``, at least 1.
-        num_shards: Shards of the split, ``C``.
-        drop_last: Drop the incomplete last step.
-        start: Position of the first row that was not yet delivered, in ``[0, N]``.
-        skipped: Positions that are left out: the first and one past the last of each range, in
-            ascending order.
-
-    Raises:
-        ValueError: ``global_batch`` is below 1, or ``start`` is outside the epoch.
-    """
+    # Every step but the last two takes G positions. The last ones depend on N, G and C alone, so
+    # that every process takes equally many steps with at least one row in each:
+    # - drop_last: an incomplete last step is dropped;
+    # - a last step of C rows or more is taken as it is; one of fewer shares with the one before;
+    # - where even these would be too short for gcd(G, C) data devices, the most that there can be,
+    #   both become one step, which happens only where G divides C.
 
     num_rows: int
     global_batch: int
@@ -125,17 +98,7 @@ class BatchSchedule:
         return sum(map(len, self.pieces))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step.
-
-        Args:
-            step: The step, counted from 0 at the start of this schedule.
-
-        Returns:
-            Two positions of the epoch.
-
-        Raises:
-            IndexError: ``step`` is outside ``[0, len(schedule))``.
-        """
+        """First and one-past-last position of a step."""
         left = step
         for piece in self.pieces:
             if 0 <= left < len(piece):
@@ -149,26 +112,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """The steps that a run leaves out, and the positions that they had when that was decided.
-
-    Args:
-        steps: Steps of the run: the first and one past the last of each range, ascending.
-        positions: Their epoch, first position and one past the last one, ascending.
-    """
+    """The steps that a run leaves out, and the positions that they had when that was decided."""
 
     steps: tuple[Span, ...] = ()
     positions: tuple[tuple[int, int, int], ...] = ()
 
     def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
-        """These and others.
-
-        Args:
-            steps: Steps of the run. Those that are among these already keep their positions.
-            epoch_steps: How each epoch is divided into steps, if none is left out.
-
-        Raises:
-            ValueError: An epoch would have no step.
-        """
+        """These and others."""
         count = len(epoch_steps)
         positions = set(self.positions)
         for first, last in _without(steps, self.steps):
@@ -196,11 +146,7 @@ class SkippedSteps:
 
     @classmethod
     def read(cls, saved: Any) -> "SkippedSteps":
-        """What a checkpoint holds; see `as_lists`.
-
-        Raises:
-            ValueError: It is nothing of the kind.
-        """
+        """What a checkpoint holds; see `as_lists`."""
         try:
             steps, positions = ([tuple(each) for each in part] for part in saved)
             is_right = all(
@@ -221,12 +167,7 @@ class SkippedSteps:
 
 
 def steps_to_skip(given: Any) -> tuple[Span, ...]:
-    """The argument ``skip_steps`` as ranges: a range, or numbers of steps.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: A number is negative.
-    """
+    """The argument ``skip_steps`` as ranges: a range, or numbers of steps."""
     if given is None:
         return ()
     if isinstance(given, range):

@@ -142,13 +142,7 @@ class Parts(Selection):
 
 
 class _HoldingOut(Selection):
-    """Validates on some rows of the training store, and trains on the others.
-
-    Args:
-        stratify: A field of the store, not None in any row: of each of its values, training and
-            validation have their share of rows.
-        seed: Seed of the choice, ``0 <= seed < 2**63``.
-    """
+    """Validates on some rows of the training store, and trains on the others."""
 
     def __init__(self, stratify: str | None, seed: int) -> None:
         self._stratify, self._seed = stratify, check_integer("seed", seed)
@@ -342,20 +336,7 @@ class KFold(_HoldingOut):
 
 
 def chosen_rows(given: Any, num_rows: int, what: str) -> ChosenRows:
-    """Rows that are listed one by one, or marked in a mask.
-
-    Args:
-        given: Numbers of rows, or a mask of shape (num_rows,): an array, a tensor or a sequence.
-        num_rows: Rows of the dataset.
-        what: What they are, for messages.
-
-    Returns:
-        The rows; those of a mask in dataset order.
-
-    Raises:
-        TypeError: They are neither integers nor a mask.
-        ValueError: There is none, one is given twice or is not there, or a mask has another length.
-    """
+    """Rows that are listed one by one, or marked in a mask."""
     found = np.asarray(given)
     if found.ndim != 1:
         raise ValueError(f"{what}: an array of shape {found.shape}; give one of one dimension")

@@ -14,11 +14,7 @@ _MANY_ROWS = 20_000
 
 
 def default_shards(num_rows: int) -> int:
-    """The shards that a store of so many rows has unless its user says otherwise.
-
-    1, 2, 3, 4, 6, 8, 12 and 24 devices divide 24, and 16, 32, 48, 64 and 96 too divide 192. Fewer
-    rows have fewer shards, so that there are many rows in each to be shuffled.
-    """
+    """The shards that a store of so many rows has unless its user says otherwise."""
     return _SHARDS[num_rows >= _MANY_ROWS]
 
 
@@ -28,15 +24,7 @@ def divisors(number: int) -> list[int]:
 
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
-    """Count the rows of each shard: row ``i`` is in shard ``i % num_shards``.
-
-    Args:
-        num_rows: Rows, ``N``.
-        num_shards: Shards, ``C``, at least 1.
-
-    Returns:
-        int64 array of shape (num_shards,) that sums to ``num_rows``.
-    """
+    """Count the rows of each shard: row ``i`` is in shard ``i % num_shards``."""
     shards = np.arange(num_shards, dtype=np.int64)
     return (num_rows - shards + num_shards - 1) // num_shards
 
@@ -59,18 +47,7 @@ def striping(num_shards: int, num_data_devices: int) -> int:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards that rows are divided into: row ``i`` is in shard ``i % C``.
-
-    In files, shard 0's rows come first, then shard 1's, and so on: where a row lies there is its
-    place.
-
-    Args:
-        num_rows: Rows, ``N``.
-        num_shards: Shards, ``C``.
-
-    Raises:
-        ValueError: A count is below 1.
-    """
+    """The shards that rows are divided into: row ``i`` is in shard ``i % C``."""
 
     num_rows: int
     num_shards: int

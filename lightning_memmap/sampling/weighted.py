@@ -128,23 +128,12 @@ class Weighted(SamplerFactory):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedSampler(Sampler):
-    """Rows by weight: the points of a grid on the line of the rows, in random order.
+    """Rows by weight: the points of a grid on the line of the rows, in random order."""
 
-    Points lie at a distance of one, from a random offset on, which is another in each epoch. A row
-    is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
-    Systematic Sampling, II", 1949. Its number of points is its length, rounded up or down, and the
-    mean over offsets is its length. Before that, the rows of each shard are permuted, so that other
-    rows share an epoch each time; those on the cuts keep their places.
-
-    Args:
-        pool: Shards that are equal in weight: the pieces of the line.
-        lengths: How often each row of the line comes in an epoch, on average, in units: int64.
-        seed: As for `Sampler`.
-        shuffle_window: As there.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
+    # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
+    # row is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
+    # Systematic Sampling, II", 1949. Before that, the rows of each shard are permuted, so that
+    # other rows share an epoch each time; those on the cuts keep their places.
 
     lengths: Numbers
 
@@ -193,26 +182,24 @@ class WeightedSampler(Sampler):
 
 
 class _Line(NamedTuple):
-    """The rows of an epoch, one after the other, each as long as the number of times that it is
-    expected to come, and the pieces of this line that are shards.
+    """Rows one after the other, each as long as it is expected to come often, cut into shards."""
 
-    So the line is as long as an epoch has positions, and each piece as long as the number of its
-    positions. A row on a cut is in both shards, and one that is longer than a piece in several. A
-    row without weight is in none. Lengths are whole numbers of a small unit: nothing is rounded.
-    """
+    # The line is as long as an epoch has positions, and each piece as long as the number of its
+    # positions. A row on a cut is in both shards; one without weight is in none. Lengths are whole
+    # numbers of a small unit: nothing is rounded.
 
+    #: The rows that have a length, int64; None for all.
     kept: Integers | None
-    """The rows that have a length, int64; None for all."""
+    #: Where each of these rows ends, in units, int64.
     ends: Integers
-    """Where each of these rows ends, in units, int64."""
+    #: Where pieces begin, and where the last ends, in units: int64 of shape (C + 1,).
     cuts: Integers
-    """Where pieces begin, and where the last ends, in units: int64 of shape (C + 1,)."""
+    #: The first row of each piece, an index into ``kept``, int64 of shape (C,).
     firsts: Integers
-    """The first row of each piece, an index into ``kept``, int64 of shape (C,)."""
+    #: Rows of each piece, int64 of shape (C,).
     sizes: Integers
-    """Rows of each piece, int64 of shape (C,)."""
+    #: Positions of each piece, int64 of shape (C,).
     counts: Integers
-    """Positions of each piece, int64 of shape (C,)."""
 
     @classmethod
     def of(cls, lengths: Integers, num_positions: int, num_shards: int) -> "_Line":
@@ -239,10 +226,7 @@ class _Line(NamedTuple):
         return pool.drawing(self.sizes, self.counts, rows.astype(dtype))
 
     def pieces(self) -> Integers:
-        """How much of each row is in each shard, shard after shard; 0 for the last row of each.
-
-        Units, int64 of shape (sizes.sum(),). The last row has what is left of a shard.
-        """
+        """How much of each row is in each shard, shard after shard; 0 for the last row of each."""
         firsts = firsts_of(self.sizes)
         homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
         rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]

@@ -18,30 +18,13 @@ DEFAULT_WINDOW_BYTES = 512 * 2**20
 
 
 def default_window(num_shards: int, row_bytes: float) -> int:
-    """Rows of a shard in a window. Depends on the store alone: the same on every machine.
-
-    Args:
-        num_shards: Shards of the split.
-        row_bytes: Bytes of one row over all fields, on average.
-
-    Returns:
-        As many as fit into `DEFAULT_WINDOW_BYTES` over all shards, at least 1.
-    """
+    """Rows of a shard in a window. Depends on the store alone: the same on every machine."""
     return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
 
 
 @dataclass(frozen=True)
 class ReadWindows:
-    """The windows of a sampler's epochs.
-
-    Args:
-        sampler: The order.
-        rows: Positions of a shard in every window but the last.
-
-    Raises:
-        ValueError: ``rows`` is below 1, or rows that come together in the sampler's order do not
-            lie together in windows of this size.
-    """
+    """The windows of a sampler's epochs."""
 
     sampler: Sampler
     rows: int
@@ -73,25 +56,11 @@ class ReadWindows:
         return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
 
     def number_of(self, position: int) -> int:
-        """The window of a position.
-
-        Args:
-            position: A position of any epoch.
-
-        Returns:
-            Its number in the epoch, counted from 0.
-        """
+        """The window of a position."""
         return position // (self.sampler.num_shards * self.rows)
 
     def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
-        """Divide positions by windows.
-
-        Args:
-            positions: Positions of any epoch, ascending.
-
-        Yields:
-            The number of each window in the epoch, and which of the positions are in it.
-        """
+        """Divide positions by windows."""
         size = self.rows * self.sampler.num_shards
         edges = (positions[0], positions[-1]) if positions else (0, -1)
         for number in range(edges[0] // size, edges[1] // size + 1):
@@ -102,19 +71,7 @@ class ReadWindows:
             yield number, slice(first, last)
 
     def runs(self, epoch: int, number: int) -> list[range]:
-        """The offsets of a window, the same in each shard, in runs of consecutive ones.
-
-        For a sampler that has such runs; see `has_runs`.
-
-        In the last window, a shard that is one row shorter than others lacks the last offset.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-
-        Returns:
-            Ranges of offsets, as `Sampler.block_runs` returns them.
-        """
+        """The offsets of a window, the same in each shard, in runs of consecutive ones."""
         if not self.sampler.is_sequential:
             runs = self.sampler.block_runs(epoch, number)
             assert runs is not None, f"{self.sampler} has no runs"
@@ -122,17 +79,7 @@ class ReadWindows:
         return [range(number * self.rows, min((number + 1) * self.rows, self.sampler.pool.longest))]
 
     def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
-        """The rows that a window has of some shards, for any sampler.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            number: Window of the epoch, counted from 0.
-            held: The shards, int64 of shape (S,).
-
-        Returns:
-            The shard of each, and its offset within the shard, both int64 of shape (B,). A row may
-            be there several times.
-        """
+        """The rows that a window has of some shards, for any sampler."""
         first = number * self.rows
         last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
         found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))

@@ -290,6 +290,7 @@ def build_part(
                     identity,
                     {**build.contents, "num_parts": num_parts},
                     index,
+                    variable_bytes=variable_bytes(build.plan, build.typical_bytes),
                     dataset=build.dataset_name,
                     classes=build.plan.classes,
                 )
@@ -519,7 +520,7 @@ class PlannedBuild:
         row_s: Seconds that a row takes, as a first guess.
         row_bytes: Bytes of a row, of the largest one that was read.
         first_row: The row of the store that row 0 of the dataset is.
-        mean_bytes: Bytes of a row, on average.
+        typical_bytes: Bytes of a typical row.
     """
 
     workers: Workers
@@ -530,7 +531,7 @@ class PlannedBuild:
     row_s: float
     row_bytes: int
     first_row: int = 0
-    mean_bytes: float = 0.0
+    typical_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -553,7 +554,7 @@ class PlannedBuild:
             fingerprint,
             probes.row_s,
             probes.row_bytes,
-            mean_bytes=probes.mean_bytes,
+            typical_bytes=probes.typical_bytes,
         )
 
     @classmethod
@@ -568,7 +569,7 @@ class PlannedBuild:
         probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
         name, size = _class_name(stream), spool.row_bytes
         workers = Workers(spool, 0)
-        return cls(workers, name, plan, probes, fingerprint, 0.0, size, mean_bytes=size)
+        return cls(workers, name, plan, probes, fingerprint, 0.0, size, typical_bytes=size)
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -649,7 +650,7 @@ def _build_all(build: PlannedBuild, options: BuildOptions, *, resume: bool) -> N
         build.fingerprint,
         build.contents,
         resume=resume,
-        variable_bytes=variable_bytes(plan, build.mean_bytes),
+        variable_bytes=variable_bytes(plan, build.typical_bytes),
     )
     is_spooled = isinstance(build.workers.dataset, Spool)
     is_kept = not is_spooled and (resume or not is_store(plan.path))

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -33,7 +32,6 @@ import torch
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.checksums import compute_checksums
 from lightning_memmap.store.columns import Column, grow_columns, ragged_files
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
@@ -56,10 +54,12 @@ from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_e
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import merge_ranges, missing_ranges
 from lightning_memmap.store.row_bytes import rows_bytes
-from lightning_memmap.store.workers import exit_if_orphaned
+from lightning_memmap.store.workers import exit_if_orphaned, threads
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
 _ROOM_BYTES = 64 * 2**10
+#: Holds the place of rows that differ in length until they are joined.
+_CLAIMED = "claimed" + TEMPORARY
 #: Files that are brought to the disk at once.
 _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
@@ -289,6 +289,8 @@ class Building:
         fingerprint: Fingerprint,
         contents: Mapping[str, Any],
         part: int,
+        *,
+        variable_bytes: int = 0,
         **more: Any,
     ) -> "Building":
         """Go on with one part of a build, whose files the first part makes. The lock of the store
@@ -300,7 +302,7 @@ class Building:
         if not found:
             path = directory.begin()
             try:
-                allocate_files(path, plan.columns, plan.path)
+                allocate_files(path, plan.columns, plan.path, variable_bytes)
                 _write_key(path, PARTS, {**more, **_key(fingerprint), **contents})
             except BaseException:
                 shutil.rmtree(path, ignore_errors=True)
@@ -355,8 +357,9 @@ class Building:
         names = (name for name in os.listdir(self.path) if name.endswith(TEMPORARY))
         paths = [self.path / name for name in {*self.plan.file_bytes, *names}]
         # A disk can take several files at once.
-        with ThreadPoolExecutor(_NUM_SYNCS) as pool:
-            list(pool.map(sync_path, paths))
+        if paths:
+            with threads(min(_NUM_SYNCS, len(paths))) as pool:
+                list(pool.map(sync_path, paths))
         if self._descriptor is None:
             return
         data = b"".join(b"%d %d\n" % (each.start, len(each)) for each in rows)
@@ -382,8 +385,9 @@ class Building:
     ) -> None:
         """Make this the store, once all rows are written. The lock must be held."""
         plan = self.plan
+        (self.path / _CLAIMED).unlink(missing_ok=True)
         # What was written last is brought to the disk while it is read.
-        with ThreadPoolExecutor(1) as thread:
+        with threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in plan.columns)
             sizes = {name: size for each in columns for name, size in each.file_bytes.items()}
@@ -487,12 +491,15 @@ def explained(path: Path, then: str) -> Iterator[None]:
             f" is in the way; {then}",
             str(path),
         ) from error
+    except MemoryError as error:
+        raise StoreError(f"{path}: memory is too short for its build; {then}") from error
 
 
 def allocate_files(
     directory: Path, columns: Sequence[Column], path: Path, variable_bytes: int = 0
 ) -> None:
-    """Make the files of columns and claim their space: a full disk is an error now, not late."""
+    """Make the files of columns and claim their space, and as much as rows that differ in length
+    are expected to need once they are joined: a full disk is an error now, not late."""
     try:
         # Several columns may have a file in common.
         files = {
@@ -500,27 +507,23 @@ def allocate_files(
             for column in columns
             for name, num_bytes in column.file_bytes.items()
         }
-        needed = sum(num_bytes for num_bytes, _ in files.values())
+        needed = sum(num_bytes for num_bytes, _ in files.values()) + 2 * variable_bytes
         free = shutil.disk_usage(directory).free
         if needed + _ROOM_BYTES > free:
-            raise _disk_full(path, needed, free)
-        if needed + _ROOM_BYTES + 2 * variable_bytes > free:
-            _log.warning(
-                "%s may not fit: its rows of variable length have about %s, judging by those that"
-                " were read, and twice that is needed until they are joined; %s are free",
-                path,
-                format_bytes(variable_bytes),
-                format_bytes(free - needed),
-            )
+            raise _disk_full(path, needed, free, variable_bytes)
+        if variable_bytes:
+            files[_CLAIMED] = variable_bytes, ""
         for name, (num_bytes, field) in files.items():
             try:
                 with open(directory / name, "xb") as file:
                     claim(file.fileno(), num_bytes, "for its rows")
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _disk_full(path, needed, free) from error
+                    raise _disk_full(path, needed, free, variable_bytes) from error
                 if error.errno != errno.EFBIG:
                     raise
+                if name == _CLAIMED:  # It stands for several files.
+                    continue
                 raise OSError(
                     errno.EFBIG,
                     f"field {field!r} needs a file of {num_bytes} bytes, more than this process"
@@ -532,11 +535,15 @@ def allocate_files(
         raise
 
 
-def _disk_full(path: Path, needed: int, free: int) -> OSError:
+def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSError:
+    likely = (
+        f", judging by the rows that were read first: twice {variable_bytes} of them for rows that"
+        " differ in length, until these are joined"
+    )
     return OSError(
         errno.ENOSPC,
-        f"the store needs {needed} bytes, and {free} are free, of which {_ROOM_BYTES} must stay"
-        " free: make room, or choose a directory on a larger disk",
+        f"the store needs {needed} bytes{likely if variable_bytes else ''}; {free} are free, of"
+        f" which {_ROOM_BYTES} must stay free: make room, or choose a directory on a larger disk",
         str(path),
     )
 
@@ -602,7 +609,10 @@ def _part_journal(part: int) -> str:
 
 def _last_writer(descriptor: int) -> str:
     """What the process that has the journal of a part has written of itself there."""
-    lines = os.pread(descriptor, _MAX_JOURNAL_BYTES, 0).decode(errors="replace").splitlines()
+    with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        data = read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
+    lines = data.decode(errors="replace").splitlines()
     found = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
     return _printable(found[-1] if found else None)
 

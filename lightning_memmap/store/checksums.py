@@ -3,7 +3,6 @@
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -13,6 +12,7 @@ import xxhash
 
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, unreadable
+from lightning_memmap.store.workers import threads
 
 #: Read at once, into memory that is used again: new memory costs more than the read.
 _READ_BYTES = 2**18
@@ -29,7 +29,7 @@ def compute_checksums(
 ) -> dict[str, tuple[str, ...]]:
     """Read all files of a store and hash each shard."""
     sums = {}
-    with ThreadPoolExecutor(num_threads) as pool:
+    with threads(num_threads) as pool:
         for column in columns:
             path = directory
             ranges = column.shard_ranges()

@@ -24,6 +24,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_PIECE_BYTES = 2**20
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
@@ -226,10 +227,13 @@ def read_own(name: str, directory: int, max_bytes: int) -> bytes:
 
 def read_at_most(file: IO[bytes], name: str, max_bytes: int) -> bytes:
     """Read a file to its end."""
-    data = file.read(max_bytes + 1)
+    data = bytearray()
+    # Piece by piece: all that is asked for is allocated.
+    while len(data) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
+        data += piece
     if len(data) > max_bytes:
         raise StoreError(f"{name} is larger than {max_bytes} bytes")
-    return data
+    return bytes(data)
 
 
 def replaced(path: Path) -> StoreError:

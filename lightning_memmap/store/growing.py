@@ -200,7 +200,7 @@ class BackgroundBuild:
                 identity,
                 build.contents,
                 resume=True,
-                variable_bytes=variable_bytes(plan, build.mean_bytes),
+                variable_bytes=variable_bytes(plan, build.typical_bytes),
             )
             with closing(building), explained(path, "the next run then goes on"):
                 try:

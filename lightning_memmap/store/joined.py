@@ -19,10 +19,8 @@ from lightning_memmap.sampling import (
     Integers,
     JoinedRows,
     Pool,
-    Rows,
     RowSubset,
     Shards,
-    Subset,
     WindowedRows,
 )
 from lightning_memmap.schema import Field
@@ -58,7 +56,7 @@ class JoinedStore(Store):
         _check_alike(stores)
         first = parts[0].manifest
         self._names = tuple(stores)
-        self._parts = parts
+        self.parts = parts
         total = sum(part.num_rows for part in parts)
         #: How far the rows of each store lie behind those of the store before, beyond its rows.
         self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
@@ -79,18 +77,12 @@ class JoinedStore(Store):
     @override
     def rows(self, subset: RowSubset | None = None) -> JoinedRows:
         assert subset is None, "rows are chosen from each store by itself"
-        return self.chosen({})
+        return self.chosen([None] * len(self.parts))
 
-    def chosen(self, selections: Mapping[str, Subset]) -> JoinedRows:
-        """Some rows of the stores."""
-        subsets = [
-            selections[name].subset(f"train/{name}", 0, part) if name in selections else None
-            for name, part in zip(self._names, self._parts, strict=True)
-        ]
-        rows: list[Rows] = [
-            part.rows(subset) for part, subset in zip(self._parts, subsets, strict=True)
-        ]
-        sizes = tuple(part.num_rows for part in self._parts)
+    def chosen(self, subsets: Sequence[RowSubset | None]) -> JoinedRows:
+        """Some rows of each of the stores, or all."""
+        rows = [part.rows(subset) for part, subset in zip(self.parts, subsets, strict=True)]
+        sizes = tuple(part.num_rows for part in self.parts)
         return JoinedRows(self._names, tuple(rows), sizes)
 
     @property
@@ -107,7 +99,7 @@ class JoinedStore(Store):
         return self._files[column.field.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JoinedStore, (self.path, dict(zip(self._names, self._parts, strict=True)))
+        return JoinedStore, (self.path, dict(zip(self._names, self.parts, strict=True)))
 
     def _locate(self, rows: Integers) -> Integers:
         return self.in_memory(self._rows.places(rows))
@@ -116,10 +108,10 @@ class JoinedStore(Store):
         """The files of a field, as each store gives them, and where they begin in memory."""
         files = [
             (path, begin, size)
-            for part, begin in zip(self._parts, begins.tolist(), strict=True)
+            for part, begin in zip(self.parts, begins.tolist(), strict=True)
             for path, _, size in part.row_files(part.manifest.columns[index])
         ]
-        self._files[self._parts[0].schema.fields[index].name] = files
+        self._files[self.parts[0].schema.fields[index].name] = files
         return files
 
     def _joined(self, field: Field, columns: Sequence[OpenColumn], index: int) -> OpenColumn:
@@ -127,7 +119,7 @@ class JoinedStore(Store):
         variable = [column for column in columns if isinstance(column, ItemRows)]
         if not variable:
             files = self._files_of(index, firsts * field.row_bytes)
-            num_rows = int(firsts[-1]) + self._parts[-1].num_rows
+            num_rows = int(firsts[-1]) + self.parts[-1].num_rows
             return _JoinedColumn(_map(field, files, num_rows), self._locate)
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
@@ -135,7 +127,7 @@ class JoinedStore(Store):
         begins = (
             np.cumsum(sizes, dtype=np.int64)
             - np.array(sizes)
-            + _shifts(self._parts[0].schema.fields, sizes)
+            + _shifts(self.parts[0].schema.fields, sizes)
         )
         files = self._files_of(index, begins * field.item_bytes)
         items = _map(unit, files, int(begins[-1]) + sizes[-1])
@@ -147,7 +139,7 @@ class JoinedStore(Store):
             gap[:, 0] = begin
             pieces += [gap, column.index + np.eye(1, width, dtype=np.int64) * begin]
         return _JoinedItems(
-            field, self._parts[0].manifest.shards, items, np.concatenate(pieces), self._locate
+            field, self.parts[0].manifest.shards, items, np.concatenate(pieces), self._locate
         )
 
 

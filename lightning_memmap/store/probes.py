@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class Probes(NamedTuple):
     """Seconds that reading a row takes."""
     row_bytes: int
     """Bytes of the largest one over all fields."""
-    mean_bytes: float
-    """Bytes of one, on average."""
+    typical_bytes: float
+    """Bytes of one, as the median."""
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
@@ -129,7 +129,7 @@ class _Prober:
                     raise random_dataset_error(row, field.name)
             digests.append((row, hash_row(leaves)))
             sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
-        return Probes(schema, tuple(digests), median(durations), max(sizes), fmean(sizes))
+        return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
 
     def _schema(self, samples: list[Any], rows: list[int], num_rows: int) -> Schema:
         """The schema of the samples, and of more where these do not show what has some names."""

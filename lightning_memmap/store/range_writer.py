@@ -1,7 +1,7 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.building import RowWriter, StorePlan
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import reading_order, source_of
+from lightning_memmap.store.workers import threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -97,7 +98,7 @@ class RangeWriter:
         self._source = source_of(dataset, plan.schema)
         self._order = reading_order(self._source, len(dataset))
         self._blocks: list[list[_Block]] = [[], []]
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = threads(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         self.has_arrays = self._source is not None

@@ -1,6 +1,7 @@
-"""Work on a dataset in worker processes, which end when the process that started them ends."""
+"""Worker processes that read a dataset and end when the process that started them ends; threads."""
 
 import ctypes
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -9,12 +10,19 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from itertools import islice
+from mmap import mmap
 from multiprocessing import connection
-from threading import Thread
+from threading import Barrier, Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,6 +36,8 @@ Outcome = TypeVar("Outcome")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
+#: Above the stack of a thread, and what else it needs before it can say that it lacks memory.
+_THREAD_BYTES = 16 * 2**20
 
 
 class Workers:
@@ -129,6 +139,20 @@ def run_tasks(
     """Do tasks of one kind, by processes of their own: see `Workers.run`."""
     with Workers(work, num_workers) as workers:
         workers.run(_as_it_is, tasks, receive)
+
+
+def threads(count: int) -> ThreadPoolExecutor:
+    """A pool whose threads have started: Python would wait for ever for one without memory."""
+    pool, started = ThreadPoolExecutor(count), Barrier(count)
+    try:
+        mmap(-1, count * _THREAD_BYTES).close()
+        list(pool.map(lambda _: started.wait(), range(count)))
+    except (OSError, RuntimeError) as error:
+        started.abort()
+        pool.shutdown()
+        text = f"no memory for a thread, or too many (`ulimit -v`, `ulimit -u`; {error})"
+        raise OSError(errno.ENOMEM, text) from error
+    return pool
 
 
 def check_num_workers(num_workers: int) -> int:

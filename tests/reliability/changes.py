@@ -6,7 +6,9 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +102,34 @@ def _build(subject: Subject, attempt: Attempt) -> None:
     )
 
 
+def _write_part(attempt: Attempt, index: int) -> None:
+    build_part(
+        attempt.dataset,
+        attempt.path,
+        (index, _NUM_PARTS),
+        num_shards=NUM_SHARDS,
+        overwrite=True,
+        progress=False,
+    )
+
+
 def _write_parts(_: Subject, attempt: Attempt) -> None:
     for index in range(_NUM_PARTS):
-        part = (index, _NUM_PARTS)
-        build_part(attempt.dataset, attempt.path, part, num_shards=NUM_SHARDS, progress=False)
+        _write_part(attempt, index)
 
 
 def _finish(_: Subject, attempt: Attempt) -> None:
-    finish_store(attempt.path, progress=False)
+    finish_store(attempt.path, overwrite=True, progress=False)
 
 
 def _parts_and_finish(subject: Subject, attempt: Attempt) -> None:
     _write_parts(subject, attempt)
+    _finish(subject, attempt)
+
+
+def _parts_by_threads(subject: Subject, attempt: Attempt) -> None:
+    with ThreadPoolExecutor(_NUM_PARTS) as threads:
+        list(threads.map(partial(_write_part, attempt), range(_NUM_PARTS)))
     _finish(subject, attempt)
 
 
@@ -236,7 +254,8 @@ CHANGES = {
     "new": Change("new build", _build, is_build=True),
     "overwrite": Change("build over another store", _build, {"s": OLD}, is_build=True),
     "resumed": Change("resumed build", _build, is_build=True, begun=_interrupt),
-    "parts": Change("build in two parts", _parts_and_finish),
+    "parts": Change("two parts over another store", _parts_and_finish, {"s": OLD}),
+    "threads": Change("two parts by two threads", _parts_by_threads),
     "finish": Change("finish of two parts", _finish, begun=_write_both_parts),
     "append": Change("append", _append, {"s": OLD}),
     "stream": Change("build of a stream over another store", _stream, {"s": OLD}),

@@ -48,10 +48,33 @@ def pretend(directory: Path) -> None:
     os.posix_fallocate = posix_fallocate
 
 
-def attempt(directory: Path, rows: list[Any], **arguments: Any) -> dict[str, Any]:
+class Sounds:
+    """Rows that differ in length, of so many bytes in all. Notes what is free while they are read.
+
+    Args:
+        directory: On the disk.
+        num_bytes: Bytes of all rows.
+    """
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        self.directory, self.num_bytes = str(directory), num_bytes
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        free.append(shutil.disk_usage(self.directory).free)
+        return torch.full((self.num_bytes // 200 + row % 3 - 1,), row, dtype=torch.uint8)
+
+
+#: What is free at each reading of a row.
+free: list[int] = []
+
+
+def attempt(directory: Path, rows: Any, **arguments: Any) -> dict[str, Any]:
     path = directory / "train"
     before = sorted(os.listdir(directory))
-    free = shutil.disk_usage(directory).free
+    free[:] = [shutil.disk_usage(directory).free]
     try:
         store = build_store(rows, path, num_shards=2, progress=False, **arguments)
     except OSError as error:
@@ -60,7 +83,7 @@ def attempt(directory: Path, rows: list[Any], **arguments: Any) -> dict[str, Any
         outcome = {"num_rows": store.num_rows}
     names = sorted(os.listdir(directory))
     left = [name for name in names if os.listdir(directory / name) != [".lock"]]
-    return {**outcome, "free": free, "before": before, "left": left}
+    return {**outcome, "free": free[0], "least free": min(free), "before": before, "left": left}
 
 
 def main(way: str, mount_point: Path) -> None:
@@ -74,16 +97,21 @@ def main(way: str, mount_point: Path) -> None:
         mount_point, [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
     )
     # As many bytes as are free: there is no room for the other files of a build.
-    free = shutil.disk_usage(mount_point).free
+    room = shutil.disk_usage(mount_point).free
     outcomes["exactly what is free"] = attempt(
-        mount_point, [torch.zeros(free // 4, dtype=torch.uint8)] * 4
+        mount_point, [torch.zeros(room // 4, dtype=torch.uint8)] * 4
     )
+    # There is room for them, but not for twice as many bytes.
+    outcomes["rows of variable length"] = attempt(mount_point, Sounds(mount_point, 3 * MIB // 4))
+    outcomes["rows read"] = len(free) - 1
     outcomes["small"] = attempt(mount_point, [torch.full((1000,), row) for row in range(5)])
     outcomes["overwrite"] = attempt(
         mount_point, [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5, overwrite=True
     )
     store = open_store(mount_point / "train")
     outcomes["overwrite"]["old rows"] = [int(store[row][0]) for row in range(len(store))]
+    shutil.rmtree(mount_point / "train")
+    outcomes["sounds"] = attempt(mount_point, Sounds(mount_point, 3 * MIB // 8))
     print(json.dumps(outcomes))
 
 

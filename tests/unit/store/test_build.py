@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -696,6 +697,18 @@ def check_full_disk(outcomes: dict[str, Any]) -> None:
     needed = exact["free"] // 4 * 4
     assert f"needs {needed} bytes" in exact["message"]
     assert exact["left"] == []
+
+    # Before a row is written: each of eight was read twice.
+    refused = outcomes["rows of variable length"]
+    assert refused["errno"] == errno.ENOSPC
+    assert outcomes["rows read"] <= 16
+    needed = int(re.search(r"needs (\d+) bytes, judging by the rows", refused["message"])[1])
+    assert needed == pytest.approx(2 * 3 * 2**18 + 200 * 24, rel=0.02)
+    assert str(refused["free"]) in refused["message"]
+    assert refused["left"] == []
+    sounds = outcomes["sounds"]
+    assert sounds["num_rows"] == 200
+    assert sounds["least free"] <= sounds["free"] - 3 * 2**17
 
     # There is room again: the failed builds left nothing on the disk.
     assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
