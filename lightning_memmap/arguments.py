@@ -36,10 +36,7 @@ _NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path 
 
 
 class BriefParser(ArgumentParser):
-    """A parser that says what is wrong and suggests the nearest name, without printing its usage.
-
-    Its subcommands, and the classes that are named in a config, have parsers of this class too.
-    """
+    """A parser that says what is wrong and suggests the nearest name, without its usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,11 +64,7 @@ class BriefParser(ArgumentParser):
 
     @override
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file.
-
-        Raises:
-            TypeError: The file is not UTF-8.
-        """
+        """Parse a file."""
         try:
             parsed: Namespace = super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
@@ -84,14 +77,7 @@ class TrainingParser(BriefParser, LightningArgumentParser):
 
 
 def refuse_several_configs(args: Iterable[str]) -> None:
-    """Check the arguments of a command that would use only the last of several ``--config``.
-
-    Args:
-        args: The arguments of the command line.
-
-    Raises:
-        ValueError: ``--config`` is given more than once.
-    """
+    """Check the arguments of a command that would use only the last of several ``--config``."""
     count = sum(arg.partition("=")[0] == "--config" for arg in args)
     if count > 1:
         raise ValueError(
@@ -101,18 +87,7 @@ def refuse_several_configs(args: Iterable[str]) -> None:
 
 
 def read_config(path: str) -> Any:
-    """Read a config that is given with ``--config``.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What it holds, which has not been checked.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no yaml file.
-    """
+    """Read a config that is given with ``--config``."""
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -122,11 +97,7 @@ def read_config(path: str) -> Any:
 
 @contextmanager
 def imports_for_pages() -> Iterator[None]:
-    """Import in this block what makes pages of HTML.
-
-    Raises:
-        ValueError: A package is missing that only pages need.
-    """
+    """Import in this block what makes pages of HTML."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -138,11 +109,7 @@ def imports_for_pages() -> Iterator[None]:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error to standard error, for the person at the terminal.
-
-    Args:
-        error: The error. Control codes of the terminal in its text are replaced.
-    """
+    """Print an error to standard error, for the person at the terminal."""
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
@@ -152,14 +119,7 @@ def print_error(error: BaseException) -> None:
 
 
 def nearest_file(path: str | Path) -> str:
-    """A suggestion for a misspelt path: see `nearest`.
-
-    Args:
-        path: A path that does not exist.
-
-    Returns:
-        The suggestion, of the files and folders that lie where it would.
-    """
+    """A suggestion for a misspelt path: see `nearest`."""
     folder = Path(path).parent
     try:
         names = [str(folder / child.name) for child in folder.iterdir()]
@@ -198,8 +158,7 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def first_reason(message: str) -> str:
-    """What jsonargparse says of a value that fits none of its types, in one line: where the mistake
-    is, and the first reason, or that with a suggestion."""
+    """Of a value that fits none of its types, where it is and the first reason, in one line."""
     lines = [line.strip(" -") for line in message.splitlines()]
     kept = [line for line in lines if line and not _NOISE.match(line)]
     # What ends in a colon says where.

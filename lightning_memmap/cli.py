@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -53,39 +52,15 @@ lightning-memmap COMMAND --help describes a command. A first run:
 
 #: Arguments that Lightning divides by, and does not check.
 _DIVISORS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
-#: How a config begins that LightningCLI has saved.
-_SAVED = b"# lightning.pytorch=="
 
 
 class SaveConfig(SaveConfigCallback):
-    """Lightning's callback, for a user who runs the command more than once in a folder.
-
-    Without a logger the config is saved in the user's own folder. There it takes the place of one
-    that an earlier run saved, and of no other file: neither of one that somebody wrote, nor of one
-    that this run was given.
-    """
+    """Saves the config beside the logs of a run, and never in the folder of the user."""
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        path = Path(trainer.log_dir or "") / self.config_filename
-        if trainer.is_global_zero and not trainer.loggers and self._is_of_earlier_run(path):
-            path.unlink()
-        try:
+        if trainer.loggers:
             super().setup(trainer, pl_module, stage)
-        except RuntimeError as error:
-            if "to NOT exist" not in str(error):
-                raise
-            raise MisconfigurationException(
-                f"the config of this run would be saved as {path}, which exists already:\n"
-                "name another folder with --trainer.default_root_dir, or move that file"
-            ) from error
-
-    def _is_of_earlier_run(self, path: Path) -> bool:
-        given = {os.path.realpath(str(config)) for config in self.config.get("config") or []}
-        if self.already_saved or not path.is_file() or os.path.realpath(path) in given:
-            return False
-        with open(path, "rb") as file:
-            return file.read(len(_SAVED)) == _SAVED
 
 
 class TrainingCLI(LightningCLI):
@@ -124,17 +99,7 @@ class TrainingCLI(LightningCLI):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command.
-
-    A user's mistake ends it with a line or two on standard error.
-
-    Args:
-        args: The arguments after ``lightning-memmap``, by default those of the process.
-
-    Raises:
-        SystemExit: With code 1 or 2 after a user's mistake, 130 after Ctrl-C, and the code of
-            ``store``, ``compare``, ``rows`` or ``doctor``.
-    """
+    """Run the command."""
     try:
         try:
             _run(args)
@@ -190,16 +155,13 @@ def _run(args: Sequence[str] | None) -> None:
         args=None if args is None else given,
         parser_class=TrainingParser,
         save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-memmap", "description": _DESCRIPTION},
     )
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Whether the message of an error is enough for its user.
-
-    It is when this package or the Trainer refuses an argument or a file, or a class the arguments
-    that a config has for it. When a dataset or a module failed, its author wants the traceback.
-    """
+    """Whether the message of an error is enough for its user."""
     if isinstance(error, DatasetError) and error.__cause__ is not None:
         return _is_mistake(error.__cause__)
     if isinstance(error, (MemmapError, MisconfigurationException)):

@@ -14,22 +14,7 @@ MAX_INTEGER = 2**63 - 1
 
 
 def check_integer(name: str, value: object, least: int | None = None, reason: str = "") -> int:
-    """Check an argument that counts something.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-        least: The least value that it may have; by default any.
-        reason: What an error says where it is less.
-
-    Returns:
-        The value as an int of Python, which checkpoints and stores hold: integers of numpy count
-        too.
-
-    Raises:
-        TypeError: The value is not an integer.
-        ValueError: It is less than ``least``, or above `MAX_INTEGER`.
-    """
+    """Check an argument that counts something."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give an integer")
     if least is not None and int(value) < least:
@@ -41,56 +26,26 @@ def check_integer(name: str, value: object, least: int | None = None, reason: st
 
 
 def check_number(name: str, value: object) -> float:
-    """Check an argument that measures something.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-
-    Returns:
-        The value as a float of Python: other real numbers, such as those of numpy, count too.
-
-    Raises:
-        TypeError: The value is not a number.
-    """
+    """Check an argument that measures something."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give a number")
     return float(value)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A suggestion for a misspelt name.
-
-    Args:
-        name: The name.
-        names: The names that there are.
-
-    Returns:
-        ``; did you mean ...?`` with the nearest of the names, or an empty text if none is near.
-    """
+    """A suggestion for a misspelt name."""
     folded = {other.casefold(): other for other in names}
     found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     return f"; did you mean {folded[found[0]]!r}?" if found else ""
 
 
 def is_refused_call(error: BaseException) -> bool:
-    """Whether a call failed before any Python code of what was called ran, as with wrong arguments.
-
-    Args:
-        error: What the call raised, where it is caught in the function that calls.
-    """
+    """Whether a call failed before any Python code of what was called ran: wrong arguments."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error as text, even where its own message raises.
-
-    Args:
-        error: What somebody else's code raised, such as a dataset.
-
-    Returns:
-        The name of its class and its message.
-    """
+    """Return an error as text, even where its own message raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as other:
@@ -98,24 +53,12 @@ def describe_error(error: Exception) -> str:
 
 
 def with_article(name: str) -> str:
-    """Put "a" or "an" before the name of a type, for a message.
-
-    Args:
-        name: The name, such as ``int`` or ``uint8``.
-
-    Returns:
-        ``an int``, ``a uint8``: a first letter ``u`` is taken to be spoken as in "unit".
-    """
+    """Put "a" or "an" before the name of a type, for a message."""
     return f"an {name}" if name[:1].lower() in {"a", "e", "i", "o"} else f"a {name}"
 
 
 def call_text(kind: str, **arguments: object) -> str:
-    """A call with the arguments that are not None, for messages.
-
-    Args:
-        kind: Name of what is called.
-        arguments: The arguments, of which long ones are shortened.
-    """
+    """A call with the arguments that are not None, for messages."""
     given = [f"{key}={short_repr(each)}" for key, each in arguments.items() if each is not None]
     return f"{kind}({', '.join(given)})"
 

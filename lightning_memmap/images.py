@@ -71,30 +71,10 @@ def decode_image(
     mode: str,
     size: tuple[int, int] | None = None,
     shape: tuple[int, ...] | None = None,
+    # Receives the scale, and x and y of the upright image's corner in the result.
     place: NDArray[np.float32] | None = None,
 ) -> NDArray[np.uint8]:
-    """Decode an image, turned upright if its EXIF orientation says how it was taken.
-
-    A mode without transparency leaves the alpha channel out, so that what lies under transparent
-    pixels is seen. Of an animation it is the first image.
-
-    Args:
-        source: The bytes of a file, or its path.
-        mode: One of `CHANNELS`. ``"P"`` takes images of palette indices and of grey values alone.
-        size: Height and width. The image is scaled to fill them, and what is over at two sides is
-            cut off. Palette indices are picked, other values interpolated.
-        shape: What the result must have, (channels, height, width).
-        place: Receives, of shape (3,), by how much the upright image was scaled, and where its left
-            upper corner lies in the result then: x and y, not above 0.
-
-    Returns:
-        uint8 of shape (channels, height, width).
-
-    Raises:
-        ImageError: It is no image, is damaged, has another shape, more than `MAX_PIXELS` pixels or
-            more than 8 bits, or it cannot be converted to the mode. The message says which.
-        ImportError: Pillow is not installed.
-    """
+    """Decode an image, turned upright if its EXIF orientation says how it was taken."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:

@@ -12,15 +12,7 @@ _POLL_S = 0.01
 
 
 class Launched(subprocess.Popen[bytes]):
-    """A program that prints to a file.
-
-    Args:
-        command: The program and its arguments.
-        output: The file for all that it prints, errors included; its directory is created.
-        env: The environment; by default that of this process.
-        start_new_session: Whether it has a group of its own: its processes then end with
-            `kill_group`, and Ctrl-C in the terminal reaches only this process.
-    """
+    """A program that prints to a file."""
 
     def __init__(
         self,

@@ -11,11 +11,7 @@ _MIN_PIXELS = 5
 
 
 def pixels_of(row: Tensor) -> NDArray[np.uint8] | None:
-    """Convert a row to pixels, if it has the shape of an image.
-
-    Values of other dtypes than uint8 are scaled so that the least one is black and the largest one
-    is white.
-    """
+    """Convert a row to pixels, if it has the shape of an image."""
     if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
         return None
     if row.dim() == 2:

@@ -10,12 +10,9 @@ from torch import Tensor
 
 @cache
 def leave_group_at_exit() -> None:
-    """Register the process to leave its process group before the interpreter ends.
-
-    Lightning does this for the backend ``nccl`` alone, and not for ``gloo`` or
-    ``cpu:gloo,cuda:nccl``. Threads of gloo that outlive the interpreter occasionally abort the
-    process (SIGABRT), after all of its work is done. Calling this twice has no effect.
-    """
+    """Register the process to leave its process group before the interpreter ends."""
+    # Lightning does this for ``nccl`` alone. Threads of gloo that outlive the interpreter
+    # occasionally abort the process (SIGABRT), after all of its work is done.
     atexit.register(_leave_group)
 
 

@@ -12,20 +12,7 @@ from lightning_memmap.errors import RankMismatchError
 
 
 def check_ranks_match(facts: Mapping[str, object], error: BaseException | None = None) -> None:
-    """Compare facts over all processes. All ranks of the default process group must call it.
-
-    Without a process group there is nothing to compare.
-
-    Args:
-        facts: What must be the same, by name. Values are compared, and shown, as their ``str``:
-            keep it short.
-        error: Why this process failed to find its facts.
-
-    Raises:
-        BaseException: ``error``, on the rank that has one.
-        RankMismatchError: On all other ranks then, and on all ranks where facts differ. It says
-            which ranks failed, and with what, or which facts differ.
-    """
+    """Compare facts over all processes. All ranks of the default process group must call it."""
     ours = ({name: str(value) for name, value in facts.items()}, _described(error))
     ranks = [ours]
     if dist.is_available() and dist.is_initialized():

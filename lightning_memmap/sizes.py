@@ -7,19 +7,7 @@ _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes from a text such as ``80GiB``, ``1.5 TB`` or ``4096``.
-
-    Args:
-        text: A decimal number of 0 or more with a unit: ``K``, ``M``, ``G`` and ``T`` are powers of
-            1000, ``Ki``, ``Mi``, ``Gi`` and ``Ti`` powers of 1024. A ``B`` may follow. Without a
-            unit it is bytes.
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        ValueError: The text is not a number with a known unit.
-    """
+    """A number of bytes from a text such as ``80GiB``, ``1.5 TB`` or ``4096``."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?)B?\s*", text)
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a size: write it like 80GiB, 1.5TB or 4096")
@@ -27,14 +15,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as text, in binary units.
-
-    Args:
-        count: Bytes; may be negative.
-
-    Returns:
-        A text such as ``1.5 GiB``, with one decimal from KiB on.
-    """
+    """Bytes as text, in binary units."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

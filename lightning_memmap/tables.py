@@ -1,109 +1,57 @@
-"""Tables, for the terminal and for pages alike."""
+"""Tables for the terminal, which pages show too. All of their text is safe to print."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Literal
 
 from rich import box
-from rich.console import Console, Group
-from rich.table import Table as RichTable
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-_STYLES = {"": "", "good": "green", "bad": "bold red", "unsure": "yellow", "soft": "dim"}
-
-Mood = Literal["", "good", "bad", "unsure", "soft"]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text, and how it is meant.
-
-    Args:
-        text: The text, which may come from anyone: each renderer escapes it.
-        mood: How to show it: as ``good``, ``bad`` or ``unsure`` news, ``soft`` for what matters
-            less, or plainly.
-        bar: Length of the bar that a page draws below the text, from 0 to 1.
-    """
-
-    text: str
-    mood: Mood = ""
-    bar: float | None = None
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Args:
-        label: Its heading.
-        meaning: What it shows, in a sentence; may be empty.
-        is_text: Whether it contains words that may be wrapped. Other columns are aligned to the
-            right.
-    """
-
-    label: str
-    meaning: str = ""
-    is_text: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table, with notes below it.
-
-    Args:
-        title: Its heading.
-        columns: Its columns, of which the first names the variants.
-        rows: One cell for each column in each row.
-        notes: Lines to show below the table.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Cell] = ()
+#: How a text is meant: as good, bad or uncertain news, or as what matters less.
+GOOD, BAD, UNSURE, SOFT = "green", "bold red", "yellow", "dim"
 
 
 def printable(value: object) -> str:
-    """A text that is safe to print: codes that control the terminal are replaced.
-
-    Args:
-        value: What is to be printed, which may come from anyone.
-    """
+    """The text of a value that may come from anyone, without codes that control the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
-def print_table(table: Table, console: Console) -> None:
-    """Print a table and its notes, after an empty line. Eighty columns are enough for most tables.
+def text(value: object, style: str = "") -> Text:
+    """A cell of a table, or a line."""
+    return Text(printable(value), style)
 
-    Args:
-        table: The table.
-        console: Where to print.
-    """
-    rich = RichTable(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=0,
-        collapse_padding=True,
+
+@dataclass(frozen=True)
+class TitledTable:
+    """A table with a title above it and notes below, which a console prints."""
+
+    title: str
+    table: Table
+    notes: Sequence[Text] = ()
+
+    def __rich__(self) -> Group:
+        return Group(text(""), text(self.title, "bold"), self.table, *self.notes)
+
+
+def make_table(
+    labels: Sequence[str], rows: Iterable[Sequence[Text]], words: Collection[str] = ()
+) -> Table:
+    """Make a table that mostly fits into eighty columns."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, collapse_padding=True
     )
-    for index, column in enumerate(table.columns):
-        # The name of a variant is never broken.
-        is_left = index == 0 or column.is_text
-        rich.add_column(
-            column.label
-            if column.is_text
-            else fill(column.label, 9, break_long_words=False, break_on_hyphens=False),
+    for label in labels:
+        # The name of a row is never broken.
+        is_left, is_text = label in words or label == labels[0], label in words
+        narrow = fill(label, 9, break_long_words=False, break_on_hyphens=False)
+        table.add_column(
+            text(label) if is_text else Text(narrow),
             justify="left" if is_left else "right",
-            no_wrap=not column.is_text,
+            no_wrap=not is_text,
             overflow="fold" if is_left else "ellipsis",
         )
-    for row in table.rows:
-        rich.add_row(*map(_text, row))
-    title = Text(f"\n{table.title}", style="bold")
-    console.print(Group(title, rich, *map(_text, table.notes)), soft_wrap=False)
-
-
-def _text(cell: Cell) -> Text:
-    # A baseline may come from anyone.
-    return Text(printable(cell.text), style=_STYLES[cell.mood])
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -15,7 +15,7 @@ PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
 #: By class, what it sets or overrides where the base has no public name; a comment there says so.
 ON_PURPOSE = {
     "FSDP2Strategy": {"_data_parallel_size", "_tensor_parallel_size"},
-    "_Stage": {"_compute_outputs", "_post_metadata_inference_cleanup"},
+    "_ScheduledStage": {"_compute_outputs", "_post_metadata_inference_cleanup"},
     "IndependentStrategy": {"_configure_launcher", "_launcher"},
 }
 

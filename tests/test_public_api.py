@@ -182,18 +182,12 @@ STRATEGY = {
     "data_devices": None,
     "root_holds_data": True,
     "prefetch": None,
-    "accelerator": None,
-    "checkpoint_io": None,
-    "precision_plugin": None,
+    "kwargs": inspect.Parameter.empty,
 }
 
-DATA_PARALLEL = {
-    name: default
-    for name, default in STRATEGY.items()
-    if name not in ("root_holds_data", "prefetch")
-}
+DATA_PARALLEL = {"data_devices": None, "kwargs": inspect.Parameter.empty}
 
-MODEL_PARALLEL = {"layers": None, **STRATEGY}
+MODEL_PARALLEL = {"layers": None, "kwargs": inspect.Parameter.empty}
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": 1,
@@ -221,9 +215,7 @@ FSDP2 = {
 INDEPENDENT = {
     "num_members": None,
     "raise_on_failure": True,
-    "accelerator": None,
-    "checkpoint_io": None,
-    "precision_plugin": None,
+    "kwargs": inspect.Parameter.empty,
 }
 
 

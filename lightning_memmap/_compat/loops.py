@@ -46,22 +46,15 @@ def _remove(callback: L.Callback, trainer: Any) -> None:
 
 
 def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> None:
-    """Make the Trainer request the training loader, and its length, again after an epoch.
-
-    It does so once per fit. That is not enough if an epoch has another number of steps than the
-    next one: it is resumed from a checkpoint of another number of data devices, or one of them
-    leaves steps out.
-    """
+    """Make the Trainer request the training loader, and its length, again after an epoch."""
+    # It does so once per fit. An epoch has another number of steps than the next one if it is
+    # resumed from a checkpoint of another number of data devices, or one of them leaves steps out.
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
 
 
 def validate_anew(trainer: Any) -> None:
-    """Repeat the validation in which a checkpoint was saved, from its first row.
-
-    The Trainer would resume it, and skip as many batches as were done before. But it does not
-    restore their metrics, and the loader begins at the first row: the metrics would be over the
-    wrong rows.
-    """
+    """Repeat the validation in which a checkpoint was saved, from its first row."""
+    # The Trainer would skip as many batches as were done, whose metrics it does not restore.
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
 
 
@@ -74,11 +67,7 @@ class _Counts(NamedTuple):
 
 
 class TrainerProgress:
-    """Finds which of the delivered batches the Trainer's weights were trained on.
-
-    A checkpoint may be saved at any time: by a callback after a step or inside one, or on an error
-    or a signal.
-    """
+    """Finds which of the delivered batches the Trainer's weights were trained on."""
 
     def __init__(self, trainer: Any) -> None:
         # A weak reference: the Trainer refers to the loader, which refers to this.
@@ -101,12 +90,9 @@ class TrainerProgress:
         return _Counts(processed, loop.global_step, self._optimizer_steps)
 
     def num_untrained(self, noted: _Counts) -> int:
-        """The number of delivered batches, at the end, that the weights were not trained on.
-
-        These are the current batch, until an optimizer steps or its step ends, and the batches
-        whose gradients wait for the rest of their group (``accumulate_grad_batches``), since a
-        checkpoint has no gradients.
-        """
+        """The number of delivered batches, at the end, that the weights were not trained on."""
+        # The current batch, until an optimizer steps or its step ends, and the batches whose
+        # gradients wait for the rest of their group, since a checkpoint has no gradients.
         trainer: Any = self._trainer()
         if trainer is None:
             return 0
@@ -162,11 +148,9 @@ class _SettleCounts(L.Callback):
 
 
 def go_on_after(trainer: Any, num_batches: int) -> None:
-    """Continue a fit that is resumed inside an epoch after a number of its batches.
-
-    Where an optimizer had stepped in the interrupted batch, the batch counts as complete, and the
-    schedulers step. Otherwise the Trainer's counts are reduced to the trained batches.
-    """
+    """Continue a fit that is resumed inside an epoch after a number of its batches."""
+    # Where an optimizer had stepped in the interrupted batch, the batch counts as complete, and the
+    # schedulers step. Otherwise the Trainer's counts are reduced to the trained batches.
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     num_processed, num_completed = progress.current.processed, progress.current.completed

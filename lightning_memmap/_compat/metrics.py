@@ -30,10 +30,7 @@ def states_without_reduction(metric: Metric) -> list[str]:
 
 
 def merge_metric(target: Metric, sources: list[Metric]) -> None:
-    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``.
-
-    Means are weighted by the number of updates, as in torchmetrics.
-    """
+    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``."""
     updated = [metric for metric in (target, *sources) if metric._update_count]
     # Metrics overload comparison: they must be compared by identity.
     if all(metric is target for metric in updated):

@@ -10,10 +10,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """Count the tensors and storages, in Python and in C++, that share the memory of a tensor.
-
-    Views, tensors saved for backward, numpy arrays and DLPack capsules all count.
-    """
+    """Count the tensors and storages, in Python and in C++, that share the memory of a tensor."""
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     # All references to the storage itself share one Python object, which C++ counts once.
@@ -21,11 +18,8 @@ def storage_use_count(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A key that is equal for tensors that share memory, and valid while one of them is alive.
-
-    Unlike the address of the data it exists for every tensor: after a compilation in the process,
-    torch refuses to return the address of some.
-    """
+    """A key that is equal for tensors that share memory, and valid while one of them is alive."""
+    # Torch refuses to return the address of some tensors after a compilation in the process.
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -38,11 +32,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
-    """A nested tensor with the layout ``torch.jagged``.
-
-    `torch.nested.nested_tensor_from_jagged` gives the same for values that need no gradient, in
-    several times the time.
-    """
+    """A nested tensor with the layout ``torch.jagged``."""
     made: Tensor = NestedTensor(values, offsets)
     return made
 

@@ -26,13 +26,7 @@ KINDS = ("parameters", "gradients", "optimizer", "data", "activations")
 
 
 def live_parameters() -> list[nn.Parameter]:
-    """All parameters that are alive in this process, including those of replicas.
-
-    Those of lazy modules count after the first batch, when they have memory.
-
-    Returns:
-        The parameters on all devices, in no particular order.
-    """
+    """All parameters that are alive in this process, including those of replicas."""
     # By type: reading an object's __class__ may run arbitrary code.
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return [
@@ -54,38 +48,19 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tenso
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in the order of its containers.
-
-    Args:
-        batch: Any nesting of mappings, sequences and dataclasses.
-
-    Returns:
-        The tensors themselves, on their devices, and those that nested ones consist of; other
-        values are left out.
-    """
+    """The tensors of a batch, in the order of its containers."""
     return [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
 
 
 def batches_of(batch: Any) -> list[Any]:
-    """The batches in what a callback receives as a batch.
-
-    Args:
-        batch: The ``batch`` of a callback's hook.
-
-    Returns:
-        One batch per device where the strategy does not assemble them, else the batch itself.
-    """
+    """The batches in what a callback receives as a batch."""
     if isinstance(batch, SuperBatch):
         return batch.batches
     return batch.parts if isinstance(batch, MicroBatches) else [batch]
 
 
 class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Traces each storage that an operator of torch returns, until it is freed.
-
-    Not seen are allocations that an operator frees itself, memory that no tensor of Python refers
-    to, such as DDP's buckets, and the resizing of a storage, as FSDP does it.
-    """
+    """Traces each storage that an operator of torch returns, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,15 +71,7 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._live: dict[int, tuple[Any, int]] = {}
 
     def add(self, tensors: Iterable[Any], kind: str, *, from_start: bool = False) -> None:
-        """Set the kind of the memory of tensors.
-
-        Of a DTensor the local shard counts; what is on the meta device or not dense is ignored.
-
-        Args:
-            tensors: Tensors, some of which may be traced already.
-            kind: One of `KINDS`.
-            from_start: Whether those that are not traced yet existed when the trace began.
-        """
+        """Set the kind of the memory of tensors."""
         for tensor in tensors:
             if (number := self._number_of(tensor, from_start)) is not None:
                 self._kinds[number] = kind
@@ -142,10 +109,7 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self._events.append((time_s, change, number))
 
     def series(self) -> dict[str, list[float]]:
-        """``time_s``, the seconds since the start, and the bytes of each of `KINDS` at these times.
-
-        A moment for each allocation and release; what existed at the start is one.
-        """
+        """``time_s``, seconds since the start, and the bytes of each of `KINDS` at these times."""
         sizes = dict.fromkeys(KINDS, 0.0)
         moments: dict[float, list[float]] = {}
         for time_s, change, number in sorted(self._events):

@@ -35,11 +35,7 @@ class Finding(NamedTuple):
 
 
 def doctor(args: list[str]) -> int:
-    """Run ``lightning-memmap doctor`` with these arguments.
-
-    Returns:
-        The exit code: 0, 1 if something that is needed does not work, or 2 without such a folder.
-    """
+    """Run ``lightning-memmap doctor`` with these arguments."""
     parser = BriefParser(
         prog="lightning-memmap doctor",
         description="Look at GPUs and memory, and try out what stores need of the file system of a"

@@ -14,12 +14,7 @@ from lightning_memmap.tables import printable
 
 
 def places_in(path: str) -> dict[str, Path | StoreUrl]:
-    """The store at a path or URL, by an empty name, or those one or two levels below it, by their
-    paths from there.
-
-    Raises:
-        MemmapError: There is none, or the URL cannot be reached.
-    """
+    """The store at a path or URL, by an empty name, or those up to two levels below, by path."""
     place = place_of(path)
     if isinstance(place, StoreUrl):
         return {name: place / name if name else place for name in RemoteFiles(place).stores()}
@@ -41,11 +36,7 @@ def places_in(path: str) -> dict[str, Path | StoreUrl]:
 
 
 def stores_in(path: str) -> dict[str, Store]:
-    """The store at a path or the stores below it, by name.
-
-    Raises:
-        MemmapError: There is no store, or one cannot be read.
-    """
+    """The store at a path or the stores below it, by name."""
     stores = stores_or_errors(path)
     for found in stores.values():
         if isinstance(found, Exception):

@@ -1,8 +1,8 @@
 """``lightning-memmap rows``: the rows of any step, looked up without any data being loaded."""
 
 import json as json_format
-import pickle
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,23 @@ import torch
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
+from rich.table import Table
 
-from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
-from lightning_memmap.commands.row_values import (
-    DeviceRows,
-    StepRows,
-    devices_table,
-    print_values,
-    values_of,
-    write_sheet,
+from lightning_memmap.arguments import (
+    BriefParser,
+    imports_for_pages,
+    print_error,
+    read_config,
+    refuse_several_configs,
 )
+from lightning_memmap.commands.steps import Epochs, StepRows, steps_of_checkpoint, stored_rows
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
-from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import DataTopology, topology_of
-from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.sampling.differences import difference_of
-from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
-from lightning_memmap.schema import read_forms
+from lightning_memmap.sampling import Sampler
+from lightning_memmap.sampling.schedule import SkippedSteps
+from lightning_memmap.store import Store
 
 _DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
 the last and the next step of a checkpoint. The order of rows is computed: no data is loaded."""
@@ -49,8 +47,7 @@ class RowsOptions:
         ckpt_path: Instead of them, a checkpoint: the last step that it has seen, and the next one.
         devices: Data devices of all processes; by default those of the config's Trainer.
         json: Print JSON instead of a table.
-        show: List the numbers and texts of each row, and write its images, if it has any, to this
-            PNG file.
+        show: Write a page with the fields of each row, images too, to this HTML file.
 
     Raises:
         ValueError: An option is out of range, or two of them exclude each other.
@@ -75,13 +72,8 @@ class RowsOptions:
                 f"ckpt_path={self.ckpt_path!r} with epoch={self.epoch}, step={self.step}: the"
                 " checkpoint says where it stands; leave them out"
             )
-        if self.show is not None and Path(self.show).suffix != ".png":
-            raise ValueError(f"show={self.show!r}: name a PNG file, such as rows.png")
         if self.show is not None and self.json:
-            raise ValueError(
-                f"show={self.show!r} with json=True: JSON has the numbers of rows alone; give one"
-                " of the two, or read the rows of the store in Python, with open_store(path)[row]"
-            )
+            raise ValueError(f"show={self.show!r} with json=True: give one of the two")
 
 
 def rows_parser() -> BriefParser:
@@ -93,18 +85,7 @@ def rows_parser() -> BriefParser:
 
 
 def rows(args: list[str]) -> int:
-    """Run the command with these arguments.
-
-    Args:
-        args: Arguments of the command line, after ``lightning-memmap rows``.
-
-    Returns:
-        The exit code: 0, or 2 for a wrong argument.
-
-    Raises:
-        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
-            (0).
-    """
+    """Run the command with these arguments."""
     given = rows_parser().parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
@@ -124,11 +105,8 @@ def rows(args: list[str]) -> int:
             steps = [epochs.step_rows(question.epoch, question.step)]
         else:
             steps = steps_of_checkpoint(question.ckpt_path, data, order, topology)
-        forms = read_forms(data.variable)
-        shown = [stored_rows(order, step) for step in steps]
-        has_sheet = question.show is not None and write_sheet(
-            store, [row for numbers in shown for row in numbers], Path(question.show), forms
-        )
+        if question.show is not None:
+            _write_page(Path(question.show), store, order, steps)
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print_error(error)
         return 2
@@ -136,21 +114,46 @@ def rows(args: list[str]) -> int:
         print(json_format.dumps([asdict(step) for step in steps]))
         return 0
     console = Console(markup=False)
-    for step, numbers in zip(steps, shown, strict=True):
-        left_out = ", left out by skip_steps" if step.is_skipped else ""
-        console.print(
-            f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
-            f" {order.num_positions}, {type(order).__name__}; step {step.run_step} of the"
-            f" run{left_out}",
-            soft_wrap=True,
-        )
-        if question.show is None:
-            console.print(devices_table(step))
-        else:
-            print_values(console, values_of(step, numbers, store, forms))
-    if has_sheet:
-        console.print(f"images are in {question.show}, row by row in the order of the table")
+    for step in steps:
+        console.print(_title(order, step), soft_wrap=True)
+        table = Table()
+        for name in ("data device", "rank", "rows"):
+            table.add_column(name, overflow="fold")
+        for each in step.devices:
+            table.add_row(str(each.device), str(each.rank), " ".join(map(_name, each.rows)))
+        console.print(table)
+    if question.show is not None:
+        console.print(question.show, soft_wrap=True)
     return 0
+
+
+def _title(order: Sampler, step: StepRows) -> str:
+    left_out = ", left out by skip_steps" if step.is_skipped else ""
+    return (
+        f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
+        f" {order.num_positions}, {type(order).__name__}; step {step.run_step} of the run{left_out}"
+    )
+
+
+def _name(row: Any) -> str:
+    """The number of a row; of a window or a row of several sets with that of its series or set."""
+    return f"{_name(row[0])}:{row[1]}" if isinstance(row, list) else str(row)
+
+
+def _write_page(path: Path, store: Store, order: Sampler, steps: Sequence[StepRows]) -> None:
+    with imports_for_pages():
+        from lightning_memmap.commands.store_page import Section, render, values_of
+    sections = []
+    for step in steps:
+        names = [
+            f"row {_name(row)}, data device {position % len(step.devices)}"
+            for position, row in enumerate(step.rows, step.first)
+        ]
+        samples = zip(names, values_of(store, stored_rows(order, step)), strict=True)
+        title = f"Epoch {step.epoch}, step {step.step}"
+        sections.append(Section(title, [_title(order, step), store.location], [*samples]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(sections), encoding="utf-8")
 
 
 def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:
@@ -196,115 +199,3 @@ def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
         return parser.instantiate(parser.parse_object(config))
     except ArgumentError as error:
         raise ValueError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """The steps of epochs, and their rows by data device. Nothing is read."""
-
-    order: Sampler
-    whole: BatchSchedule
-    topology: DataTopology
-    skipped: SkippedSteps
-
-    @classmethod
-    def of(
-        cls, data: MemmapDataModule, order: Sampler, topology: DataTopology, skipped: SkippedSteps
-    ) -> "Epochs":
-        """Those of a data module, which may leave out steps beside those of a checkpoint."""
-        size = data.batch_size * topology.num_data_devices
-        whole = BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
-        skipped = skipped.adding(steps_to_skip(data.skip_steps), whole)
-        return cls(order, whole, topology, skipped)
-
-    def step_rows(self, epoch: int, step: int) -> StepRows:
-        """A step of an epoch, whether it is left out or not."""
-        if step >= len(self.whole):
-            raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(self.whole) - 1}")
-        return self.rows_at(epoch, step, *self.whole.bounds(step))
-
-    def rows_at(self, epoch: int, step: int, first: int, last: int) -> StepRows:
-        """The step of these positions."""
-        order, topology = self.order, self.topology
-        found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
-        count = topology.num_data_devices
-        devices = [
-            DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
-            for device in range(count)
-        ]
-        run_step = epoch * len(self.whole) + step
-        is_skipped = any(begin <= first < end for begin, end in self.skipped.of_epoch(epoch))
-        return StepRows(epoch, step, first, last, found, devices, run_step, is_skipped)
-
-    def left_of(self, epoch: int, start: int) -> BatchSchedule:
-        """The steps of an epoch from a position on, without those that are left out."""
-        return replace(self.whole, start=start, skipped=self.skipped.of_epoch(epoch))
-
-    def num_skipped(self, epoch: int, position: int) -> int:
-        """The steps of an epoch that are left out before a position."""
-        spans = self.skipped.of_epoch(epoch)
-        rows = (min(last, position) - first for first, last in spans if first < position)
-        return sum(-(-each // self.whole.global_batch) for each in rows)
-
-
-def stored_rows(order: Sampler, step: StepRows) -> list[int]:
-    """The rows of the store that the rows of a step are, or are parts of, in the same order."""
-    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
-    found: list[int] = order.pool.rows.stored_rows(rows).tolist()
-    return found
-
-
-def steps_of_checkpoint(
-    path: str, data: MemmapDataModule, order: Sampler, topology: DataTopology
-) -> list[StepRows]:
-    """The last step that a checkpoint has seen, and the next one.
-
-    Args:
-        path: The checkpoint.
-        data: The data module of the training.
-        order: The order of rows.
-        topology: Its data devices.
-
-    Returns:
-        The two steps; the next one alone where the checkpoint has seen none.
-
-    Raises:
-        ValueError: The checkpoint is of another data module or another order, or holds more than
-            tensors and plain values.
-    """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(
-            f"ckpt_path={path!r} holds more than tensors and plain values, and is not unpickled:"
-            f" {str(error).splitlines()[0]}"
-        ) from error
-    name = type(data).__qualname__
-    state = saved.get(name, {}).get("train") if isinstance(saved, dict) else None
-    if state is None:
-        raise ValueError(f"ckpt_path={path!r}: it has no state of a {name}")
-    stand = LoaderState.read(state)
-    if (differing := difference_of(stand.sampler, order.identity)) is not None:
-        name, was, now, remedy = differing
-        raise ValueError(
-            f"ckpt_path={path!r}: its rows come in another order than those of the config, which"
-            f" has {name}={now} instead of {name}={was}: give a config with {remedy}"
-        )
-    epochs = Epochs.of(data, order, topology, stand.skipped)
-    epoch, position, found = stand.epoch, stand.position, list[StepRows]()
-    if stand.steps:
-        # The last step ends where the checkpoint stands, whatever the steps before it were.
-        before = epochs.left_of(epoch, 0)
-        first, last = before.bounds(stand.steps - 1) if stand.steps <= len(before) else (0, 0)
-        if last != position:
-            first = max(0, position - before.global_batch)
-        number = stand.steps - 1 + epochs.num_skipped(epoch, first)
-        found.append(epochs.rows_at(epoch, number, first, position))
-    left = epochs.left_of(epoch, position)
-    number = stand.steps
-    if not len(left):
-        left, epoch, number = epochs.left_of(epoch + 1, 0), epoch + 1, 0
-    first, last = left.bounds(0)
-    number += epochs.num_skipped(epoch, first)
-    found.append(epochs.rows_at(epoch, number, first, last))
-    return found

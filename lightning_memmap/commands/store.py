@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
 from lightning_memmap._compat.parsers import commands_of
@@ -16,9 +15,8 @@ from lightning_memmap.arguments import (
     print_error,
 )
 from lightning_memmap.commands.found_stores import places_in, stores_in, stores_or_errors
-from lightning_memmap.commands.image_tables import image_tables
 from lightning_memmap.commands.store_info import print_info
-from lightning_memmap.commands.store_plan import device_bytes, plan_devices, plan_windows
+from lightning_memmap.commands.store_plan import plan_blocks, plan_devices
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.store import (
     append_store,
@@ -73,18 +71,7 @@ def _store_functions() -> dict[str, Callable[..., int]]:
 
 
 def store_command(args: list[str]) -> int:
-    """Run the command with these arguments.
-
-    Args:
-        args: Arguments of the command line, after ``lightning-memmap store``.
-
-    Returns:
-        The exit code: 0, 1 for a damaged store, or 2 for a wrong argument.
-
-    Raises:
-        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
-            (0).
-    """
+    """Run the command with these arguments."""
     parser = store_parser()
     config = parser.parse_args(args)
     options = parser.instantiate(config)[config.subcommand]
@@ -220,7 +207,6 @@ def _plan(
     memory_fraction: float = 0.7,
     residency: Literal["auto", "stream"] = "auto",
     shuffle_window: int | None = None,
-    html: str | None = None,
 ) -> int:
     """Print which device would hold what.
 
@@ -230,34 +216,18 @@ def _plan(
         memory: Memory of one device, in bytes or with a unit such as GB or GiB.
         memory_fraction: Share of it that shards may take, above 0 and at most 1.
         residency: auto, or stream for data larger than memory.
-        shuffle_window: Rows of a shard in a window of stream; by default what makes 512 MiB over
+        shuffle_window: Rows of a shard in a block of stream; by default what makes 512 MiB over
             all shards.
-        html: Where to write the table as a page, with bars.
     """
-    opened = stores_in(path)
-    stores = {name: store.manifest for name, store in opened.items()}
+    stores = stores_in(path)
     if residency == "stream":
-        plans = [plan_windows(opened, devices, shuffle_window)]
+        plan = plan_blocks(stores, devices, shuffle_window)
     elif shuffle_window is not None:
         raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
     else:
-        plans = [plan_devices(stores, devices, memory, memory_fraction)]
-        plans += image_tables(opened, int(device_bytes(memory) * memory_fraction))
-    console = _make_console()
-    for plan in plans:
-        table = Table(title=printable(plan.title), title_justify="left")
-        for column in plan.columns:
-            table.add_column(column.label, justify="left" if column.is_text else "right")
-        for row in plan.rows:
-            table.add_row(*(printable(cell.text) for cell in row))
-        console.print(table)
-        for note in plan.notes:
-            console.print(note.text)
-    if html is not None:
-        with imports_for_pages():
-            from lightning_memmap.pages import write_tables
-        write_tables(Path(html), f"Where would {', '.join(stores)} be?", (), plans)
-        console.print(html, soft_wrap=True)
+        manifests = {name: store.manifest for name, store in stores.items()}
+        plan = plan_devices(manifests, devices, memory, memory_fraction)
+    _make_console().print(plan)
     return 0
 
 
@@ -269,8 +239,9 @@ def _show(path: str, *, out: str = "store.html") -> int:
         out: The HTML file.
     """
     with imports_for_pages():
-        from lightning_memmap.commands.store_page import render_stores
-    Path(out).write_text(render_stores(stores_in(path)), encoding="utf-8")
+        from lightning_memmap.commands.store_page import render, section_of
+    page = render([section_of(name, store) for name, store in stores_in(path).items()])
+    Path(out).write_text(page, encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0
 

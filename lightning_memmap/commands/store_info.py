@@ -14,12 +14,7 @@ _MAX_CLASSES_TEXT = 160
 
 
 def print_info(store: Store, console: Console) -> None:
-    """Print what a store holds.
-
-    Args:
-        store: The open store.
-        console: Where to print, without markup.
-    """
+    """Print what a store holds."""
     manifest = store.manifest
     shard_bytes = manifest.shard_bytes()
     console.print(printable(store.location), style="bold", soft_wrap=True)

@@ -1,10 +1,9 @@
-"""``lightning-memmap store show``: a page of samples and sizes, which needs nothing else."""
+"""Pages of samples, with sizes for ``lightning-memmap store show``. They need nothing else."""
 
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
@@ -15,6 +14,7 @@ from lightning_memmap.pages import templates
 from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.kinds import Bytes
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 
 _NUM_SAMPLES = 24
@@ -33,48 +33,54 @@ class Value:
     text: str
 
 
-def render_stores(stores: Mapping[str, Store]) -> str:
-    """Make the page. Needs jinja2 and Pillow.
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: samples by name, and groups of labelled bytes, which are shown as bars."""
 
-    Names and values of a store may come from a stranger: they are shown as text, whatever they look
-    like.
-    """
-    found = [_describe(name, store) for name, store in stores.items()]
-    return templates().get_template("stores.html").render(stores=found)
+    title: str
+    lines: Sequence[str]
+    samples: Sequence[tuple[str, Sequence[Value]]]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def _describe(name: str, store: Store) -> dict[str, Any]:
+def render(sections: Sequence[Section]) -> str:
+    """Make the page."""
+    return templates().get_template("samples.html").render(sections=sections)
+
+
+def section_of(name: str, store: Store) -> Section:
+    """Evenly spaced samples of a store, and its bytes by field and by shard."""
     manifest, every = store.manifest, range(store.num_rows)
-    labels = [f"{field.name} {field}" for field in store.schema.fields]
-    shard_bytes = manifest.shard_bytes().tolist()
-    step = -(-len(shard_bytes) // _MAX_SHARDS)
-    shards = {
-        str(first) if step == 1 else f"{first} to {min(first + step, len(shard_bytes)) - 1}": sum(
-            shard_bytes[first : first + step]
-        )
-        for first in range(0, len(shard_bytes), step)
-    }
-    return {
-        "name": name,
-        "store": store,
-        "samples": samples(store),
-        "fields": _bars(labels, [int(column.num_bytes(every)) for column in manifest.columns]),
-        "shards": _bars([*shards], [*shards.values()]),
-    }
-
-
-def _bars(labels: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int, float]]:
-    """A label, its bytes and their share of the most for each bar."""
-    largest = max(1, *sizes)
-    return [(label, size, size / largest) for label, size in zip(labels, sizes, strict=True)]
-
-
-def samples(store: Store) -> list[tuple[int, list[Value]]]:
-    """The numbers of evenly spaced rows, and their fields."""
     last, count = store.num_rows - 1, min(_NUM_SAMPLES, store.num_rows)
     rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    shard_bytes = manifest.shard_bytes().tolist()
+    step = -(-len(shard_bytes) // _MAX_SHARDS)
+    groups = {
+        first: shard_bytes[first : first + step] for first in range(0, len(shard_bytes), step)
+    }
+    lines = [
+        f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)}, {store.num_shards} shards",
+        store.location,
+        ", ".join(f"{key} {value}" for key, value in manifest.source.items()),
+    ]
+    sizes = {
+        "by field": {
+            f"{field.name} {field}": int(column.num_bytes(every))
+            for field, column in zip(store.schema.fields, manifest.columns, strict=True)
+        },
+        "by shard": {
+            f"{first} to {first + len(each) - 1}" if step > 1 else str(first): sum(each)
+            for first, each in groups.items()
+        },
+    }
+    names = (f"row {row}" for row in rows)
+    return Section(name, lines, [*zip(names, values_of(store, rows), strict=True)], sizes)
+
+
+def values_of(store: Store, rows: Sequence[int]) -> list[list[Value]]:
+    """The fields of rows."""
     fields = list(zip(store.schema.fields, store.columns, strict=True))
-    return [(row, [show(field, column.row(row)) for field, column in fields]) for row in rows]
+    return [[show(field, column.row(row)) for field, column in fields] for row in rows]
 
 
 def show(field: Field, row: Tensor) -> Value:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from rich.text import Text
 
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
@@ -18,7 +19,7 @@ from lightning_memmap.placement import (
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.tables import Cell, Column, Table
+from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
 
 #: The most devices that are tried in search of the fewest that hold the data.
 _MAX_DEVICES = 4096
@@ -26,41 +27,23 @@ _MAX_DEVICES = 4096
 
 def plan_devices(
     stores: Mapping[str, Manifest], devices: str, memory: str, memory_fraction: float
-) -> Table:
-    """Plan for data that is held by devices, and by the host what they have no room for.
-
-    Args:
-        stores: Manifests of the stores by name.
-        devices: Counts of devices, like 4 or 1..8.
-        memory: Memory of one device, like 80GiB.
-        memory_fraction: Share of it that shards may take.
-
-    Returns:
-        A row for each count; as a note, the fewest devices that hold the data.
-
-    Raises:
-        ValueError: An argument is out of range, or there are more devices than rows.
-    """
+) -> TitledTable:
+    """Plan for data that is held by devices, and by the host what they have no room for."""
     counts = _counts(devices)
     check_memory_fraction(memory_fraction)
     total = sum(manifest.num_bytes for manifest in stores.values())
-    total_bytes = device_bytes(memory)
-    budget = int(total_bytes * memory_fraction)
+    try:
+        device_bytes = parse_bytes(memory)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"memory={memory!r:.50}: {error}") from error
+    budget = int(device_bytes * memory_fraction)
     rows = []
     for count in counts:
         held = _held_bytes(stores, count, budget)
-        fits = sum(held) == total
-        anew = any(manifest.num_shards % count for manifest in stores.values())
-        rows.append(
-            [
-                Cell(str(count)),
-                Cell(format_bytes(sum(held)), bar=sum(held) / max(1, total)),
-                Cell(format_bytes(total - sum(held)), bar=1 - sum(held) / max(1, total)),
-                Cell(format_bytes(max(held)), bar=max(held) / max(1, budget)),
-                Cell("yes", "good") if fits else Cell("no", "unsure"),
-                _order(anew),
-            ]
-        )
+        sizes = map(format_bytes, (sum(held), total - sum(held), max(held)))
+        fits = text("yes", GOOD) if sum(held) == total else text("no", UNSURE)
+        order = _order(any(manifest.num_shards % count for manifest in stores.values()))
+        rows.append([text(count), *map(text, sizes), fits, order])
     fewest = _fewest_devices(stores, budget)
     note = (
         f"Even {_MAX_DEVICES} devices do not hold the data."
@@ -69,72 +52,39 @@ def plan_devices(
     )
     title = (
         f"{format_bytes(total)} of {', '.join(stores)} on devices of"
-        f" {format_bytes(total_bytes)}, {format_bytes(budget)} of each for shards"
+        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards"
     )
     labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
-    return Table(title, [Column(label) for label in labels], rows, [Cell(note)])
+    return TitledTable(title, make_table(labels, rows), [text(note)])
 
 
-def device_bytes(memory: str) -> int:
-    """Read the memory of one device, like 80GiB.
-
-    Raises:
-        ValueError: It is no size.
-    """
-    try:
-        return parse_bytes(memory)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"memory={memory!r:.50}: {error}") from error
-
-
-def plan_windows(stores: Mapping[str, Store], devices: str, window: int | None) -> Table:
-    """Plan for data that is read window by window.
-
-    Args:
-        stores: The stores by name.
-        devices: Counts of devices, like 4 or 1..8.
-        window: Rows of a shard in a window; by default what makes 512 MiB.
-
-    Returns:
-        A row for each count and store.
-
-    Raises:
-        ValueError: An argument is out of range, or there are more devices than rows.
-    """
+def plan_blocks(stores: Mapping[str, Store], devices: str, block: int | None) -> TitledTable:
+    """Plan for data that is read block by block: a row for each count of devices and store."""
     counts = _counts(devices)
-    if window is not None and window < 1:
-        raise ValueError(f"shuffle_window={window}: at least 1 row of a shard")
+    if block is not None and block < 1:
+        raise ValueError(f"shuffle_window={block}: at least 1 row of a shard")
     total = sum(store.manifest.num_bytes for store in stores.values())
     cpu = torch.device("cpu")
     rows = []
     for count in counts:
-        together = _streamed(stores, DataTopology((cpu,) * count), window)
-        apart = _streamed(stores, DataTopology((cpu,), 0, count), window)
+        together = _streamed(stores, DataTopology((cpu,) * count), block)
+        apart = _streamed(stores, DataTopology((cpu,), 0, count), block)
         for name, size in together.items():
             num_rows, num_shards = size.pool.num_rows, size.pool.num_shards
-            mixed = min(num_rows, size.window * num_shards)
-            rows.append(
-                [
-                    Cell(str(count)),
-                    Cell(name),
-                    Cell(f"{size.window:,}"),
-                    Cell(f"{mixed:,}", bar=mixed / max(1, num_rows)),
-                    Cell(format_bytes(2 * size.window_bytes)),
-                    Cell(format_bytes(2 * apart[name].window_bytes)),
-                    _order(num_shards != stores[name].num_shards),
-                ]
-            )
+            mixed = f"{min(num_rows, size.window * num_shards):,}"
+            memory = (format_bytes(2 * each.window_bytes) for each in (size, apart[name]))
+            cells = map(text, (count, name, f"{size.window:,}", mixed, *memory))
+            rows.append([*cells, _order(num_shards != stores[name].num_shards)])
     title = (
-        f"{format_bytes(total)} of {', '.join(stores)} read window by window: host memory for two"
-        " windows"
+        f"{format_bytes(total)} of {', '.join(stores)} read block by block: host memory for two"
+        " blocks"
     )
-    labels = ("rows per shard", "rows mixed", "one process", "one of as many", "rows")
-    columns = [Column("devices"), Column("store", is_text=True), *map(Column, labels)]
-    return Table(title, columns, rows)
+    labels = "devices, store, rows per shard, rows mixed, one process, one of as many, rows"
+    return TitledTable(title, make_table(labels.split(", "), rows, ["store"]))
 
 
-def _order(is_anew: bool) -> Cell:
-    return Cell("re-striped", "unsure") if is_anew else Cell("as stored")
+def _order(is_restriped: bool) -> Text:
+    return text("re-striped", UNSURE) if is_restriped else text("as stored")
 
 
 def _streamed(

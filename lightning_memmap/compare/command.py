@@ -21,7 +21,6 @@ from lightning_memmap.compare.report import (
 )
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.tables import print_table
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
@@ -44,20 +43,7 @@ def compare_parser() -> BriefParser:
 
 
 def compare(args: list[str]) -> int:
-    """Run the command with these arguments.
-
-    Args:
-        args: Arguments of the command line, after ``lightning-memmap compare``.
-
-    Returns:
-        The exit code; see `Report.exit_code`, and 2 for a wrong argument. With ``--report``, 0, or
-        4 if a variant is slower.
-
-    Raises:
-        SystemExit: An argument is unknown or has the wrong type (code 2), or help was asked for
-            (0).
-        KeyboardInterrupt: The user interrupted before anything was measured.
-    """
+    """Run the command with these arguments."""
     given = compare_parser().parse_args(args).as_dict()
     baseline, finished = given.pop("baseline"), given.pop("report")
     console = Console()
@@ -68,7 +54,7 @@ def compare(args: list[str]) -> int:
             if old is None:
                 raise ValueError("--report: name the report to compare it with by --baseline")
             regression = check_regression(old, read_report(finished), baseline)
-            print_table(regression_table(regression), console)
+            console.print(regression_table(regression))
             return 4 if regression.is_slower else 0
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
@@ -112,14 +98,14 @@ def print_report(report: Report, console: Console) -> None:
         highlight=False,
     )
     for table in all_tables(report):
-        print_table(table, console)
+        console.print(table)
 
 
 def _write_html(report: Report, path: Path, console: Console) -> None:
     try:
         from lightning_memmap.compare.page import render_html
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "jinja2"):
+        if error.name != "jinja2":
             raise
         console.print(
             f"no report.html: it needs {error.name}; pip install 'lightning_memmap\\[compare]'",

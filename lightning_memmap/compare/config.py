@@ -15,13 +15,8 @@ from lightning_memmap.strategies import STRATEGIES
 LoaderKind = Literal["memmap", "dataloader", "ideal"]
 
 #: Lightning's own strategies that can be compared, by the name that they have here.
-LIGHTNING_STRATEGIES = {
-    "auto": "Lightning's single device",
-    "ddp": "Lightning's data parallel: a process for each device, gradients reduced",
-    "fsdp": "Lightning's FSDP: a process for each device, parameters sharded",
-    "model_parallel": "Lightning's ModelParallelStrategy, all devices data parallel",
-}
-_DESCRIPTIONS = LIGHTNING_STRATEGIES | {name: text for name, _, text in STRATEGIES}
+LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
+_NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
 #: Each device trains a model of its own, so that there is no common result to compare.
 _SEPARATE_MODELS = {
     name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
@@ -31,13 +26,7 @@ _LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
 
 @dataclass(frozen=True)
 class Variant:
-    """One set-up to measure: a strategy and what supplies its rows.
-
-    Args:
-        strategy: A name of this pack, or one of `LIGHTNING_STRATEGIES`.
-        loader: What supplies the rows; see `LoaderKind`.
-        num_workers: Worker processes of the ``DataLoader``.
-    """
+    """One set-up to measure: a strategy and what supplies its rows."""
 
     strategy: str
     loader: LoaderKind = "memmap"
@@ -50,26 +39,12 @@ class Variant:
         return self.strategy + loaders[self.loader]
 
     @property
-    def description(self) -> str:
-        """What the variant is, in one line."""
-        loaders = {
-            "memmap": "",
-            "dataloader": f"; rows from a DataLoader with {self.num_workers} workers",
-            "ideal": "; one batch replayed",
-        }
-        return _DESCRIPTIONS[self.strategy] + loaders[self.loader]
-
-    @property
     def is_compared(self) -> bool:
         """Whether the variant must give the rows, losses and weights of the others."""
         return self.loader != "ideal" and self.strategy not in _SEPARATE_MODELS
 
     def trainer_options(self, devices: int) -> dict[str, Any]:
-        """The options ``strategy``, ``devices`` and ``num_nodes`` of the Trainer, as in a config.
-
-        Args:
-            devices: Devices of the comparison, of which ``auto`` uses one.
-        """
+        """The options of the Trainer that make the variant; ``auto`` uses one device."""
         strategy: Any = self.strategy
         if strategy == "model_parallel":
             strategy = {
@@ -82,14 +57,7 @@ class Variant:
     def unsupported_reason(
         self, accelerator: str, num_available: int, devices: int, configures_itself: bool
     ) -> str:
-        """Why this variant cannot run here, as far as that is known beforehand; else empty.
-
-        Args:
-            accelerator: ``cpu`` or ``cuda``.
-            num_available: Devices of that kind. On a CPU there are as many as one likes.
-            devices: Devices of the comparison.
-            configures_itself: Whether the model overrides ``configure_model``.
-        """
+        """Why this variant cannot run here, as far as that is known beforehand; else empty."""
         needed = self.trainer_options(devices)["devices"]
         if accelerator != "cpu" and num_available < needed:
             return f"needs {needed} {accelerator} devices; there are {num_available}"
@@ -101,11 +69,7 @@ class Variant:
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
-    """Parse a list of variants such as ``ddp,auto+workers2``; ``all`` stands for `all_variants`.
-
-    Raises:
-        ValueError: A name is unknown, or there is none.
-    """
+    """Parse a list of variants such as ``ddp,auto+workers2``; ``all`` stands for `all_variants`."""
     found: list[Variant] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         found += all_variants() if name == "all" else [_parse(name)]
@@ -130,11 +94,11 @@ def all_variants() -> tuple[Variant, ...]:
 def _parse(name: str) -> Variant:
     strategy, plus, loader = name.partition("+")
     match = _LOADER.fullmatch(loader)
-    if strategy not in _DESCRIPTIONS or (plus and match is None):
-        names = [start + end for start in _DESCRIPTIONS for end in ("", "+ideal", "+workers0")]
+    if strategy not in _NAMES or (plus and match is None):
+        names = [start + end for start in _NAMES for end in ("", "+ideal", "+workers0")]
         raise ValueError(
             f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
-            f" A variant is a strategy ({', '.join(_DESCRIPTIONS)}),"
+            f" A variant is a strategy ({', '.join(_NAMES)}),"
             " which may be followed by +workersN (its rows come from a DataLoader with N workers)"
             " or +ideal (one batch replayed)"
         )
@@ -219,22 +183,7 @@ class ComparisonOptions:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What one run, in fresh processes, has to do.
-
-    Args:
-        kind: ``prepare`` builds the store and looks at model and data; ``check`` trains a few
-            steps and notes rows, losses, weights and bytes; ``timed`` trains, measures time and
-            memory, and does nothing else.
-        config: The sections of the user's config that all variants share.
-        trainer: Options of the Trainer for this variant.
-        variant: Name of the variant; empty for ``prepare``.
-        devices: Devices of the comparison.
-        global_batch: Rows of a step over all processes; 0 until ``prepare`` has found it.
-        warmup_steps: Steps before those that are measured.
-        steps: Steps that are measured, or checked.
-        transform_is_random: What ``prepare`` found.
-        out: Folder of this run's files.
-    """
+    """What one run, in fresh processes, has to do."""
 
     kind: RunKind
     config: dict[str, Any]

@@ -74,18 +74,7 @@ class RowBatches(TorchSampler[list[int]]):
 
 
 class PlainData(L.LightningDataModule):
-    """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`.
-
-    It gives the same rows in the same order. The batch transform runs on the CPU, after
-    ``default_collate``, in the worker processes where there are any. What ``default_collate`` does
-    not take is converted as the store does it.
-
-    Args:
-        data: Whose dataset, store, transform and order are used; see `PlainRows`.
-        global_batch: Rows of a step over all processes.
-        num_workers: Worker processes of each training process.
-        transform_here: Transform in the training process instead.
-    """
+    """The plain dataset of a `MemmapDataModule` through `torch.utils.data.DataLoader`."""
 
     def __init__(
         self, data: MemmapDataModule, global_batch: int, num_workers: int, transform_here: bool
@@ -136,14 +125,7 @@ class _Replay:
 
 
 class IdealData(L.LightningDataModule):
-    """One batch of a `MemmapDataModule`, replayed in every step.
-
-    It is fetched once and brought to where the strategy wants it. A model that changes its batch in
-    place is given the changed one in the next step.
-
-    Args:
-        data: The data module whose first batch is used. This data module sets it up.
-    """
+    """One batch of a `MemmapDataModule`, replayed in every step."""
 
     def __init__(self, data: MemmapDataModule) -> None:
         super().__init__()
@@ -176,10 +158,7 @@ def loaded_data(
 
 
 def normalized_datamodule(data: Any) -> MemmapDataModule:
-    """Copy the data module of a config in a form that all variants can use.
-
-    The copy drops incomplete steps, replaces no store, and has no test and prediction datasets.
-    """
+    """Copy the data module of a config in a form that all variants can use."""
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
             f"config: data is {with_article(type(data).__name__)}; a comparison needs a"
@@ -209,11 +188,7 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
 def prepare_store(
     data: MemmapDataModule, devices: int, num_steps: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Build the training store.
-
-    Returns:
-        The description of the data, and the hash of each global batch of a check run.
-    """
+    """Build the training store."""
     started_s = perf_counter()
     data.prepare_data()
     store_s = perf_counter() - started_s
@@ -227,13 +202,11 @@ def prepare_store(
             f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
         )
     return {
-        "data_class": f"{type(data).__module__}.{type(data).__qualname__}",
         "store_path": str(data.store_directory / "train"),
         "num_rows": store.num_rows,
         "num_shards": store.num_shards,
         "row_bytes": store.manifest.row_bytes,
         "num_bytes": store.manifest.num_bytes,
-        "fields": {field.name: str(field) for field in store.schema.fields},
         "store_s": store_s,
         "steps_per_epoch": len(schedule),
         "batch_size": data.batch_size,

@@ -48,26 +48,7 @@ class _Span(NamedTuple):
 
 
 class StepClock(Profiler):
-    """A profiler of the Trainer that times each step and its parts, and waits for nothing.
-
-    On an accelerator it records events in the stream that computes, and reads them at the end: a
-    part takes as long as it keeps that stream busy or waiting. Copies in other streams that are
-    ready in time take none, and neither does a host that runs ahead. On a CPU it reads the time.
-
-    - ``data``: from the end of a step until the loader has given the batch of the next. Under a
-      strategy that assembles super-batches in the loader, as ``memmap_superbatch`` does, this
-      includes bringing them to the root device.
-    - ``transfer``: the strategy's ``batch_to_device``.
-    - ``forward``: the strategy's ``training_step``; with the optimizer, in manual optimization.
-    - ``backward``: the strategy's ``backward``, with the collectives that it waits for.
-    - ``optimizer``: the module's ``optimizer_step``: clearing gradients, clipping, the step itself.
-    - ``other``: the rest of the step: the Trainer's own work, callbacks and logging.
-
-    A part that runs within another, as the forward pass does in ``optimizer_step``, counts alone.
-
-    Args:
-        device: The device that trains.
-    """
+    """A profiler of the Trainer that times each step and its parts, and waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -108,10 +89,7 @@ class StepClock(Profiler):
         self._spans, self.is_on = [], True
 
     def steps(self) -> list[dict[str, float]]:
-        """Return the seconds of each of `PARTS` of each step. They add up to that step.
-
-        The device is waited for, until it has done the last step.
-        """
+        """Return the seconds of each of `PARTS` of each step. They add up to that step."""
         if self._ends and isinstance(self._ends[-1], torch.Event):
             self._ends[-1].synchronize()
         found = []
@@ -148,12 +126,7 @@ _PROGRESS_S = 0.2
 
 
 class RunCallback(L.Callback, ABC):
-    """What all runs have in common: losses, progress, the record at the end.
-
-    Args:
-        spec: The run.
-        data: The data module that supplies the rows, directly or through another loader.
-    """
+    """What all runs have in common: losses, progress, the record at the end."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
         super().__init__()
@@ -204,8 +177,8 @@ class RunCallback(L.Callback, ABC):
             progress.write_text(str(len(self._losses)), encoding="utf-8")
 
     @abstractmethod
-    def observe(self, trainer: L.Trainer) -> Observed:
-        """After the last step, on every rank: what metrics collect from."""
+    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
+        """After the last step, on every rank: add to what metrics collect from."""
 
     def checked(self, trainer: L.Trainer) -> dict[str, Any]:
         """After the last step, on every rank: what the parity check needs beside losses."""
@@ -213,12 +186,13 @@ class RunCallback(L.Callback, ABC):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seen = self.observe(trainer)
-        seen.first_batch_s = self._first_batch_s
+        data_rank = data_parallel_rank(trainer.strategy)[0]
+        seen = Observed(data_rank, self.spec.global_batch, self._first_batch_s)
+        self.observe(trainer, seen)
         rank = Rank(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            data_rank=data_parallel_rank(trainer.strategy)[0],
+            data_rank=data_rank,
             losses=[nan if loss is None else float(loss) for loss in self._losses],
             values={**collected(seen, self.spec.kind), **self.checked(trainer)},
         )
@@ -245,19 +219,12 @@ class TimedCallback(RunCallback):
             self._clock.end_step()
 
     @override
-    def observe(self, trainer: L.Trainer) -> Observed:
-        return Observed(trainer, steps=self._clock.steps())
+    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
+        seen.steps = self._clock.steps()
 
 
 class CheckCallback(RunCallback):
-    """Records what a variant trains on and what comes out: rows, losses, weights, bytes.
-
-    Args:
-        spec: The run.
-        data: As for `RunCallback`.
-        hashes: The list to which row hashes are added, in the order of steps: by `HashedTransform`
-            one for each data device, or without a transform one for each step.
-    """
+    """Records what a variant trains on and what comes out: rows, losses, weights, bytes."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
         super().__init__(spec, data)
@@ -298,9 +265,9 @@ class CheckCallback(RunCallback):
         self._open.close()
 
     @override
-    def observe(self, trainer: L.Trainer) -> Observed:
-        moved = self._movement.num_bytes + self._moved_row_bytes(trainer)
-        return Observed(trainer, state_bytes=self._state_bytes, moved_bytes=moved)
+    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
+        seen.state_bytes = self._state_bytes
+        seen.moved_bytes = self._movement.num_bytes + self._moved_row_bytes(trainer)
 
     @override
     def checked(self, trainer: L.Trainer) -> dict[str, Any]:

@@ -23,10 +23,7 @@ _SKIPPED = ("barrier", "recv", "wait", "check")
 
 
 def process_memory() -> dict[str, list[int | None]]:
-    """By process id the private and shared bytes of this process and all that it has started.
-
-    None is not known. A process that has just ended, or may not be looked into, is left out.
-    """
+    """By process id the private and shared bytes of this process and all that it has started."""
     me = psutil.Process()
     found = dict[str, list[int | None]]()
     for process in (me, *me.children(recursive=True)):
@@ -69,11 +66,7 @@ def device_peaks() -> dict[str, list[int]]:
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
-    """By device the bytes of parameters, gradients and optimizer state in this process.
-
-    All living parameters count, including those of replicas of a model on other devices. Each
-    storage counts once, and of a sharded tensor the part in this process.
-    """
+    """By device the bytes of parameters, gradients and optimizer state in this process."""
     parameters = live_parameters()
     groups: dict[str, list[Any]] = {
         "parameters": parameters,
@@ -101,11 +94,7 @@ def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
 
 
 class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Counts the bytes that operators move while it is active, in this thread and its backward.
-
-    Copies between logical devices of one physical device, and those that other threads make, are
-    not seen.
-    """
+    """Counts the bytes that operators move while it is active, in this thread and its backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,12 +129,7 @@ def _sent_by(name: str, args: tuple[Any, ...], result: Any) -> int:
 
 
 def sent_bytes(kind: str, size: int, payload: int) -> int:
-    """Bytes that each of ``size`` processes sends in a collective, on average.
-
-    That is ``(size - 1) / size`` of the payload (of the whole, where something is gathered or
-    scattered), twice that for ``allreduce``, and all of it for ``send``: the least that ring
-    algorithms need, as in the "bus bandwidth" factors of NVIDIA's nccl-tests (PERFORMANCE.md).
-    """
+    """Bytes that each of ``size`` processes sends in a collective, on average."""
     if kind == "send":
         return payload if size > 1 else 0
     factor = 2 if kind == "allreduce" else 1

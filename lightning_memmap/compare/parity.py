@@ -23,22 +23,7 @@ def default_tolerance(precision: str) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """What a variant's check run has in common with the reference.
-
-    Args:
-        holds: Whether rows, losses and weights agree; None where the rows agree, and losses and
-            weights could not be compared.
-        rows: Steps whose rows are those of the global batch, and all steps.
-        tolerance: How large the two relative differences may be.
-        same_content: Whether the model was given the same bytes in all steps, which also depends
-            on the transform. For information.
-        loss_difference: The largest difference of losses of a step, relative to the largest loss
-            of the reference. None where losses were not compared.
-        weight_difference: Distance of the final weights from those of the reference, relative to
-            how far training moved those (Euclidean norms). None where weights were not compared.
-        problems: What differs beyond the tolerance, in words.
-        notes: What a reader must know.
-    """
+    """What a variant's check run has in common with the reference."""
 
     holds: bool | None
     rows: list[int]
@@ -52,16 +37,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What a check run saw, over all of its processes; and what it trained.
-
-    Args:
-        loader_hashes: Hash of each global batch as loaders gave it.
-        model_hashes: Hash of each global batch as the model was given it.
-        losses: Loss of each global batch.
-        initial: Weights before the first step, by name.
-        final: Weights after the last step, by name.
-        parameters: Which of them are parameters.
-    """
+    """What a check run saw, over all of its processes; and what it trained."""
 
     loader_hashes: list[int]
     model_hashes: list[int]
@@ -98,11 +74,7 @@ def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
 
 
 def global_losses(ranks: Sequence[Rank]) -> list[float]:
-    """The loss of each global batch, the mean over its equal shares; NaN where a share has none.
-
-    Of processes that have one share, those without a loss, such as the first stages of a pipeline,
-    do not count.
-    """
+    """The loss of each global batch, the mean over its equal shares; NaN where a share has none."""
     columns = []
     for share in shares_of(ranks):
         known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
@@ -124,16 +96,7 @@ def check_parity(
     is_random: bool,
     notes: Sequence[str] = (),
 ) -> Parity:
-    """Compare a variant's check run with that of the reference, which may be the same run.
-
-    Args:
-        run: The variant's.
-        reference: The reference's.
-        expected: The hash of each global batch, from the store.
-        tolerance: How large the two relative differences may be; see `Parity`.
-        is_random: Whether batches differ by nature, so that losses and weights cannot be compared.
-        notes: Notes to begin with.
-    """
+    """Compare a variant's check run with that of the reference, which may be the same run."""
     problems, notes = list[str](), list(notes)
     found = run.loader_hashes
     wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]

@@ -1,6 +1,6 @@
 """The report of a comparison: ``report.json``, what changed since an earlier one, and tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from rich.text import Text
 
-from lightning_memmap.compare.metrics import METRICS, SPEED, TABLES, Metric, Unit
+from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.tables import Cell, Column, Mood, Table
+from lightning_memmap.tables import BAD, GOOD, SOFT, UNSURE, TitledTable, make_table, text
 
 #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _SCHEMA = "lightning_memmap.compare"
 #: A change of less than this share counts as none, however narrow the ranges are: two starts of
 #: one program differ by as much, depending on where its memory happens to lie.
@@ -35,33 +36,26 @@ Status = Literal["ok", "unavailable", "refused", "failed", "pending"]
 Verdict = Literal["better", "same", "worse", "unclear"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class VariantResult:
-    """All that is known of a variant.
-
-    Args:
-        variant: Its name: its strategy, and after a ``+`` what supplied its rows.
-        description: What it is, in one line.
-        status: ``ok``; ``unavailable``: it cannot run on this machine; ``refused``: the strategy
-            or the data said that it cannot do this; ``failed``; ``pending``: not finished.
-        reason: Why it is not ``ok``.
-        parity: None for a variant that is not compared, or did not get so far.
-        figures: Its known figures by key, with a value for each run or one in all; see `METRICS`.
-        check_losses: The loss of each global batch of the check run; None is not finite.
-    """
+    """What is known of a variant so far."""
 
     variant: str
-    description: str
-    status: Status
+    status: Status = "pending"
     reason: str = ""
     parity: Parity | None = None
     figures: dict[str, Annotated[list[float], Meta(min_length=1)]] = field(default_factory=dict)
     check_losses: list[float | None] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        """Rows per second, the median of the runs; 0 where there were none."""
-        return median(self.figures.get(SPEED, (0.0,)))
+    def rates(self) -> list[float]:
+        """Rows per second of each timed run."""
+        return self.figures.get(SPEED, [])
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        """Add the figures of one more run."""
+        for key, value in figures.items():
+            self.figures.setdefault(key, []).append(value)
 
 
 @dataclass(frozen=True)
@@ -77,20 +71,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Regression:
-    """What changed since a baseline.
-
-    Args:
-        baseline: Path of the old report.
-        changes: Of the variants that both reports have.
-        only_baseline: Variants that only the baseline has figures of.
-        only_new: Variants that only the new report has figures of.
-        warnings: What else differs, so that figures may not be comparable.
-    """
+    """What changed since a baseline."""
 
     baseline: str
     changes: list[Change]
-    only_baseline: list[str]
-    only_new: list[str]
     warnings: list[str]
 
     @property
@@ -99,23 +83,9 @@ class Regression:
         return any(each.figure == SPEED and each.verdict == "worse" for each in self.changes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """A comparison.
-
-    Args:
-        created: When it began, ISO 8601.
-        command: The command line.
-        environment: Machine and versions.
-        settings: The options as they were used, and what followed from them.
-        data: The store.
-        model: The model.
-        reference: Name of the variant that the others are compared with; empty where none finished.
-        variants: In the order in which they were asked for.
-        left_out: Parts of the config that a comparison does not use.
-        interrupted: Whether the user stopped it.
-        regression: What changed since a baseline; None where none was given.
-    """
+    """A comparison, as far as it has come."""
 
     created: str
     command: str
@@ -131,8 +101,9 @@ class Report:
 
     @property
     def measured(self) -> list[VariantResult]:
-        """The variants with figures, the fastest first."""
-        return sorted((each for each in self.variants if each.figures), key=lambda each: -each.rate)
+        """The variants that were timed, the fastest first."""
+        timed = (each for each in self.variants if each.rates)
+        return sorted(timed, key=lambda each: -median(each.rates))
 
     @property
     def parity_holds(self) -> bool:
@@ -141,14 +112,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command.
-
-        - 0: every variant that ran agrees.
-        - 1: a variant differs.
-        - 3: a variant failed or could not be compared, or nothing ran.
-        - 4: all is well, but a variant is slower than in the baseline.
-        - 130: the user interrupted.
-        """
+        """The exit code of the command."""
         if self.interrupted:
             return 130
         if not self.parity_holds:
@@ -175,18 +139,9 @@ class Report:
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a ``report.json``.
-
-    Raises:
-        ValueError: The file is not a report, is one of another version, or lacks something.
-        OSError: It cannot be read.
-    """
-    path = Path(path)
-    # Reading a pipe could wait forever.
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file: name the report.json of a comparison")
+    """Read a ``report.json``."""
     try:
-        values = msgspec.json.decode(path.read_bytes())
+        values = msgspec.json.decode(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
@@ -205,12 +160,7 @@ def read_report(path: str | Path) -> Report:
 
 
 def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool) -> Verdict:
-    """Whether runs are better or worse than others, or the same within their noise.
-
-    ``better`` or ``worse`` where each run now lies on that side of each run before, and the medians
-    are further apart than the runs of either report, and than 2 %; else ``same``. ``unclear`` where
-    a report has fewer than three runs, too few to know the noise.
-    """
+    """Whether runs are better or worse than others, or the same within their noise."""
     before, now = median(old), median(new)
     if abs(now - before) <= _LEAST_CHANGE * abs(before):
         return "same"
@@ -239,108 +189,106 @@ def check_regression(old: Report, new: Report, baseline: str) -> Regression:
         for metric in METRICS.values()
         if metric.better and metric.key in then and metric.key in figures
     ]
-    return Regression(
-        baseline=baseline,
-        changes=changes,
-        only_baseline=[name for name in before if name not in now],
-        only_new=[name for name in now if name not in before],
-        warnings=list(_warnings(old, new)),
-    )
+    return Regression(baseline, changes, [*_warnings(old, new)])
 
 
 def _warnings(old: Report, new: Report) -> Iterator[str]:
+    before, now = ({each.variant for each in report.measured} for report in (old, new))
+    for words, only in (("in the baseline", before - now), ("in the new report", now - before)):
+        if only:
+            yield f"only {words}: {', '.join(sorted(only))}"
     for section, names in _CONDITIONS.items():
         for name in names:
-            before, now = (getattr(report, section).get(name) for report in (old, new))
-            if isinstance(before, dict) and isinstance(now, dict):
-                for key in sorted({*before, *now}):
-                    if before.get(key) != now.get(key):
-                        yield f"{key} was {before.get(key)} and is {now.get(key)}"
-            elif before != now:
-                yield f"{name} was {before} and is {now}"
+            was, is_now = (getattr(report, section).get(name) for report in (old, new))
+            if not isinstance(was, dict) or not isinstance(is_now, dict):
+                was, is_now = {name: was}, {name: is_now}
+            for key in sorted({*was, *is_now}):
+                if was.get(key) != is_now.get(key):
+                    yield f"not the same: {key} was {was.get(key)} and is {is_now.get(key)}"
 
 
-_VARIANT = Column("variant")
-_UNKNOWN = Cell("-")
-_BOUND = "no_load_share"
+_UNKNOWN = text("-")
 #: Beyond its upper bound a figure is noise, and from here on it is said.
 _NOISY_SHARE = 1.05
+#: Columns of the table of parity.
+_PARITY = {
+    "variant": "",
+    "rows": "steps that had the rows of their global batch, as the store has them",
+    "batches": "whether the model was given the same bytes after transform and casts",
+    "losses": "maximum difference, relative to the largest loss",
+    "weights": "distance after the last step, relative to how far training moved them",
+    "tolerance": "how far losses and weights may differ",
+    "": "",
+}
+#: What the columns of all tables show, by label.
+MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
+    each.heading: each.meaning for each in METRICS.values() if each.table
+}
+_STATUS = {
+    "unavailable": text("cannot run here", UNSURE),
+    "refused": text("not supported", UNSURE),
+    "failed": text("FAILED", BAD),
+    "pending": text("not finished", UNSURE),
+}
 
 
-def all_tables(report: Report) -> Iterator[Table]:
-    """The tables of a report: parity, then figures, then what did not run and what changed.
-
-    Those without rows are left out.
-    """
-    yield from (
-        table
-        for table in (
-            parity_table(report),
-            *(figure_table(report, key) for key in TABLES),
-            missing_table(report),
-            *([regression_table(report.regression)] if report.regression else []),
-        )
-        if table.rows
-    )
+def all_tables(report: Report) -> Iterator[TitledTable]:
+    """The tables that have rows: parity, then figures, what did not run and what changed."""
+    tables = [
+        parity_table(report),
+        *(figure_table(report, key) for key in TABLES),
+        missing_table(report),
+        *([regression_table(report.regression)] if report.regression else []),
+    ]
+    return (each for each in tables if each.table.row_count)
 
 
-def parity_table(report: Report) -> Table:
+def parity_table(report: Report) -> TitledTable:
     """Whether variants train the same; as notes, what differs and what to know."""
-    verdicts = {
-        True: Cell("equal", "good"),
-        False: Cell("DIFFERS", "bad"),
-        None: Cell("open", "unsure"),
-    }
+    verdicts = {True: text("equal", GOOD), False: text("DIFFERS", BAD), None: text("open", UNSURE)}
     compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
     rows = [
         [
-            Cell(name),
-            Cell("{}/{}".format(*parity.rows), "" if len({*parity.rows}) == 1 else "bad"),
-            Cell("same bytes" if parity.same_content else "other bytes"),
+            text(name),
+            text("{}/{}".format(*parity.rows), "" if len({*parity.rows}) == 1 else BAD),
+            text("same bytes" if parity.same_content else "other bytes"),
             _difference(parity.loss_difference, parity.tolerance),
             _difference(parity.weight_difference, parity.tolerance),
-            Cell(f"{parity.tolerance:.0e}"),
+            text(f"{parity.tolerance:.0e}"),
             verdicts[parity.holds],
         ]
         for name, parity in compared
     ]
-    columns = [
-        _VARIANT,
-        Column("rows", "steps that had the rows of their global batch, as the store has them"),
-        Column("batches", "whether the model was given the same bytes after transform and casts"),
-        Column("losses", "maximum difference, relative to the largest loss"),
-        Column("weights", "distance after the last step, relative to how far training moved them"),
-        Column("tolerance", "how far losses and weights may differ"),
-        Column(""),
-    ]
-    notes = [
-        *(Cell(f"{name}: {text}", "bad") for name, found in compared for text in found.problems),
-        *(Cell(f"{name}: {text}", "unsure") for name, found in compared for text in found.notes),
-    ]
-    return Table(f"Parity with {report.reference or 'a reference'}", columns, rows, notes)
+    return TitledTable(
+        f"Parity with {report.reference or 'a reference'}",
+        make_table([*_PARITY], rows),
+        [
+            *(text(f"{name}: {each}", BAD) for name, found in compared for each in found.problems),
+            *(text(f"{name}: {each}", UNSURE) for name, found in compared for each in found.notes),
+        ],
+    )
 
 
-def _difference(value: float | None, tolerance: float) -> Cell:
+def _difference(value: float | None, tolerance: float) -> Text:
     if value is None:
         return _UNKNOWN
-    return Cell("0" if value == 0 else f"{value:.1e}", "" if value <= tolerance else "bad")
+    return text("0" if value == 0 else f"{value:.1e}", "" if value <= tolerance else BAD)
 
 
-def figure_table(report: Report, key: str) -> Table:
+def figure_table(report: Report, key: str) -> TitledTable:
     """One of `TABLES`, with a row for each measured variant and no figure that none of them has."""
-    title, unit = TABLES[key]
     metrics = [
         metric
         for metric in METRICS.values()
         if metric.table == key and any(metric.key in each.figures for each in report.measured)
     ]
-    columns = [_VARIANT, *(column for metric in metrics for column in _columns(metric, unit))]
     rows = [
-        [Cell(each.variant), *(cell for metric in metrics for cell in _cells(metric, each))]
+        [text(each.variant), *(_cell(metric, each) for metric in metrics)]
         for each in report.measured
     ]
-    notes = _noise(report) if key == METRICS[_BOUND].table else ()
-    return Table(title, columns, rows if metrics else [], [Cell(note, "unsure") for note in notes])
+    notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
+    labels = ["variant", *(metric.heading for metric in metrics)]
+    return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
 
 
 def _noise(report: Report) -> Iterator[str]:
@@ -352,7 +300,7 @@ def _noise(report: Report) -> Iterator[str]:
             " these speeds say little. Repeat when it is idle"
         )
     for each in report.measured:
-        if (share := median(each.figures.get(_BOUND, [0.0]))) > _NOISY_SHARE:
+        if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
             yield (
                 f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
                 " the machine was slower in some runs than in others, and differences of"
@@ -360,62 +308,36 @@ def _noise(report: Report) -> Iterator[str]:
             )
 
 
-def _columns(metric: Metric, unit: Unit | None) -> Iterator[Column]:
-    name = "" if metric.unit is unit else f" {metric.unit.name}"
-    yield Column(f"{metric.label}{name}".strip(), metric.meaning)
-    if metric.shows_range:
-        yield Column("range", "the lowest and the highest run")
-
-
-def _cells(metric: Metric, variant: VariantResult) -> Iterator[Cell]:
+def _cell(metric: Metric, variant: VariantResult) -> Text:
     values, write = variant.figures.get(metric.key), metric.unit.write
-    yield Cell(write(median(values))) if values else _UNKNOWN
-    if metric.shows_range:
-        yield Cell(f"{write(min(values))}..{write(max(values))}") if values else _UNKNOWN
+    if not values:
+        return _UNKNOWN
+    spread = f" ({write(min(values))}..{write(max(values))})" if metric.key == SPEED else ""
+    return text(write(median(values)) + spread)
 
 
-def missing_table(report: Report) -> Table:
+def missing_table(report: Report) -> TitledTable:
     """The variants without a result, and why they have none."""
-    words: dict[str, tuple[str, Mood]] = {
-        "unavailable": ("cannot run here", "unsure"),
-        "refused": ("not supported", "unsure"),
-        "failed": ("FAILED", "bad"),
-        "pending": ("not finished", "unsure"),
-    }
     rows = [
-        [
-            Cell(each.variant),
-            Cell(*words[each.status]),
-            Cell(shorten(each.reason, 500, placeholder="…")),
-        ]
+        [text(each.variant), _STATUS[each.status], text(shorten(each.reason, 500, placeholder="…"))]
         for each in report.variants
         if each.status != "ok"
     ]
-    columns = [_VARIANT, Column("", is_text=True), Column("reason", is_text=True)]
-    return Table("Variants without a result", columns, rows)
+    labels = ("variant", "", "reason")
+    return TitledTable("Variants without a result", make_table(labels, rows, labels[1:]))
 
 
-def regression_table(regression: Regression) -> Table:
+def regression_table(regression: Regression) -> TitledTable:
     """What changed since a baseline; as notes, what else differs between the two reports."""
-    moods: dict[str, Mood] = {"better": "good", "worse": "bad", "same": "soft", "unclear": "unsure"}
+    styles = {"better": GOOD, "worse": BAD, "same": SOFT, "unclear": UNSURE}
     rows = []
     for each in regression.changes:
         metric = METRICS[each.figure]
-        texts = (
-            each.variant,
-            f"{metric.label} {metric.unit.name}".strip(),
-            metric.unit.write(each.old),
-            metric.unit.write(each.new),
-            f"{each.new / each.old - 1:+.1%}" if each.old else "new",
-        )
-        rows.append([*map(Cell, texts), Cell(each.verdict, moods[each.verdict])])
-    columns = [_VARIANT, Column("figure", is_text=True)]
-    columns += [Column(label) for label in ("old", "new", "change", "")]
-    notes = [f"not the same: {warning}" for warning in regression.warnings]
-    for words, names in (
-        ("only in the baseline", regression.only_baseline),
-        ("only in the new report", regression.only_new),
-    ):
-        notes += [f"{words}: {', '.join(names)}"] if names else []
+        change = f"{each.new / each.old - 1:+.1%}" if each.old else "new"
+        old, new = map(metric.unit.write, (each.old, each.new))
+        cells = map(text, (each.variant, metric.heading, old, new, change))
+        rows.append([*cells, text(each.verdict, styles[each.verdict])])
+    labels = ("variant", "figure", "old", "new", "change", "")
+    notes = [text(warning, UNSURE) for warning in regression.warnings]
     title = f"Compared with {regression.baseline}"
-    return Table(title, columns, rows, [Cell(note, "unsure") for note in notes])
+    return TitledTable(title, make_table(labels, rows, ["figure"]), notes)

@@ -31,12 +31,7 @@ MODULUS = 2**64
 
 
 def hash_rows(leaves: Sequence[Tensor | list[Tensor]]) -> int:
-    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves.
-
-    The sum does not depend on the order of rows, and the sums of two halves of a batch add up to
-    that of the batch. A row that is repeated or missing changes it. Leaves are tensors of shape
-    (B, ...), on any device, or where rows differ in length, lists of ``B`` tensors.
-    """
+    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves."""
     columns: list[Any] = [
         [_bytes(row[None])[0] for row in leaf] if isinstance(leaf, list) else _bytes(leaf)
         for leaf in leaves
@@ -124,10 +119,7 @@ def plain_samples(data: MemmapDataModule, store: Store) -> Any:
 
 
 class PlainRows:
-    """The rows of an order one by one: samples, or where they are stored or windows, a `_Row`.
-
-    The class is none of torch's ``Dataset``, which help texts list to choose from.
-    """
+    """The rows of an order one by one: samples, or where they are stored or windows, a `_Row`."""
 
     def __init__(self, samples: Any, store: Store, rows: Rows) -> None:
         self._samples, self._store = samples, store
@@ -156,12 +148,7 @@ def store_leaves(store: Store, row: int) -> list[Tensor]:
 
 
 class PlainCollate:
-    """``default_collate``, and then the batch transform, where a worker process does both.
-
-    Samples that ``default_collate`` does not take, such as PIL images and dataclasses, become the
-    tensors that the store has of them. Fields whose rows differ in length have the form that they
-    have in batches of the store.
-    """
+    """``default_collate``, and then the batch transform, where a worker process does both."""
 
     def __init__(
         self,
@@ -210,10 +197,7 @@ def expected_hashes(
     num_steps: int,
     forms: Mapping[str, Form],
 ) -> list[int]:
-    """The hash of each global batch from the first epoch on, which every variant must match.
-
-    The rows are read from the store one by one in the order of the sampler, without a loader.
-    """
+    """The hash of each global batch from the first epoch on, which every variant must match."""
     rows = PlainRows(store, store, sampler.pool.rows)
     collate = PlainCollate(store, sampler.pool.rows, forms, None)
 

@@ -5,14 +5,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime, timezone
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
 from time import monotonic
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,9 +26,9 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
-from lightning_memmap.compare.metrics import Rank, Run, figures_of, rate_of, shares_of
-from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity, default_tolerance
-from lightning_memmap.compare.report import Report, Status, VariantResult
+from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
+from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
+from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.compare.worker import ConfigCheck
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import Launched
@@ -48,13 +47,7 @@ class ComparisonError(MemmapError):
 
 
 class RunError(Exception):
-    """A run gave no result.
-
-    Args:
-        message: What to tell the user.
-        refused: Whether a strategy or the data refused the run before its first step, since it
-            cannot work here. Otherwise something broke.
-    """
+    """A run gave no result."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -79,21 +72,7 @@ def run(
     on_step: Callable[[int], None],
     started: Launched | None = None,
 ) -> list[Rank]:
-    """Do a run in fresh processes, and wait for it. In any case all of them have ended afterwards.
-
-    Args:
-        spec: The run.
-        timeout_s: A run that takes longer has failed.
-        on_step: Called with the number of steps done, a few times a second.
-        started: What `launch` has started for it; by default it is started now.
-
-    Returns:
-        What its processes wrote, by rank; nothing for ``prepare``.
-
-    Raises:
-        RunError: It gave no result.
-        KeyboardInterrupt: The user interrupted; the run has been ended.
-    """
+    """Do a run in fresh processes, and wait for it."""
     out = Path(spec.out)
     try:
         launched = started or launch(out)
@@ -141,160 +120,120 @@ def _read_error(out: Path, launched: Launched) -> RunError:
         return RunError(f"it ended with {launched.how_it_ended(12)}")
 
 
-@dataclass
-class _Variant:
-    """What is known of a variant so far."""
-
-    variant: Variant
-    status: Status = "pending"
-    reason: str = ""
-    check: list[Rank] = field(default_factory=list)
-    parity: Parity | None = None
-    losses: list[float] = field(default_factory=list)
-    timed: list[list[Rank]] = field(default_factory=list)
-
-
 class Comparison:
-    """A comparison that is under way.
-
-    Args:
-        options: What to compare, and how.
-        console: Where to show the progress.
-        command: The command line, for the report.
-
-    Raises:
-        OSError: The config cannot be read.
-        ValueError: The config is not a yaml file, or has no model or no data; or a variant is
-            unknown.
-    """
+    """A comparison that is under way."""
 
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
-        self._options, self._console, self._command = options, console, command
-        shared = shared_config(read_config(options.config))
-        self._config, self._trainer, self._left_out = shared
-        self._accelerator = options.accelerator
-        if self._accelerator == "auto":
+        self._options, self._console = options, console
+        self._config, self._trainer, left_out = shared_config(read_config(options.config))
+        accelerator = options.accelerator
+        if accelerator == "auto":
             asked = str(self._trainer.get("accelerator", "auto"))
             has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
-            self._accelerator = "cuda" if has_cuda else "cpu"
+            accelerator = "cuda" if has_cuda else "cpu"
         precision = str(self._trainer.get("precision", "32-true"))
         given = options.tolerance
-        self._settings = {
-            **asdict(options),
-            "accelerator": self._accelerator,
-            "tolerance": default_tolerance(precision) if given is None else given,
-            "precision": precision,
-            "seed": self._config["seed_everything"],
-            "global_batch": 0,  # Known once the data is.
+        self._runs = Path(options.out).resolve() / RUNS
+        self._results = {
+            each: VariantResult(each.name) for each in parse_variants(options.variants)
         }
-        self._out = Path(options.out)
-        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._variants = [_Variant(variant) for variant in parse_variants(options.variants)]
-        self._facts: dict[str, Any] = {}
-        #: What the others are compared with, and its weights.
-        self._reference: tuple[_Variant, CheckedRun] | None = None
-        #: The next run, which is started while the one before it is not timed, and its folder.
-        self._ahead: tuple[str, Launched | None] = "", None
+        self._report = Report(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=command,
+            environment={},
+            settings={
+                **asdict(options),
+                "accelerator": accelerator,
+                "tolerance": default_tolerance(precision) if given is None else given,
+                "precision": precision,
+                "seed": self._config["seed_everything"],
+                "global_batch": 0,  # Known once the data is.
+            },
+            data={},
+            model={},
+            reference="",
+            variants=[*self._results.values()],
+            left_out=left_out,
+        )
+        self._expected: list[int] = []
+        #: What the others are compared with.
+        self._reference: CheckedRun | None = None
+        #: By folder the runs that have been started, and wait for their spec.
+        self._ahead: dict[str, Launched] = {}
 
     def run(self) -> Report:
-        """Do all runs. After Ctrl-C, the report has what is finished.
-
-        Returns:
-            The report, which is not written yet.
-
-        Raises:
-            ComparisonError: Model or data cannot be made, or the store not built.
-            KeyboardInterrupt: The user interrupted before anything was measured.
-            ValueError: The config has a name or a value that the classes do not accept, or ``out``
-                contains something other than a comparison.
-        """
-        spec = self._spec("prepare", "prepare")
-        # Before anything of an earlier comparison is removed.
-        ConfigCheck(spec)
-        self._clear()
-        try:
-            self._run("store, model and data", spec)
-        except RunError as error:
-            raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
-        self._facts = json.loads((Path(spec.out) / "facts.json").read_text(encoding="utf-8"))
-        devices = self._options.devices
-        self._settings["global_batch"] = self._facts["data"]["batch_size"] * devices
-        is_interrupted = False
+        """Do all runs. After Ctrl-C, the report has what is finished."""
+        self._prepare()
+        report, settings, devices = self._report, self._report.settings, self._options.devices
         try:
             # Counting makes no context on a device: the variants need all of its memory.
-            count = torch.cuda.device_count() if self._accelerator == "cuda" else devices
-            for each in self._variants:
-                each.reason = each.variant.unsupported_reason(
-                    self._accelerator, count, devices, self._facts["model"]["configures_itself"]
+            is_cuda = settings["accelerator"] == "cuda"
+            count = torch.cuda.device_count() if is_cuda else devices
+            for variant, result in self._results.items():
+                result.reason = variant.unsupported_reason(
+                    settings["accelerator"], count, devices, report.model["configures_itself"]
                 )
-                if each.reason:
-                    each.status = "unavailable"
-                    self._note(f"[yellow]{each.variant.name}: cannot run here: {each.reason}[/]")
+                if result.reason:
+                    result.status = "unavailable"
+                    self._note(f"[yellow]{variant.name}: cannot run here: {result.reason}[/]")
             # The single device with the store is the reference; without it, the first that runs.
-            ordered = sorted(self._pending(), key=lambda each: each.variant != Variant("auto"))
+            ordered = sorted(self._pending(), key=lambda each: each != Variant("auto"))
             # An ideal loader gives one batch again and again: there is nothing to check.
-            runs = [(each, "check") for each in ordered if each.variant.loader != "ideal"]
+            runs = [(each, "check") for each in ordered if each.loader != "ideal"]
             # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
                 runs += [(each, f"timed{repeat}") for each in self._pending()]
-            for index, (each, name) in enumerate(runs):
-                if each.status == "pending":
-                    later = [run for run in runs[index + 1 :] if run[0].status == "pending"][:1]
-                    self._try(each, name, "".join(f"{v.variant.name}/{n}" for v, n in later))
+            for index, (variant, name) in enumerate(runs):
+                if variant in self._pending():
+                    later = (run for run in runs[index + 1 :] if run[0] in self._pending())
+                    self._try(variant, name, next(later, None))
         except KeyboardInterrupt:
-            is_interrupted = True
+            report.interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
         finally:
-            self._take("")
-        return Report(
-            created=self._created,
-            command=self._command,
-            environment=self._facts["environment"],
-            settings=self._settings,
-            data=self._facts["data"],
-            model=self._facts["model"],
-            reference="" if self._reference is None else self._reference[0].variant.name,
-            variants=[self._result(each) for each in self._variants],
-            left_out=self._left_out,
-            interrupted=is_interrupted,
-        )
+            for launched in self._ahead.values():
+                launched.kill_group()
+        self._finish()
+        return report
 
-    def _clear(self) -> None:
-        out, runs = self._out, self._out / RUNS
-        is_ours = (out / "report.json").exists() or runs.is_dir()
+    def _prepare(self) -> None:
+        """Remove an earlier comparison, build the store, and learn what all variants need."""
+        spec, out = self._spec("prepare", "prepare"), self._runs.parent
+        ConfigCheck(spec)  # Before anything is removed.
+        is_ours = (out / "report.json").exists() or self._runs.is_dir()
         if out.is_dir() and any(out.iterdir()) and not is_ours:
             raise ValueError(
                 f"out={self._options.out!r} holds something other than a comparison: choose"
                 " another folder"
             )
-        shutil.rmtree(runs, ignore_errors=True)
+        shutil.rmtree(self._runs, ignore_errors=True)
         for name in ("report.json", "report.html"):
             (out / name).unlink(missing_ok=True)
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run("store, model and data", spec)
+        except RunError as error:
+            raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
+        facts = json.loads((Path(spec.out) / "facts.json").read_text(encoding="utf-8"))
+        report, self._expected = self._report, facts["expected"]
+        report.environment, report.data = facts["environment"], facts["data"]
+        report.model = facts["model"]
+        report.settings["global_batch"] = report.data["batch_size"] * self._options.devices
 
     def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
-        options, devices, is_timed = self._options, self._options.devices, kind == "timed"
-        mine = {"devices": 1} if variant is None else variant.trainer_options(devices)
+        options, settings, is_timed = self._options, self._report.settings, kind == "timed"
+        mine = {"devices": 1} if variant is None else variant.trainer_options(options.devices)
         return RunSpec(
             kind=kind,
             config=self._config,
-            trainer={**self._trainer, "accelerator": self._accelerator, **mine},
+            trainer={**self._trainer, "accelerator": settings["accelerator"], **mine},
             variant="" if variant is None else variant.name,
-            devices=devices,
-            global_batch=self._settings["global_batch"],
+            devices=options.devices,
+            global_batch=settings["global_batch"],
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
-            transform_is_random=self._facts.get("data", {}).get("transform_is_random", False),
-            out=str((self._out / RUNS / folder).resolve()),
+            transform_is_random=self._report.data.get("transform_is_random", False),
+            out=str(self._runs / folder),
         )
-
-    def _take(self, folder: str) -> Launched | None:
-        """What was started ahead for a folder; for another one, it is ended."""
-        (name, ahead), self._ahead = self._ahead, ("", None)
-        if ahead is not None and name != folder:
-            ahead.kill_group()
-            ahead = None
-        return ahead
 
     def _run(self, title: str, spec: RunSpec, started: Launched | None = None) -> list[Rank]:
         """Do a run, and print a line that says what came out."""
@@ -306,8 +245,8 @@ class Comparison:
                     status.update(f"{escape(title)}, step {done} of {spec.total_steps}")
 
                 ranks = run(spec, self._options.timeout_s, show, started)
-            rate = spec.kind == "timed" and rate_of(Run(ranks, spec.global_batch))
-            outcome = f"{rate:,.0f} samples/s" if rate else "done"
+            is_timed = spec.kind == "timed"
+            outcome = f"{figures_of(ranks, 'timed')[SPEED]:,.0f} samples/s" if is_timed else "done"
         except RunError as error:
             word = "not supported" if error.refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
@@ -320,52 +259,51 @@ class Comparison:
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
-    def _pending(self) -> list[_Variant]:
+    def _pending(self) -> list[Variant]:
         """The variants that nothing has stopped."""
-        return [each for each in self._variants if each.status == "pending"]
+        return [each for each, result in self._results.items() if result.status == "pending"]
 
-    def _try(self, each: _Variant, run_name: str, later: str) -> None:
+    def _try(self, variant: Variant, name: str, later: tuple[Variant, str] | None) -> None:
         """Do a run of a variant, or stop the variant: its failure costs no other anything."""
-        kind: RunKind = "check" if run_name == "check" else "timed"
-        words = run_name.replace("timed", "timed run ")
-        spec = self._spec(kind, f"{each.variant.name}/{run_name}", each.variant)
-        started = self._take(f"{each.variant.name}/{run_name}")
+        kind: RunKind = "check" if name == "check" else "timed"
+        result, folder = self._results[variant], f"{variant.name}/{name}"
+        started = self._ahead.pop(folder, None)
         try:
             if kind == "check" and later:
                 # Half of a short run is imports. Those of the next disturb nothing that is timed.
-                self._ahead = later, launch(self._out.resolve() / RUNS / later)
-            ranks = self._run(f"{each.variant.name}: {words}", spec, started)
-            if kind == "check":
-                self._compare(each, ranks, Path(spec.out))
-            else:
-                each.timed.append(ranks)
+                then = f"{later[0].name}/{later[1]}"
+                self._ahead[then] = launch(self._runs / then)
+            spec = self._spec(kind, folder, variant)
+            title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
+            ranks = self._run(title, spec, started)
+            if kind == "check" and variant.is_compared:
+                self._compare(result, ranks, Path(spec.out))
+            result.add(figures_of(ranks, kind))
         except RunError as error:
             refused = error.refused and kind == "check"
-            each.status, each.reason = "refused" if refused else "failed", str(error)
+            result.status, result.reason = "refused" if refused else "failed", str(error)
         except Exception as error:
             # Its weights may not be there, or its processes may have done other numbers of steps.
-            each.status, each.reason = "failed", f"what it wrote cannot be evaluated: {error!r}"
+            result.status = "failed"
+            result.reason = f"what it wrote cannot be evaluated: {error!r}"
 
-    def _compare(self, each: _Variant, ranks: list[Rank], folder: Path) -> None:
+    def _compare(self, result: VariantResult, ranks: list[Rank], folder: Path) -> None:
         """Compare a check run with that of the reference, whose weights alone are kept."""
-        if each.variant.is_compared:
-            checked = CheckedRun.of(ranks, folder)
-            _, reference = self._reference or (each, checked)
-            data = self._facts["data"]
-            each.parity = check_parity(
-                checked,
-                reference,
-                self._facts["expected"],
-                self._settings["tolerance"],
-                is_random=data["transform_is_random"] and not data["has_eval_transform"],
-                notes=self._notes(len(shares_of(ranks))),
-            )
-            each.losses = checked.losses
-            self._reference = self._reference or (each, checked)
-        each.check = ranks
+        report, checked = self._report, CheckedRun.of(ranks, folder)
+        result.parity = check_parity(
+            checked,
+            self._reference or checked,
+            self._expected,
+            report.settings["tolerance"],
+            is_random=report.data["transform_is_random"] and not report.data["has_eval_transform"],
+            notes=self._notes(len(shares_of(ranks))),
+        )
+        result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
+        if self._reference is None:
+            self._reference, report.reference = checked, result.variant
 
     def _notes(self, num_shares: int) -> Sequence[str]:
-        batch_norms = self._facts["model"]["batch_norms"]
+        batch_norms = self._report.model["batch_norms"]
         if not batch_norms or num_shares == 1 or self._trainer.get("sync_batchnorm"):
             return []
         return [
@@ -374,24 +312,15 @@ class Comparison:
             " GPUs, would make it the same"
         ]
 
-    def _result(self, each: _Variant) -> VariantResult:
-        status, reason, batch = each.status, each.reason, self._settings["global_batch"]
-        if status == "pending":
-            done, repeats = len(each.timed), self._options.repeats
-            status = "ok" if done == repeats else status
-            reason = "" if status == "ok" else f"interrupted after {done} of {repeats} runs"
-        ideal = Variant(each.variant.strategy, "ideal")
-        replays = [
-            ranks for other in self._variants if other.variant == ideal for ranks in other.timed
-        ]
-        ideal_rate = median(rate_of(Run(ranks, batch)) for ranks in replays) if replays else None
-        timed = [Run(ranks, batch, ideal_rate) for ranks in each.timed]
-        return VariantResult(
-            variant=each.variant.name,
-            description=each.variant.description,
-            status=status,
-            reason=reason,
-            parity=each.parity,
-            figures=figures_of(timed, Run(each.check, batch) if each.check else None),
-            check_losses=[loss if isfinite(loss) else None for loss in each.losses],
-        )
+    def _finish(self) -> None:
+        """Say what became of variants that nothing stopped, and relate speeds to their bounds."""
+        for variant, result in self._results.items():
+            done, repeats = len(result.rates), self._options.repeats
+            if result.status == "pending" and done == repeats:
+                result.status = "ok"
+            elif result.status == "pending":
+                result.reason = f"interrupted after {done} of {repeats} runs"
+            ideal = self._results.get(Variant(variant.strategy, "ideal"))
+            if result.rates and ideal is not None and ideal.rates:
+                bound = median(ideal.rates)
+                result.figures[NO_LOAD] = [rate / bound for rate in result.rates]

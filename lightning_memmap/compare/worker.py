@@ -102,11 +102,7 @@ def main() -> None:
 
 
 def write_error(out: Path, error: BaseException) -> None:
-    """Say why a run failed, unless another of its processes has done so.
-
-    The first process that fails says why; its failure ends the others. A file of its own becomes
-    ``error.json`` as a whole: several processes may fail at once, or be ended while they write.
-    """
+    """Say why a run failed, unless another of its processes has done so."""
     refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
     found = {"message": f"{type(error).__name__}: {error}", "refused": refused}
     mine = out / f"error-{os.getpid()}.json"
@@ -183,10 +179,7 @@ def _ask_for_all_fields(model: L.LightningModule) -> None:
 
 
 def _hash_batches(strategy: Any, hashes: list[int]) -> None:
-    """Record the hash of each batch as the loader of a strategy gives it.
-
-    That is before the precision casts it and the module's transfer hooks change it.
-    """
+    """Record the hash of each batch as the loader of a strategy gives it."""
     process = strategy.process_dataloader
 
     def note(batch: Any) -> Any:

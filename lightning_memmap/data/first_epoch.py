@@ -8,7 +8,7 @@ from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import argument_of
 from lightning_memmap.errors import with_article
-from lightning_memmap.store.build import BuildOptions
+from lightning_memmap.store.build import Asked
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.growing import BackgroundBuild, GrowingStore
 from lightning_memmap.store.sources.stream import is_stream
@@ -51,18 +51,16 @@ class FirstEpoch:
             return False
         stores.check_place(split)
         first = next((each for each in self._builds.values() if each.is_alive), None)
-        build = BackgroundBuild(
+        asked = Asked(
             dataset,
             path,
-            BuildOptions(
-                options.num_shards,
-                options.num_workers,
-                options.fingerprint_of(split),
-                options.fields,
-                progress=False,
-            ),
-            after=first,
+            options.num_shards,
+            options.num_workers,
+            options.fingerprint_of(split),
+            options.fields,
+            progress=False,
         )
+        build = BackgroundBuild(asked, after=first)
         if build.is_unfit:
             _log.warning(
                 "%s: its files are read piece by piece: it is stored first", argument_of(split)

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from tensordict import TensorDict
@@ -50,14 +50,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class Nesting:
-    """How the leaves of lists of records, and of what is None in some rows, are put together.
-
-    Args:
-        records: Given what puts together one record, and the leaves of the list: for each field the
-            values of all records.
-        optional: Given what puts together the part that may be None, all leaves, and the leaf that
-            says where it is not.
-    """
+    """How the leaves of lists of records, and of what is None in some rows, are put together."""
 
     records: Callable[[Build, Mapping[int, Any]], Any]
     optional: Callable[[Build, Leaves, Any], Any]
@@ -92,32 +85,37 @@ BATCH = Nesting(_stacked, _masked)
 SAMPLE = Nesting(_list, _or_none)
 
 
-def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = BATCH) -> Build:
+def builder(node: Node, sample: Any, fields: range, nesting: Nesting = BATCH) -> Build:
     """Make a function that puts leaves back into a structure; see `Schema.builder`."""
-    if node.kind == "records":
-        within = list(islice(indices, node.num_fields))
-        first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
-        record = builder(node.children[0], first, iter(within), nesting)
-        return lambda leaves: nesting.records(record, {at: leaves[at] for at in within})
-    if node.kind == "optional":
-        part = builder(node.children[0], sample, indices, nesting)
-        mask = next(indices)
-        return lambda leaves: nesting.optional(part, leaves, leaves[mask])
     if node.is_field:
-        index = next(indices)
-        return lambda leaves: leaves[index]
-    if node.kind == "tensordict":
-        return _tensordict_builder(node, sample, indices, nesting)
+        return itemgetter(fields[0])
+    if node.kind == "records":
+        first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
+        record = builder(node.children[0], first, fields, nesting)
+        return lambda leaves: nesting.records(record, {at: leaves[at] for at in fields})
+    if node.kind == "optional":
+        part = builder(node.children[0], sample, fields[:-1], nesting)
+        return lambda leaves: nesting.optional(part, leaves, leaves[fields[-1]])
     found = children_of(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
         found = None
     samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
-    pairs = zip(node.keys, node.children, strict=True)
-    children = [(key, builder(child, samples.get(key), indices, nesting)) for key, child in pairs]
+    children = [
+        (key, builder(child, samples.get(key), within, nesting))
+        for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True)
+    ]
     if node.kind in ("tuple", "list"):
         return lambda leaves: [child(leaves) for _, child in children]
     if node.kind == "dict":
         return lambda leaves: {key: child(leaves) for key, child in children}
+    if node.kind == "tensordict":
+
+        def build_tensordict(leaves: Leaves) -> Any:
+            shape = leaves[fields[0]].shape
+            batch_size = shape[: max(0, len(shape) - node.feature_dims)]
+            return TensorDict({str(key): child(leaves) for key, child in children}, batch_size)
+
+        return build_tensordict
     class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)
     if node.kind == "namedtuple":
         return lambda leaves: class_type._make(child(leaves) for _, child in children)
@@ -130,24 +128,6 @@ def builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting = 
         return batch
 
     return build_dataclass
-
-
-def _tensordict_builder(node: Node, sample: Any, indices: Iterator[int], nesting: Nesting) -> Build:
-    """A function that makes a TensorDict."""
-    first = next(indices)
-    within = chain([first], indices)
-    samples = dict(zip(*found[1:], strict=True)) if (found := children_of(sample, ())) else {}
-    children = [
-        (str(key), builder(child, samples.get(key), within, nesting))
-        for key, child in zip(node.keys, node.children, strict=True)
-    ]
-
-    def build(leaves: Leaves) -> Any:
-        shape = leaves[first].shape
-        batch_size = shape[: max(0, len(shape) - node.feature_dims)]
-        return TensorDict({key: child(leaves) for key, child in children}, batch_size)
-
-    return build
 
 
 @lru_cache(MAX_CLASSES)

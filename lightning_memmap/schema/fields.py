@@ -41,21 +41,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """One leaf of a sample.
-
-    Args:
-        name: Where the leaf is in the sample: keys, names and positions joined by dots.
-        dtype: The dtype of each row.
-        shape: The shape of one row, without a batch dimension. Leading dimensions that differ from
-            row to row are None.
-        kind: What the rows mean. A list of numbers is one row of them.
-        given: The dtype in which the dataset gives it, if rows are kept in another one; else None.
-    """
+    """One leaf of a sample."""
 
     name: str
     dtype: torch.dtype
+    #: Of one row. Leading dimensions that differ from row to row are None.
     shape: Annotated[tuple[_Size | None, ...], msgspec.Meta(max_length=64)]
     kind: AnyKind = NUMBERS
+    #: The dtype in which the dataset gives it, if rows are kept in another one.
     given: torch.dtype | None = None
 
     @property
@@ -75,8 +68,7 @@ class Field:
 
     @cached_property
     def item_shape(self) -> tuple[int, ...]:
-        """The dimensions that all rows share. What they hold is an item: rows have one or more, and
-        exactly one where no dimension differs."""
+        """The dimensions that all rows share."""
         return tuple(size for size in self.shape if size is not None)
 
     @cached_property
@@ -119,8 +111,7 @@ class Field:
         return replace(self, shape=self.shape[1:])
 
     def merged(self, other: "Field") -> "Field | None":
-        """The field that has the rows of two samples: its leading dimensions, up to the last one
-        that differs, are None. None where the two differ in more than their sizes."""
+        """The field that has the rows of both: sizes that differ are None. None if more differs."""
         is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
         if not is_alike or not self.kind.takes(other.kind):
             return None
@@ -129,8 +120,7 @@ class Field:
         return replace(self, shape=(None,) * count + self.shape[count:])
 
     def value(self, row: Tensor) -> Any:
-        """What a store gives back for a row on the CPU: the row itself, text as str or bytes, or
-        lists of them."""
+        """What a store gives back for a row on the CPU: the row itself, or its texts."""
         return self.decode(row.numpy().tobytes()) if self.is_text else row
 
     def decode(self, data: bytes) -> Any:
@@ -168,17 +158,13 @@ def described(dtype: torch.dtype, shape: tuple[int | None, ...], kind: AnyKind) 
 
 
 def field_name(path: Iterable[str | int]) -> str:
-    """The name of the field at a path of keys, which is safe as the name of a file.
-
-    Args:
-        path: Keys, names and positions from the outermost container to the leaf. It is empty for a
-            sample that is a leaf itself.
-
-    Returns:
-        The parts in percent-encoding with ``~`` in place of ``%``, joined by dots; ``value`` for an
-        empty path.
-    """
+    """The name of the field at a path of keys, which is safe as the name of a file."""
     return ".".join(map(_encode, path)) or "value"
+
+
+def where(path: Iterable[str | int]) -> str:
+    """What is at a path of keys, for messages."""
+    return f"field {field_name(path)!r}" if path else "the sample"
 
 
 def _encode(key: str | int) -> str:

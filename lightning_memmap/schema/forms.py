@@ -3,22 +3,21 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer, check_number
+from lightning_memmap.errors import check_integer, check_number, is_refused_call
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
 from lightning_memmap.schema.kinds import Bytes, Image
 
 
 class FetchedRows(Protocol):
-    """The rows of one field in a step, of which a `Form` makes what the batch has for them. They
-    are copied only when one of these is called."""
+    """The rows of one field in a step, of which a `Form` makes what the batch has for them."""
 
     def padded(self, value: float, multiple: int) -> Any:
         """A `lightning_memmap.loading.Padded`; see `Pad`."""
@@ -307,19 +306,7 @@ _FORMS: dict[str, type[Form]] = {
 
 
 def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
-    """Check the argument ``variable`` of a data module or of a build.
-
-    Args:
-        given: By field name a form, its name, or for configs a mapping with its name under ``form``
-            and its arguments, such as ``{"form": "pad", "value": -1}``.
-
-    Returns:
-        The form of each field.
-
-    Raises:
-        TypeError: The argument is not such a mapping, or a value in it is not a number.
-        ValueError: There is no such form, or a number is out of range.
-    """
+    """Check the argument ``variable`` of a data module or of a build."""
     if not isinstance(given, Mapping | None):
         raise TypeError(
             f"variable={short_repr(given)}: give a form for each field, such as"
@@ -341,38 +328,18 @@ def _form(name: str, given: Any) -> Form:
         if isinstance(given, Mapping) and kind is None:
             way_out += ", and give its name with all of its arguments, as in {form: pad, value: -1}"
         raise ValueError(f"variable: {short_repr(given)} for field {name!r} is no form: {way_out}")
-    lacking = [
-        each.name
-        for each in fields(_FORMS[kind])
-        if each.default is each.default_factory is MISSING and each.name not in arguments
-    ]
-    if lacking:
-        raise TypeError(
-            f"variable: {short_repr(given)} for field {name!r}: form {kind!r} needs"
-            f" {' and '.join(lacking)} too"
-        )
-    known = [each.name for each in fields(_FORMS[kind])]
-    for argument in arguments:
-        if argument not in known:
-            raise TypeError(
-                f"variable: field {name!r}: form {kind!r} has no {argument!r}, only"
-                f" {', '.join(known)}"
-            )
     try:
         return _FORMS[kind](**arguments)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"variable: field {name!r}: {error}") from error
+        known = ""
+        if is_refused_call(error):  # An argument is missing, or is none of the form's.
+            known = f": form {kind!r} has {', '.join(each.name for each in fields(_FORMS[kind]))}"
+        raise type(error)(f"variable: field {name!r}: {error}{known}") from error
 
 
 @dataclass(frozen=True)
 class FieldOptions:
-    """What the user says of fields, beyond what the rows that are read first show.
-
-    Args:
-        forms: By name, the form of each field or list whose rows may differ in length, or be None.
-            Those that do among the rows that are read first need not be named.
-        dtypes: Other dtypes in which fields are kept, by name.
-    """
+    """What the user says of fields, beyond what the rows that are read first show."""
 
     forms: Mapping[str, Form] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

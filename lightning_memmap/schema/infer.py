@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import Field, dtype_name, field_name
+from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.kinds import Mask, is_missing
 from lightning_memmap.schema.leaves import (
@@ -39,8 +39,7 @@ Part = tuple[Node, list[Field]]
 
 
 def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
-    """Find what samples have. They may differ in the lengths of lists, in the sizes of fields, in
-    what is None, and in the order of a dict's keys."""
+    """Find what samples have."""
     return _Inference(forms).part(samples, ())
 
 
@@ -51,12 +50,7 @@ def infer_batch(batch: Any) -> Part:
 
 @dataclass(frozen=True)
 class _Inference:
-    """Looks at the values of all samples at one path.
-
-    Args:
-        forms: As of `infer_samples`.
-        is_batch: Whether values are batches, whose leaves have rows.
-    """
+    """Looks at the values of all samples at one path."""
 
     forms: Mapping[str, Form]
     is_batch: bool = False
@@ -106,7 +100,7 @@ class _Inference:
                 return SEQUENCE, [replace(field, shape=(None,)) if differ else field]
             if differ and in_record:
                 raise SchemaError(
-                    f"field {field_name(path)!r}: the records of a list have lists of different"
+                    f"{where(path)}: the records of a list have lists of different"
                     " lengths there, which cannot be stored: join them into one array or text each"
                 )
             if (differ or is_declared) and not in_record:
@@ -120,7 +114,7 @@ class _Inference:
                     ) from error
                 if not fields:
                     raise SchemaError(
-                        f"field {field_name(path)!r}: the parts of a list have no values: give"
+                        f"{where(path)}: the parts of a list have no values: give"
                         " their number, or leave it out"
                     )
                 return Node("records", (), (record,)), [field.in_list for field in fields]
@@ -168,7 +162,7 @@ class _Inference:
 def _check_tensors(value: Any, fields: Sequence[Field], path: Path) -> None:
     """Check that a TensorDict has only what a store keeps of one."""
     if not fields:
-        raise SchemaError(f"field {field_name(path)!r}: found an empty TensorDict: leave it out")
+        raise SchemaError(f"{where(path)}: found an empty TensorDict: leave it out")
     for key in value.keys(include_nested=True, leaves_only=True):
         if not isinstance(leaf := value.get(key), Tensor):
             name = field_name((*path, *(key if isinstance(key, tuple) else (key,))))
@@ -191,14 +185,14 @@ def _merged(fields: Sequence[Field], path: Path) -> Field:
 
 
 def _differ(path: Path) -> MismatchError:
-    return MismatchError(f"field {field_name(path)!r}: the samples differ there")
+    return MismatchError(f"{where(path)}: the samples differ there")
 
 
 def _optional(node: Node, fields: list[Field], path: Path) -> Part:
     """What is None in some rows, with the field that says in which."""
     if node.kind == "records" and node.children[0].kind == "optional":
         raise SchemaError(
-            f"field {field_name(path)!r}: some rows are None in place of a list, and some lists"
+            f"{where(path)}: some rows are None in place of a list, and some lists"
             " have None in them, and only one of these can be stored: give an empty list in place"
             " of the rows that are None, or leave None out of the lists"
         )

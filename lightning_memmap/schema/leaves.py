@@ -44,8 +44,7 @@ def describe_leaf(name: str, leaf: Any) -> Field:
 
 
 def describe_rows(name: str, leaf: Any) -> Field:
-    """Describe the field whose rows a leaf of a batch holds: a dense tensor, a nested tensor, or a
-    `RowList` of tensors, str or bytes."""
+    """Describe the field whose rows a leaf of a batch holds."""
     if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is not torch.jagged:
         raise SchemaError(
             f"field {name!r}: found a nested tensor of layout {leaf.layout}: make it with"
@@ -131,8 +130,7 @@ def array_dtype(name: str, array: Array) -> torch.dtype:
 
 
 def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that numbers share, of Python, numpy or tensors; None if a value is no number, if
-    dtypes differ, or if a store has no such dtype."""
+    """The dtype that numbers share, of Python, numpy or tensors; None if they share none."""
     return _shared_dtype(values, set(map(type, values)))
 
 
@@ -157,7 +155,10 @@ def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
     dtype = _shared_dtype(values, kinds)
     if dtype is None:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise SchemaError(f"field {name!r}: found a list of {found}, expected numbers of one dtype")
+        way_out = ": give NaN, or a mask beside it, for None" if type(None) in kinds else ""
+        raise SchemaError(
+            f"field {name!r}: found a list of {found}, expected numbers of one dtype{way_out}"
+        )
     if Tensor not in kinds:
         return number_array(name, values, TO_NUMPY[dtype])
     try:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -30,24 +29,14 @@ _NO_OPTIONS = FieldOptions()
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a sample in the order of its leaves, and the nesting around them.
-
-    Args:
-        fields: The fields, in the order of the leaves.
-        structure: The containers around the fields.
-    """
+    """The fields of a sample in the order of its leaves, and the nesting around them."""
 
     fields: tuple[Field, ...]
     structure: Node
 
     @classmethod
     def infer(cls, samples: Sequence[Any], options: FieldOptions = _NO_OPTIONS) -> "Schema":
-        """Find the schema that samples have in common.
-
-        They may differ in leading dimensions, which are None then, in the lengths of lists, and in
-        what is None; a MismatchError says that they differ in more, and a SchemaError that one
-        cannot be stored.
-        """
+        """Find the schema that samples have in common."""
         structure, fields = infer_samples(samples, options.forms)
         found = cls(tuple(fields), structure)
         if not fields and not found.unknown.keys() - {"value"}:
@@ -87,8 +76,7 @@ class Schema:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """What samples have of which the fields are for other samples to show: lists without a
-        value, and None. By name, what it is."""
+        """By name, the lists without a value, and None, whose fields other samples must show."""
         nodes = self.structure.walk()
         return {
             field_name(path): "None" if node.kind == "none" else "an empty list"
@@ -110,8 +98,7 @@ class Schema:
 
     @property
     def optional(self) -> dict[str, tuple[str, ...]]:
-        """What may be None, by name, with the names of its fields and last of the one that says
-        where it is not."""
+        """What may be None, by name, with its fields, the last of which says where it is not."""
         return {
             field_name(path): tuple(node.field_names(path))
             for path, node in self.structure.walk()
@@ -145,8 +132,7 @@ class Schema:
         return {name: each if len(each) > 1 else each["form"] for name, each in found.items()}
 
     def why_no_field(self, name: str) -> str:
-        """Say why no field has a name, with the names that there are. A list of a few numbers
-        counts as one, as it is where rows differ in length."""
+        """Say why no field has a name, with the names that there are."""
         names, lists = list[str](), set[Path]()
         fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
         for path, node in self.structure.walk():
@@ -211,8 +197,7 @@ class Schema:
     def stack(
         self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
     ) -> list[Values]:
-        """Check samples against this schema and stack their leaves, where there is room if
-        possible; see `stack_samples`. A SchemaError names the field, and not the row."""
+        """Check samples, and stack their leaves, where there is room if possible."""
         return stack_samples(samples, self.structure, self.fields, room or {})
 
     def flatten(self, sample: Any) -> list[Tensor]:
@@ -220,8 +205,7 @@ class Schema:
         return [next(values.rows()) for values in self.stack([sample])]
 
     def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
-        """Check a batch of rows against this schema, which is one of `from_batch`: for each field a
-        tensor of shape (B, *field shape) on its device, or the rows one by one on the CPU."""
+        """The tensor of each field in a batch, or its rows one by one, on the CPU."""
         leaves = _batch_leaves(batch, self.structure, ())
         found_leaves = list[Tensor | RowList]()
         for field, leaf in zip(self.fields, leaves, strict=True):
@@ -245,12 +229,8 @@ class Schema:
     def builder(
         self, sample: Any = None, nesting: Nesting = BATCH
     ) -> Callable[[Sequence[Any]], Any]:
-        """Make a function that nests one value per field as ``default_collate`` would.
-
-        Tuples become lists; every other container keeps its kind. A list of numbers becomes a list
-        of tensors.
-        """
-        return builder(self.structure, sample, count(), nesting)
+        """Make a function that nests one value per field as ``default_collate`` would."""
+        return builder(self.structure, sample, range(len(self.fields)), nesting)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this schema to JSON values."""
@@ -264,7 +244,5 @@ def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:
     """The leaves of a batch that has a structure."""
     if node.kind == "leaf":
         return [batch]
-    leaves, columns = list[Any](), columns_of([batch], node, path)
-    for child_path, child, (value,) in zip(node.paths(path), node.children, columns, strict=True):
-        leaves += _batch_leaves(value, child, child_path)
-    return leaves
+    children = zip(node.paths(path), node.children, columns_of([batch], node, path), strict=True)
+    return [leaf for at, child, (value,) in children for leaf in _batch_leaves(value, child, at)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, field_name
+from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, where
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
@@ -48,30 +48,14 @@ def stack_samples(
     room: Mapping[str, Tensor] = _NO_ROOM,
     path: Path = (),
 ) -> list[Values]:
-    """Stack the leaves of samples.
-
-    Args:
-        samples: The samples, or the rows of a column.
-        node: Their structure.
-        fields: The fields in it.
-        room: Memory for the rows of fields, by name, of their dtype and shape (number of samples,
-            *field shape) on the CPU. Where this can be done without another copy they are stacked
-            there.
-        path: Where in the samples these are, for messages.
-
-    Returns:
-        The rows of each field.
-
-    Raises:
-        SchemaError: A sample does not fit. The message names the field, and not the row.
-    """
+    """Stack the leaves of samples."""
     if not len(samples):
         return [Values.none(field) for field in fields]
     if node.kind == "leaf":
         return [stack_leaves(fields[0], samples, room.get(fields[0].name))]
     if node.kind == "none":
         if wrong := [value for value in samples if not is_missing(value)]:
-            raise MismatchError(f"field {field_name(path)!r}: found {wrong[0]!r}, expected None")
+            raise MismatchError(f"{where(path)}: found {wrong[0]!r}, expected None")
         return []
     if node.kind == "optional":
         return _stack_optional(samples, node.children[0], fields[:-1], room, path)
@@ -80,7 +64,7 @@ def stack_samples(
         for value in samples:
             if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
                 raise MismatchError(
-                    f"field {field_name(path)!r}: found {type(value).__name__}, expected a list or"
+                    f"{where(path)}: found {type(value).__name__}, expected a list or"
                     f" tuple of {what}"
                 )
         if node.kind == "sequence":
@@ -88,9 +72,8 @@ def stack_samples(
         return _stack_records(samples, node.children[0], fields, path)
     stacked = list[Values]()
     columns = columns_of(samples, node, path)
-    for child_path, child, column in zip(node.paths(path), node.children, columns, strict=True):
-        within = fields[len(stacked) : len(stacked) + child.num_fields]
-        stacked += stack_samples(column, child, within, room, child_path)
+    for column, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
+        stacked += stack_samples(column, child, within, room, at)
     return stacked
 
 
@@ -225,8 +208,7 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 
 
 def fit_rows(field: Field, rows: Any) -> Values:
-    """The rows of a field that lie in one array, along its first dimension, in the memory in which
-    they lie where that is possible."""
+    """The rows of a field that lie in one array, in the same memory where possible."""
     if not (count := field.num_variable):
         return _fitting(field, rows, None)
     shape = tuple(rows.shape[1:])
@@ -237,16 +219,7 @@ def fit_rows(field: Field, rows: Any) -> Values:
 
 
 def fit_items(field: Field, items: Any, lengths: Any) -> Values:
-    """The items of rows that differ in length, one row after the other, as rows of a field.
-
-    Args:
-        field: The field, in whose rows one dimension differs.
-        items: An array of the items of all rows.
-        lengths: How many each row has, integers of shape (n,).
-
-    Raises:
-        SchemaError: They do not fit.
-    """
+    """The items of rows that differ in length, one row after the other, as rows of a field."""
     if field.num_variable != 1:
         raise MismatchError(f"field {field.name!r}: found lists, expected {field}")
     return _fitting(field, items, np.asarray(lengths, np.int64)[:, None])

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from reprlib import repr as short_repr
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, field_name
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, field_name, where
 from lightning_memmap.schema.leaves import RowList
 
 MAX_DEPTH = 32
@@ -29,33 +29,27 @@ WRAPPERS = {"records": 1, "optional": 2}
 
 Key = str | int
 Path = tuple[Key, ...]
+#: A sequence with an entry for each field, such as their numbers.
+Fields = TypeVar("Fields", range, Sequence[Field])
 
 
 @dataclass(frozen=True)
 class Node:
-    """A container of a sample, or a part of it that is one field.
+    """A container of a sample, or a part of it that is one field."""
 
-    Args:
-        kind: ``leaf``, a field of one value, ``sequence``, a field of a list or tuple of numbers,
-            whose count may differ from row to row, ``records``, a list of
-            as many equal parts as it happens to have, whose one child is such a part, ``optional``,
-            whose first child is the part that is None in some rows, and whose second one is the
-            field that says in which, ``none``, a part that was None in all rows seen, ``tuple``,
-            ``list``, ``dict``, ``namedtuple``, ``dataclass`` or ``tensordict``.
-        keys: The key, name or position of each child of the last six kinds.
-        children: The children, in the order of ``keys``.
-        name: The class name of a named tuple or dataclass.
-        feature_dims: Of a TensorDict: the dimensions of its first field that are not
-            those of its ``batch_size``.
-    """
-
+    #: "sequence" is a field of a list of numbers; "records" a list of any length, whose one child
+    #: is what each part of it has; "optional" has a part that is None in some rows, and the field
+    #: that says in which; "none" was None in all rows seen.
     kind: Literal[
         "leaf", "sequence", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
+    #: The key, name or position of each child, where it has one.
     keys: Path = ()
     children: tuple["Node", ...] = ()
+    #: Of the class of a named tuple or dataclass.
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
+    #: The dimensions of the first field of a TensorDict that are not those of its batch_size.
     feature_dims: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
@@ -74,17 +68,22 @@ class Node:
         return 1 if self.is_field else sum(child.num_fields for child in self.children)
 
     def paths(self, path: Path) -> list[Path]:
-        """Where the children are. The part of an optional node, and what lists of records consist
-        of, have the path of the node itself."""
+        """Where the children are."""
         if self.kind == "records":
             return [path]
         if self.kind == "optional":
             return [path, (*path, MASK)]
         return [(*path, key) for key in self.keys]
 
+    def parts(self, fields: Fields, path: Path = ()) -> "Iterator[tuple[Path, Node, Fields]]":
+        """Path, node and fields of each child, of the fields of this node, which is at a path."""
+        first = 0
+        for child_path, child in zip(self.paths(path), self.children, strict=True):
+            yield child_path, child, fields[first : first + child.num_fields]
+            first += child.num_fields
+
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """Iterate over this node, which is at a path, and all below it: path and node of each, in
-        the order of the leaves, a container before its children."""
+        """Path and node of this node and of all below it, a container before its children."""
         yield path, self
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)
@@ -135,7 +134,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     found = children_of(value, path)
     if found is None or found[0] != node.kind:
         raise MismatchError(
-            f"field {field_name(path)!r}: found {type(value).__name__}, expected {node.kind}"
+            f"{where(path)}: found {type(value).__name__}, expected {node.kind}"
             f" of {short_repr(list(node.keys))}"
         )
     _, keys, values = found
@@ -144,7 +143,7 @@ def _children(value: Any, node: Node, path: Path) -> Sequence[Any]:
     if node.kind in ("dict", "tensordict") and set(keys) == set(node.keys):
         return [value[key] for key in node.keys]
     text = (
-        f"field {field_name(path)!r}: found {node.kind} of {short_repr(keys)}, expected"
+        f"{where(path)}: found {node.kind} of {short_repr(keys)}, expected"
         f" {short_repr(list(node.keys))}"
     )
     if node.is_list:
@@ -169,7 +168,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
             # Not their subclasses either: a store could not give an enum's member back.
             if type(key) not in (str, int):
                 raise SchemaError(
-                    f"field {field_name(path)!r}: the dict key {key!r} is neither a plain string"
+                    f"{where(path)}: the dict key {key!r} is neither a plain string"
                     " nor a plain integer: rename it in the dataset"
                 )
         return "dict", list(value), list(value.values())
@@ -180,7 +179,7 @@ def children_of(value: Any, path: Path) -> tuple[str, list[Any], list[Any]] | No
         return kind, list(range(len(value))), list(value)
     if is_tensorclass(value):
         raise SchemaError(
-            f"field {field_name(path)!r}: found a tensorclass, {type(value).__name__}, of which a"
+            f"{where(path)}: found a tensorclass, {type(value).__name__}, of which a"
             " store keeps no class: give value.to_tensordict()"
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

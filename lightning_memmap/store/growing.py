@@ -23,15 +23,15 @@ from typing_extensions import override
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.store.build import BuildOptions, PlannedBuild, check_length
-from lightning_memmap.store.building import Building, explained, variable_bytes
+from lightning_memmap.store.build import Asked
+from lightning_memmap.store.building import ORDER, Building, explained, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import open_plain, read_exactly
-from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
 from lightning_memmap.store.places import make_parent
+from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.serving import Serving
 from lightning_memmap.store.store import Store, open_directory
@@ -108,9 +108,9 @@ class _RowsWriter(RangeWriter):
     @override
     def __call__(self, rows: Any) -> Any:
         start = perf_counter()
-        self.write_rows(rows)
-        self.finish()
-        if not len(rows):
+        if len(rows):
+            self.write_rows(rows)
+        else:
             sleep(_PAUSE_S)
         return rows, perf_counter() - start
 
@@ -118,34 +118,19 @@ class _RowsWriter(RangeWriter):
 class BackgroundBuild:
     """Builds a store in a thread, or goes on with an interrupted build.
 
-    It returns once rows can be read, or once the store is there.
-
-    Args:
-        dataset: A map-style dataset.
-        path: Directory of the store.
-        options: How it is built; at least one process reads.
-        after: The build that is done first: before it, rows are read only while a reader waits.
-
-    Attributes:
-        error: Why the build has failed.
-        is_unfit: Whether the dataset is read piece by piece, and so never row by row.
+    It returns once rows can be read, or once the store is there. Before the build that is
+    ``after``, rows are read only while a reader waits for them.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        path: Path,
-        options: BuildOptions,
-        after: "BackgroundBuild | None" = None,
-    ) -> None:
-        check_free(path, "`store_dir`")
-        check_length(dataset)
-        make_parent(path)
+    def __init__(self, asked: Asked, after: "BackgroundBuild | None" = None) -> None:
+        check_free(asked.directory.path, "`store_dir`")
+        make_parent(asked.directory.path)
+        self._asked, self._after = asked, after
+        #: Why the build has failed.
         self.error: BaseException | None = None
+        #: Whether the dataset is read piece by piece, and so never row by row.
         self.is_unfit = False
         self.serving: Serving | None = None
-        self._dataset, self._options, self._after = dataset, options, after
-        self._directory = StoreDirectory(path)
         self._has_begun, self._is_stopped = Event(), False
         # It does not keep a program from ending: the next build goes on with its rows.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
@@ -174,10 +159,11 @@ class BackgroundBuild:
 
     def _run(self) -> None:
         """What the thread does."""
+        directory = self._asked.directory
         try:
-            with self._directory.locked():
+            with directory.locked():
                 # Another process may have built it meanwhile.
-                if not is_store(self._directory.path):
+                if not (is_store(directory.path) or self._is_stopped):
                     self._build()
         except BaseException as error:  # Whoever waits for rows must get it.
             self.error = error
@@ -187,55 +173,42 @@ class BackgroundBuild:
             self._has_begun.set()
 
     def _build(self) -> None:
-        dataset, options, path = self._dataset, self._options, self._directory.path
-        identity = Fingerprint.of(dataset, options.fingerprint)
-        with Workers(dataset, options.num_workers) as workers:
-            build = PlannedBuild.of(workers, path, options, identity)
-            if build.contents["order"]:
+        asked, path = self._asked, self._asked.directory.path
+        identity = asked.identity()
+        with Workers(asked.dataset, asked.num_workers) as workers:
+            probes = asked.probes(workers)
+            draft = asked.draft(asked.dataset, probes, identity)
+            if ORDER in draft.source:
                 self.is_unfit = True
                 return
-            plan = build.plan
-            building = Building.begin(
-                plan,
-                identity,
-                build.contents,
-                resume=True,
-                variable_bytes=variable_bytes(plan, build.typical_bytes),
-            )
+            building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
             with closing(building), explained(path, "the next run then goes on"):
                 try:
-                    self._write(build, building, workers)
-                    building.finish(
-                        build.probes,
-                        {"dataset": build.dataset_name},
-                        identity,
-                        num_threads=options.num_workers,
-                        show=options.show,
-                    )
-                    assert self.serving is not None
-                    self.serving.end()
+                    self._write(building, workers, probes)
+                    building.finish(num_threads=asked.num_workers, show=asked.show)
                 except BaseException:
                     _log.warning(
                         "the store at %s: %s of %s rows are kept; the next run goes on with them",
                         path,
                         f"{building.num_done:,}",
-                        f"{plan.num_rows:,}",
+                        f"{draft.num_rows:,}",
                     )
                     raise
+            assert self.serving is not None
+            self.serving.end()
 
-    def _write(self, build: PlannedBuild, building: Building, workers: Workers) -> None:
+    def _write(self, building: Building, workers: Workers, probes: Probes) -> None:
         """Write all rows that are missing."""
-        plan = build.plan
-        draft = replace(plan.draft(build.probes, build.fingerprint), generation=building.path.name)
-        serving = Serving.make(building.path, draft)
-        is_there = np.ones(plan.num_rows, np.bool_)
-        for missing in building.missing(range(plan.num_rows)):
+        draft = building.draft
+        serving = Serving.make(building.path, draft.num_rows)
+        is_there = np.ones(draft.num_rows, np.bool_)
+        for missing in building.missing(range(draft.num_rows)):
             is_there[missing.start : missing.stop] = False
-        serving.present[plan.shards.locate(np.flatnonzero(is_there))] = 1
+        serving.present[draft.shards.locate(np.flatnonzero(is_there))] = 1
         self.serving = serving
         self._has_begun.set()
-        queue = _Queue(serving, draft, build.row_s)
-        max_rows = max(1, _TASK_BYTES // max(1, build.row_bytes))
+        queue = _Queue(serving, draft, probes.row_s)
+        max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         num_read, last_sync = 0, monotonic()
 
         def tasks() -> Iterator[Integers]:
@@ -258,7 +231,7 @@ class BackgroundBuild:
             rows, duration_s = outcome
             if not len(rows):
                 return
-            serving.present[plan.shards.locate(rows)] = 1
+            serving.present[draft.shards.locate(rows)] = 1
             queue.note(len(rows), duration_s)
             num_read += len(rows)
             rows = np.sort(rows)
@@ -270,15 +243,16 @@ class BackgroundBuild:
 
         make = partial(
             _RowsWriter,
-            plan=plan,
+            schema=draft.schema,
+            columns=draft.columns,
             building=building.path,
             journal=building.journal,
-            row_bytes=build.row_bytes,
+            row_bytes=probes.row_bytes,
         )
         try:
             workers.run(make, tasks(), receive)
             if self._is_stopped and not serving.has_all:
-                raise BuildStoppedError(f"the build of the store at {plan.path} was stopped")
+                raise BuildStoppedError(f"the build of the store at {building.store} was stopped")
         except BaseException:
             workers.close(at_once=True)
             building.sync()
@@ -344,10 +318,9 @@ class GrowingStore(Store):
 def open_growing(path: Path) -> GrowingStore | None:
     """Open a store that is being built; None where none is."""
     for generation in StoreDirectory(path).unfinished(KEY):
-        if (found := Serving.find(generation)) is not None:
-            serving, manifest = found
-            with suppress(FileNotFoundError):  # It was committed meanwhile.
-                return GrowingStore(path, manifest, serving)
+        with suppress(FileNotFoundError):  # Nobody reads from it; or it was committed meanwhile.
+            draft = replace(read_draft(generation, KEY), generation=generation.name)
+            return GrowingStore(path, draft, Serving(generation, draft.num_rows))
     return None
 
 

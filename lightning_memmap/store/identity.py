@@ -45,19 +45,10 @@ _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of a dataset, in named parts, so that a difference can be named.
+    """The identity of a dataset, in named parts, so that a difference can be named."""
 
-    The parts are the class, the length, the source text of the class, and the attributes: values,
-    containers and arrays by their content, functions by their source and what they refer to,
-    datasets and other objects by their own attributes. For an attribute that is the path of a file,
-    the file's size and time are a part as well. A mismatch costs one comparison of rows, so that
-    this need not be finer: of arrays beyond 64 MiB it covers samples, and nothing of the files in a
-    directory, of open files, of objects of compiled classes, and of functions that are called.
-
-    Args:
-        parts: Text or digest by name of the part.
-        given: The fingerprint that the user has given. It decides alone where both sides have one.
-    """
+    # A mismatch costs one comparison of rows, so that this need not be finer: it covers samples of
+    # arrays beyond 64 MiB, and nothing of open files, compiled objects, and files in a directory.
 
     parts: dict[_Text, _Text]
     given: _Text | None = None

@@ -22,6 +22,8 @@ class StoreUrl(str):
 
 def place_of(given: str | Path) -> Path | StoreUrl:
     """Tell URLs from paths."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"path={given!r}: give the path of a store")
     if isinstance(given, str) and _URL.match(given):
         return StoreUrl(given)
     if _SHORTENED_URL.match(os.fspath(given)):

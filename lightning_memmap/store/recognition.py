@@ -37,13 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoredRows(Protocol):
-    """What a comparison needs of an open store: see `lightning_memmap.store.Store`.
-
-    Attributes:
-        path: Directory of the store.
-        manifest: What the store contains.
-        columns: The rows of each field, in the order of the fields.
-    """
+    """What a comparison needs of an open store: see `lightning_memmap.store.Store`."""
 
     path: Path
     manifest: Manifest
@@ -64,11 +58,7 @@ def check_briefly(
     check: str = "probes",
     num_workers: int = 0,
 ) -> bool:
-    """Check that a dataset may be the one that a store was built from.
-
-    The length must be equal. Beyond that the user's fingerprint decides, or else schema and probe
-    rows.
-    """
+    """Check that a dataset may be the one that a store was built from."""
     if not is_stream(dataset):
         _check_length(store, len(dataset))
     stored = store.manifest.fingerprint
@@ -97,11 +87,7 @@ def recognise(
     num_workers: int = 0,
     progress: ShowProgress,
 ) -> Fingerprint | None:
-    """Check that a store was built from a dataset, and compare as few rows as that takes.
-
-    Beyond `check_briefly`, all rows are compared with ``check="full"``, and with ``"probes"`` where
-    the identity of the dataset is not that of the store.
-    """
+    """Check that a store was built from a dataset, and compare as few rows as that takes."""
     stored = store.manifest.fingerprint
     is_decided = given is not None and stored is not None and stored.given is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.

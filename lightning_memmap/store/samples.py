@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils.data import Subset
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.forms import FieldOptions, read_forms
 
 _ONE_STRUCTURE = (
@@ -46,10 +48,7 @@ def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Whether ``__getitems__`` gives what ``__getitem__`` does.
-
-    It need not in a class that inherits it and has a ``__getitem__`` of its own.
-    """
+    """Whether ``__getitems__`` gives what ``__getitem__`` does."""
     kind = type(dataset)
     if kind is Subset:
         return _gives_many(dataset.dataset)
@@ -64,21 +63,31 @@ def _raised(row: int, error: Exception) -> DatasetError:
 
 
 def infer_schema(samples: Sequence[Any], rows: Sequence[int], options: FieldOptions) -> Schema:
-    """Find the schema of samples; see `Schema.infer`."""
+    """Find the schema of samples; see `Schema.infer`. An error names the row."""
     with suppress(SchemaError):
         return Schema.infer(samples, options)
     schema: Schema | None = None
-    for count, row in enumerate(rows, 1):
+    for count, (row, sample) in enumerate(zip(rows, samples, strict=True), 1):
         try:
             schema = Schema.infer(samples[:count], options)
-        except MismatchError as error:
-            if schema is None:
-                raise SchemaError(f"row {row}, {error}") from error
-            flatten_row(samples[count - 1], row, schema, lambda: samples[0])
-            raise
         except SchemaError as error:
-            raise SchemaError(f"row {row}, {error}") from error
+            if schema is not None and isinstance(error, MismatchError):
+                flatten_row(sample, row, schema, lambda: samples[0])
+                raise
+            raise _at_row(row, error, is_bare=not _has_names(sample)) from error
     raise AssertionError("the samples have a schema")
+
+
+def _has_names(sample: Any) -> bool:
+    return isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
+
+
+def _at_row(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
+    """An error that names the row. A sample that is one value has no field to name."""
+    text = str(error)
+    if is_bare and text.startswith(name := f"field {field_name(())!r}"):
+        text = f"the sample{text.removeprefix(name)}"
+    return SchemaError(f"row {row}, {text}{remedy}")
 
 
 def stack_rows(
@@ -103,11 +112,12 @@ def flatten_row(
     """The leaves of the sample at one row, by `Schema.flatten`; see `stack_rows`."""
     try:
         return schema.flatten(sample)
-    except MismatchError as error:
-        remedy = _way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE
-        raise SchemaError(f"row {row}, {error}. {remedy}") from error
     except SchemaError as error:
-        raise SchemaError(f"row {row}, {error}") from error
+        remedy = ""
+        if isinstance(error, MismatchError):
+            remedy = f". {_way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE}"
+        is_bare = schema.structure.is_field
+        raise _at_row(row, error, is_bare=is_bare, remedy=remedy) from error
 
 
 def _way_out(schema: Schema, samples: Sequence[Any]) -> str:

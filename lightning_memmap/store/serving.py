@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.store.directory import JOURNAL, SERVING
-from lightning_memmap.store.manifest import MANIFEST, Manifest
 
 #: Where the state is, and the time at which a reader last waited; the rows follow.
 _STATE, _HEADER_BYTES = 8, 16
@@ -50,27 +49,16 @@ class Serving:
         self._wanted = Wanted(self)
 
     @classmethod
-    def make(cls, generation: Path, manifest: Manifest) -> "Serving":
+    def make(cls, generation: Path, num_rows: int) -> "Serving":
         """Begin to share the rows of a build. What an interrupted one has left is removed."""
         path = generation / SERVING
         path.mkdir(exist_ok=True)
         for left in path.iterdir():
             left.unlink()
         _errors.pop(generation, None)
-        (path / MANIFEST).write_bytes(manifest.encode())
         with open(path / "present", "xb") as file:
-            file.truncate(_HEADER_BYTES + manifest.num_rows)
-        return cls(generation, manifest.num_rows)
-
-    @classmethod
-    def find(cls, generation: Path) -> "tuple[Serving, Manifest] | None":
-        """The rows of a build that is under way; None where there is none."""
-        try:
-            data = (generation / SERVING / MANIFEST).read_bytes()
-            manifest = Manifest.decode(data, str(generation))
-            return cls(generation, manifest.num_rows), manifest
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            file.truncate(_HEADER_BYTES + num_rows)
+        return cls(generation, num_rows)
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the readers that the store is whole, or why it will not be."""

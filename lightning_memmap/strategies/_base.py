@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -40,29 +38,13 @@ _PREFETCH = 2
 
 
 class SuperBatchMixin(Strategy):
-    """Declares that super-batches are assembled on the root device before Lightning sees them.
-
-    The precision plugin and the module's transfer hooks then get what they expect.
-
-    Args:
-        *args: Arguments of the strategy that this is mixed into.
-        prefetch: Steps that are prefetched while one is computed. By default 2 where the root
-            device is a GPU, and 0 on a CPU, which would only do the same work at another time.
-        **kwargs: Arguments of the strategy that this is mixed into.
-
-    Raises:
-        ValueError: ``prefetch`` is below 0.
-    """
+    """Declares that super-batches are assembled on the root device before Lightning sees them."""
 
     strategy_name: str
     _has_transfer_hooks = True
 
     def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.set_prefetch(prefetch)
-
-    def set_prefetch(self, prefetch: int | None) -> None:
-        """Choose how many steps are prefetched; None for the default of the device."""
         if prefetch is not None:
             check_integer("prefetch", prefetch, 0, "steps to prefetch, 0 for none")
         self._prefetch = prefetch
@@ -153,13 +135,11 @@ def _is_on(batch: Any, device: torch.device) -> bool:
 
 
 class RowWeighted(SuperBatchMixin, ParallelStrategy):
-    """Weighs each process's loss by its rows. For strategies that average gradients over processes.
+    """Weighs each process's loss by its rows, where gradients are averaged over processes."""
 
-    Process ``r`` of ``R`` computes the mean loss of its ``n_r`` rows of a step of ``n``. The
-    average over processes of ``loss_r * n_r * R / n`` is the mean over all rows. The last steps of
-    an epoch may not divide evenly; in all others the weight is 1 and nothing is multiplied. What
-    is logged is the loss as ``training_step`` returned it.
-    """
+    # Process ``r`` of ``R`` computes the mean loss of its ``n_r`` rows of a step of ``n``. The
+    # average over processes of ``loss_r * n_r * R / n`` is the mean over all rows. Only the last
+    # steps of an epoch may not divide evenly; in all others nothing is multiplied.
 
     _row_weight = 1.0
     _fetcher: Any = None
@@ -247,19 +227,7 @@ class OneNode:
 
 
 class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
-    """One process on one machine, with the Trainer's devices as data devices, or devices given.
-
-    Args:
-        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
-            Trainer, the root device first.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
-
-    Raises:
-        ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
-            or the program was started in several processes.
-    """
+    """One process on one machine, with the Trainer's devices as data devices, or devices given."""
 
     several_nodes = (
         "{} is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for"
@@ -267,17 +235,9 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
     )
 
     def __init__(
-        self,
-        data_devices: Sequence[str | torch.device] | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        self, data_devices: Sequence[str | torch.device] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(**kwargs)
         if data_devices is not None and not data_devices:
             raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
@@ -329,11 +289,9 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
 
 
 def started_in_several(environment: ClusterEnvironment) -> bool:
-    """Whether this process is one of several that were started to train together.
-
-    Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
-    """
+    """Whether this process is one of several that were started to train together."""
     if not isinstance(environment, LightningEnvironment):
+        # Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
         return environment.world_size() > 1
     # This one counts only the processes that it starts itself; those that others started show in
     # its rank. A Trainer that has started processes removes their number at its end, but not the

@@ -91,10 +91,7 @@ def shard_module(
     options: ShardingOptions,
     compute_dtype: torch.dtype | None,
 ) -> None:
-    """Shard a module over the processes of a mesh, all of which must call it.
-
-    ``compute_dtype`` is what units compute in; None for the dtype of their parameters.
-    """
+    """Shard a module over the processes of a mesh, all of which must call it."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
@@ -145,12 +142,10 @@ def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
 
 
 def default_units(root: nn.Module, min_parameters: int) -> list[nn.Module]:
-    """The items of the largest ``ModuleList`` or ``Sequential`` that are large enough, bottom up.
-
-    And other modules of the same classes, unless these are torch's own. The largest is the one
-    whose items have the most parameters, without the largest item: around a list of blocks there
-    may be another list, with little beside them.
-    """
+    """The items of the largest ``ModuleList`` or ``Sequential``, if large enough; bottom up."""
+    # And other modules of the same classes, unless these are torch's own. The largest is the one
+    # whose items have the most parameters, without the largest item: around a list of blocks there
+    # may be another list, with little beside them.
     best: list[nn.Module] = []
     most = 0
     for child in _post_order(root):
@@ -227,10 +222,7 @@ def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
 
 
 def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The units whose parameters no module outside of them uses.
-
-    Tied parameters are left to the unit that contains all modules that share them.
-    """
+    """The units whose parameters no module outside of them uses."""
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -247,11 +239,9 @@ def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Modul
 
 
 def _roots_by_hand(module: L.LightningModule) -> list[nn.Module]:
-    """The root units in manual optimization: the children of the module.
-
-    The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
-    the module itself too late. A metric, or a loss without parameters, has nothing to shard.
-    """
+    """The root units in manual optimization: the children of the module."""
+    # The backward pass is then inside of training_step, where FSDP2 would reduce the gradients of
+    # the module itself too late. A metric, or a loss without parameters, has nothing to shard.
     units = without_shared(module, list(filter(_has_parameters, _called(module))))
     found = {parameter for unit in units for parameter in unit.parameters()}
     left = [name for name, parameter in module.named_parameters() if parameter not in found]
@@ -316,10 +306,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Module], None]) -> None:
-    """Give each module the values of rank 0 on a device, and shard it, children before parents.
-
-    At any time, only one unit, and what belongs to the units around it, is whole on the device.
-    """
+    """Give each module the values of rank 0 on a device, and shard it, children before parents."""
     _check_materialisable(root)
     for module in _post_order(root):
         if any(tensor.is_meta for tensor in _own_tensors(module)):
@@ -336,11 +323,8 @@ def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Modul
 
 
 def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of a plain optimizer, on the CPU, for the sharded parameters of another one.
-
-    What has a parameter's shape is sharded like it: each rank reads its part of the file, to where
-    its part of the parameter is.
-    """
+    """The state of a plain optimizer, on the CPU, for the sharded parameters of another one."""
+    # What has a parameter's shape is sharded like it: each rank reads its part of the file.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))

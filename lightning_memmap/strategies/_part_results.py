@@ -51,11 +51,7 @@ class PartLog:
 def merge_logs(
     logs: Sequence[PartLog], results: Any, module: LightningModule, strategy: Strategy
 ) -> None:
-    """Log once what the parts of a step logged, as one call over all of their rows.
-
-    Means are weighted by the ``batch_size`` that each call named, or else by the rows of its
-    part; sums are added; of minima and maxima the extreme one is taken. Metrics are logged once.
-    """
+    """Log once what the parts of a step logged, as one call over all of their rows."""
     for function in dict.fromkeys(function for log in logs for function in log.restarted):
         results.reset(metrics=False, fx=function)
     merged: dict[tuple[str, str, int], list[LogCall]] = {}
@@ -90,11 +86,9 @@ def _merged_value(calls: list[LogCall], reduction: Any, device: torch.device) ->
 
 
 class MetricCopies:
-    """Empty copies of metrics on one device, made when they are first asked for.
+    """Empty copies of metrics on one device, made when they are first asked for."""
 
-    Metrics are identified by ``id``: they overload comparison, and their hash changes with their
-    state.
-    """
+    # By ``id``: metrics overload comparison, and their hash changes with their state.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,11 +109,7 @@ class MetricCopies:
 
 @contextmanager
 def counted_in_copies(module: LightningModule, copies: Sequence[MetricCopies]) -> Iterator[None]:
-    """Give a module copies of its metrics within the context, and merge them at its end.
-
-    So a metric is complete after every step, by its ``dist_reduce_fx``, and the value that
-    ``forward`` gives for a step is over all of its rows. Where the step fails, nothing is merged.
-    """
+    """Give a module copies of its metrics within the context, and merge them at its end."""
     found = list(_find_metrics(module))
     if not found:
         yield

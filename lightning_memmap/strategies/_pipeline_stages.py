@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +38,13 @@ _MAX_KEPT = 4
 
 #: Computes the mean loss of the rows of a micro-batch, from its number and the last stage's output.
 MicroLoss = Callable[[int, Any], Tensor]
+#: Makes the context in which stages and losses run.
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of processes: each row is a pipeline, each column holds the same stages.
-
-    Rank ``r`` is rank ``r % pipeline_size`` of pipeline ``r // pipeline_size``: neighbours in a
-    pipeline are neighbours on a node.
-    """
+    """A grid of processes: each row is a pipeline, each column holds the same stages."""
 
     data_parallel_size: int
     pipeline_size: int
@@ -99,100 +97,84 @@ def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> 
         )
 
 
-class _Chain(nn.Module):
-    """Modules one after the other: a tuple that one returns is the arguments of the next."""
+class _Stage(nn.Module):
+    """Modules one after the other, in the context of a precision plugin, such as autocast."""
 
-    def __init__(self, children: Sequence[nn.Module]) -> None:
+    def __init__(self, children: Sequence[nn.Module], context: Context) -> None:
         super().__init__()
         self.chain = nn.ModuleList(children)
+        self._context = context
 
     def forward(self, *args: Any) -> Any:
         """The output of the last module."""
-        for child in self.chain:
-            output = child(*args)
-            args = output if isinstance(output, tuple) else (output,)
+        with self._context():
+            for child in self.chain:
+                output = child(*args)
+                args = output if isinstance(output, tuple) else (output,)
         return output
 
 
-class Stages:
-    """The stages of a LightningModule, one or several for each process of a pipeline.
+def cut_module(
+    module: L.LightningModule, num_processes: int, interleaved: bool, context: Context
+) -> list[nn.Module]:
+    """The stages of a schedule, from those of the module: stage ``i`` is process ``i % P``'s."""
+    stages = _stages_of(module)
+    if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
+        needed = "a multiple of" if interleaved else "at least"
+        raise ValueError(
+            f"{type(module).__name__}.stages() gives {len(stages)} stages for"
+            f" {num_processes} processes of a pipeline: their number must be {needed}"
+            " pipeline_parallel_size"
+        )
+    _check_parameters(module, stages)
+    num = len(stages) if interleaved else num_processes
+    bounds = [len(stages) * index // num for index in range(num + 1)]
+    return [_Stage(stages[first:last], context) for first, last in itertools.pairwise(bounds)]
 
-    After `keep_local`, the stages of this process are on its device, and the parameters and
-    buffers of all others are on the meta device: they have a name and a shape but no memory, so
-    that every process sees the parameters of the whole module in the same order.
 
-    Args:
-        module: Has ``stages()``, the consecutive modules whose composition is its forward.
-        num_processes: Processes of the pipeline.
-        interleaved: Stage ``i`` belongs to process ``i % num_processes``, so that a process may
-            hold several. Otherwise neighbouring stages are joined to one stage per process.
-
-    Attributes:
-        stages: The stages of the schedule, in order.
-    """
-
-    def __init__(self, module: L.LightningModule, num_processes: int, interleaved: bool) -> None:
-        self._module = module
-        self._num_processes = num_processes
-        stages = _stages_of(module)
-        if len(stages) < num_processes or (interleaved and len(stages) % num_processes):
-            needed = "a multiple of" if interleaved else "at least"
-            raise ValueError(
-                f"{type(module).__name__}.stages() gives {len(stages)} stages for"
-                f" {num_processes} processes of a pipeline: their number must be {needed}"
-                " pipeline_parallel_size"
-            )
-        _check_parameters(module, stages)
-        if not interleaved:
-            bounds = [len(stages) * rank // num_processes for rank in range(num_processes + 1)]
-            stages = [
-                _Chain(stages[first:last]) if last - first > 1 else stages[first]
-                for first, last in itertools.pairwise(bounds)
-            ]
-        self.stages: list[nn.Module] = stages
-
-    def local(self, rank: int) -> dict[int, nn.Module]:
-        """The stages of a process by its rank in the pipeline, by index in the whole pipeline."""
-        return {i: s for i, s in enumerate(self.stages) if i % self._num_processes == rank}
-
-    def keep_local(self, rank: int, device: torch.device) -> dict[int, nn.Module]:
-        """Keep the stages of one process on a device, and drop the memory of all others.
-
-        Whatever is outside of all stages, such as metrics, is on every process. Modules of the
-        local stages that are on the meta device are materialised and reset.
-        """
-        split = (rank, self._num_processes, len(self.stages))
-        before = getattr(self._module, "pipeline_split", None)
-        if before not in (None, split):
-            raise ValueError(
-                f"{type(self._module).__name__} was cut before, and this process holds the stages"
-                f" of rank {before[0]} of {before[1]} only: make a new module and load a"
-                " checkpoint into it"
-            )
-        self._module.pipeline_split = split  # type: ignore[assignment]
-        local = self.local(rank)
-        if before is None:
-            for stage in local.values():
-                # If a tensor of it is on the meta device, all are reset by reset_parameters.
-                _materialize_distributed_module(stage, device)
-        kept = {id(t) for stage in local.values() for t in module_tensors(stage)}
-        meta: dict[int, Tensor] = {}
-        for index, stage in enumerate(self.stages):
-            if index not in local:
-                for submodule in stage.modules():
-                    _drop(submodule, kept, meta)
-        _move(self._module, device)
+def keep_local(
+    module: L.LightningModule, stages: Sequence[nn.Module], layout: Layout, device: torch.device
+) -> dict[int, nn.Module]:
+    """Move the stages of this process to its device, and return them by index."""
+    # The parameters and buffers of all others go to the meta device: they have a name and a shape
+    # but no memory, and every process sees those of the whole module in the same order. What is
+    # outside of all stages, such as metrics, is on every process.
+    split = (layout.pipeline_rank, layout.pipeline_size, len(stages))
+    before = getattr(module, "pipeline_split", None)
+    if before not in (None, split):
+        raise ValueError(
+            f"{type(module).__name__} was cut before, and this process holds the stages"
+            f" of rank {before[0]} of {before[1]} only: make a new module and load a"
+            " checkpoint into it"
+        )
+    rank, size = layout.pipeline_rank, layout.pipeline_size
+    local = {index: stage for index, stage in enumerate(stages) if index % size == rank}
+    if before is None:
         for stage in local.values():
-            stage.to(device)
-        # Lightning has no public way to set the attribute without moving parameters.
-        _update_properties(self._module, device=device)
-        return local
+            # If a tensor of it is on the meta device, all are reset by reset_parameters.
+            _materialize_distributed_module(stage, device)
+        kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
+        for index, stage in enumerate(stages):
+            if index not in local:
+                _apply(stage, lambda tensor: tensor if id(tensor) in kept else tensor.to("meta"))
+    module.pipeline_split = split  # type: ignore[assignment]
+    for each in (module, *local.values()):
+        # `Module.to` would refuse what is on the meta device.
+        _apply(each, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    # Lightning has no public way to set the attribute without moving parameters.
+    _update_properties(module, device=device)
+    return local
 
-    def is_own(self, rank: int) -> dict[int, bool]:
-        """By the ``id`` of each parameter and buffer of the stages, whether a process holds it."""
-        own = {id(t) for stage in self.local(rank).values() for t in module_tensors(stage)}
-        every = (id(t) for stage in self.stages for t in module_tensors(stage))
-        return {tensor: tensor in own for tensor in every}
+
+def _apply(module: Any, function: Callable[[Tensor], Tensor]) -> None:
+    """`nn.Module.to` with any function; parameters stay the same objects, and tied ones tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        # There is no public name for what `to`, `half` and `to_empty` are made of.
+        module._apply(function)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:
@@ -245,10 +227,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
 
 
 def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[str] | None:
-    """The fields of the training rows that a process needs; None for all.
-
-    A module may name them in ``input_fields`` and ``loss_fields``.
-    """
+    """The fields of the training rows that a process needs; None for all."""
     inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
     if inputs is None and loss is None:
         return None
@@ -271,51 +250,12 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _drop(module: nn.Module, kept: Iterable[int], meta: dict[int, Tensor]) -> None:
-    """Move a module's own tensors to the meta device, except those kept. Tied ones stay tied."""
-    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if id(parameter) not in kept and not parameter.is_meta:
-            if id(parameter) not in meta:
-                empty: Any = parameter.detach().to("meta")
-                # The old one is kept alive, so that no other tensor can get its id.
-                meta[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                meta[-id(parameter)] = parameter
-            setattr(module, name, meta[id(parameter)])
-    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-        if id(buffer) not in kept and not buffer.is_meta:
-            setattr(module, name, buffer.to("meta"))
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """`nn.Module.to` for all tensors that are not on the meta device, which it would refuse."""
-    if not any(tensor.is_meta for tensor in module_tensors(module)):
-        module.to(device)
-        return
-    for child in module.children():
-        _move(child, device)
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if not buffer.is_meta:
-            setattr(module, name, buffer.to(device))
-
-
 class StagePipeline:
-    """Runs batches through the stages of all processes of a pipeline.
+    """Runs batches through the stages of all processes of a pipeline; all call each method."""
 
-    All processes of the group must call `train` and `evaluate` together, with batches of as many
-    rows. The batch of the process with the first stage is computed; of the others only the shape
-    is used. Micro-batches have the shape of those of the largest batch so far: a smaller batch,
-    such as the last of an epoch, is filled up with copies of rows, which no loss and no output
-    includes.
-
-    Args:
-        stages: The stages of this process, by index.
-        num_stages: Stages of the pipeline.
-        schedule: A name of `SCHEDULES`.
-        num_microbatches: Micro-batches per batch.
-        group: The processes of the pipeline.
-        device: The device of this process.
-        context: Makes the context in which stages and losses run, such as autocast.
-    """
+    # The batch of the process with the first stage is computed; of the others only the shape is
+    # used. Micro-batches have the shape of those of the largest batch so far: a smaller batch, such
+    # as the last of an epoch, is filled up with copies of rows, which no loss or output includes.
 
     def __init__(
         self,
@@ -325,7 +265,6 @@ class StagePipeline:
         num_microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._stages = stages
         self._num_stages = num_stages
@@ -333,7 +272,6 @@ class StagePipeline:
         self._num = num_microbatches
         self._group = group
         self._device = device
-        self._context = context
         self._runs: OrderedDict[tuple[Hashable, Hashable], _Run] = OrderedDict()
         self._loss: MicroLoss | None = None
         self._has_last = num_stages - 1 in stages
@@ -350,19 +288,7 @@ class StagePipeline:
         loss: Callable[[Any, Any], Tensor],
         frozen: Hashable,
     ) -> Tensor:
-        """Forward and backward pass of a batch; gradients are added to those of the parameters.
-
-        Args:
-            args: The inputs of the first stage, on the device of this process.
-            num_rows: Their rows.
-            batch: What the loss is computed with.
-            loss: The mean loss of some rows, from the output of the last stage and their batch.
-            frozen: Identifies which parameters of the pipeline are frozen.
-
-        Returns:
-            The mean loss of all rows, of shape (), on the device of each process. It is summed in
-            float64, and has the dtype of the losses.
-        """
+        """Forward and backward pass of a batch; gradients are added to those of the parameters."""
         run = self._run(args, num_rows, frozen)
         losses: list[Tensor] = []
         if self._has_last:
@@ -447,7 +373,7 @@ class StagePipeline:
 
     def _make(self) -> Any:
         stages = [
-            _Stage(self._context, stage, index, self._num_stages, self._device, group=self._group)
+            _ScheduledStage(stage, index, self._num_stages, self._device, group=self._group)
             for index, stage in sorted(self._stages.items())
         ]
         return SCHEDULES[self._schedule](
@@ -462,8 +388,7 @@ class StagePipeline:
         if self._loss is None:
             # An evaluation calls this as well.
             return torch.zeros(())
-        with self._context():
-            return self._loss(int(index), output)
+        return self._loss(int(index), output)
 
 
 @dataclass
@@ -475,39 +400,27 @@ class _Run:
     loss_dtype: torch.dtype | None = None
 
 
-class _Stage(PipelineStage):
-    """A stage that runs in a context, and whose first call leaves no trace.
+class _ScheduledStage(PipelineStage):
+    """A stage whose first call leaves no trace."""
 
-    To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
-    first with uninitialised memory, and cleans up after their backward pass.
-    """
+    # To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
+    # first with uninitialised memory, and cleans up after their backward pass.
 
-    def __init__(
-        self, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._context = context
-        self._before: list[Tensor] = []
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """What the schedule calls for each micro-batch."""
-        with self._context():
-            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+    _before: Sequence[Tensor] = ()
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         self._before = [buffer.clone() for buffer in module.buffers()]
         with torch.no_grad():
             for arg in () if self.is_first else args:
                 arg.zero_()
-        with self._context():
-            return super()._compute_outputs(*args, module=module, **kwargs)
+        return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         with torch.no_grad():
             for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
                 buffer.copy_(value)
-        self._before = []
+        self._before = ()
 
 
 def _first_rows(batch: Any, num_rows: int) -> Any:

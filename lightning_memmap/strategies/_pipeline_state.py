@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memmap.process_group import broadcast
-from lightning_memmap.strategies._buckets import buckets, flattened, split_like
 
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
+#: Many small tensors as few large ones; torch has no public names for these functions.
+_utils: Any = torch._utils
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -31,18 +32,7 @@ def broadcast_nested(
     device: torch.device,
     keep: Callable[[Tensor], Any] = Tensor.detach,
 ) -> Any:
-    """Broadcast any nesting of tensors and other values, tensor by tensor.
-
-    Args:
-        value: What the process with the global rank ``source`` gives; of others it is not used.
-        source: The rank.
-        group: The processes, which must all call this.
-        device: The device of this process.
-        keep: What becomes of each tensor as soon as it is there.
-
-    Returns:
-        The nesting, with what ``keep`` returned in place of tensors.
-    """
+    """Broadcast any nesting of tensors and other values, tensor by tensor."""
     tensors: list[Tensor] = []
     described = [None]
     if dist.get_rank() == source:
@@ -61,25 +51,22 @@ def broadcast_nested(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradient of each parameter over the processes of a group, which all call this.
-
-    A missing gradient counts as zero. A parameter without a gradient on any process gets none.
-    """
+    """Average the gradient of each parameter over the processes of a group, which all call this."""
     size = dist.get_world_size(group)
     if size == 1:
         return
-    for bucket in buckets(parameters, _BUCKET_BYTES):
+    for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
         missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
         # One number per parameter: on how many processes it has a gradient.
         counts = bucket[0].detach().new_ones(len(bucket))
         for index in missing:
             counts[index] = 0
             bucket[index].grad = torch.zeros_like(bucket[index])
-        grads: list[Any] = [parameter.grad for parameter in bucket]
+        grads = [parameter.grad for parameter in bucket]
         # Divided before the sum, which in float16 might be infinite.
-        flat = flattened([counts, *grads]).div_(size)
+        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
         dist.all_reduce(flat, group=group)
-        counts, *means = split_like(flat, [counts, *grads])
+        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
         torch._foreach_copy_(grads, means)
         # The program waits for the device only where a gradient is missing.
         for index in missing:
@@ -90,16 +77,14 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
 def gathered(
     own: Mapping[Any, Any], group: dist.ProcessGroup, device: torch.device
 ) -> dict[Any, Any]:
-    """What all processes of a group have, on its first process; on others nothing.
-
-    All of them must call it. Tensors of others come one by one, to the CPU.
-    """
+    """What all processes of a group have, on its first process; on others nothing."""
     first, *others = dist.get_process_group_ranks(group)
     is_first = dist.get_rank() == first
     whole = dict(own) if is_first else {}
+    # Tensors come one by one, to the CPU; what several processes have, the first of them gives.
     for rank in others:
         found = broadcast_nested(own, rank, group, device, Tensor.cpu if is_first else _forget)
-        whole.update(found if is_first else {})
+        whole = {**found, **whole} if is_first else {}
     return whole
 
 
@@ -108,24 +93,24 @@ def _forget(tensor: Tensor) -> None:
 
 
 def module_state(
-    module: nn.Module, is_own: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Any]:
-    """The state of a whole module on the first process of its pipeline, in the module's order.
-
-    Whether a tensor is this process's is known by its ``id``; what is on all, the first one gives.
-    """
-    is_first = dist.get_rank(group) == 0
+    """The state of a whole module on the first process of its pipeline, in the module's order."""
     state = module.state_dict()
-    variables = module.state_dict(keep_vars=True).items()
-    own = {name: state[name] for name, each in variables if is_own.get(id(each), is_first)}
+    remote = _remote(state)
+    own = {name: value for name, value in state.items() if name not in remote}
     whole = gathered(own, group, device)
-    return {**state, **whole} if is_first else {}
+    return {name: whole[name] for name in state} if whole else {}
+
+
+def _remote(state: Mapping[str, Any]) -> set[str]:
+    """The names of what other processes of the pipeline have."""
+    return {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
 
 
 def local_weights(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of a whole module, as a process loads them that has only some stages."""
-    state = module.state_dict()
-    remote = {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
+    remote = _remote(module.state_dict())
     return {
         name: torch.empty_like(value, device="meta") if name in remote else value
         for name, value in weights.items()

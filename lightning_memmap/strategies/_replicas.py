@@ -1,7 +1,7 @@
 """Replicas of a module in one process: on one physical device they share its parameters."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import ExitStack
 from operator import is_
@@ -19,11 +19,12 @@ from lightning_memmap._compat.metrics import states_without_reduction
 from lightning_memmap._compat.modules import compiled_steps, is_compiled_inside
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send, stream_module
-from lightning_memmap.strategies._buckets import buckets, flattened, split_like
 from lightning_memmap.strategies._part_results import MetricCopies, is_metric
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
+#: Many small tensors as few large ones; torch has no public names for these functions.
+_utils: Any = torch._utils
 #: Containers within each other in which references are found. They may hold themselves.
 _MAX_DEPTH = 4
 #: Attributes of a module that each replica has of its own.
@@ -35,23 +36,13 @@ _Parameters = dict[nn.Parameter, nn.Parameter]
 
 
 class Replicas:
-    """The module, which is replica 0, and a copy of its tree for each further data device.
+    """The module, which is replica 0, and a copy of its tree for each further data device."""
 
-    On the physical device of the module, copies share its parameters: nothing is broadcast, and its
-    gradients are sums over all of them. Each further physical device has one copy of the
-    parameters. Every replica has its own buffers and metrics. What hooks and callbacks assign to
-    attributes of a module, all replicas follow; what a step assigns, each keeps for itself, as each
-    process does under DDP. Objects are shared: what a step appends to a list is seen by all.
-
-    Args:
-        module: The module, on the first device.
-        devices: One per replica, repeats allowed.
-
-    Raises:
-        UnsuitableModuleError: The module has submodules that cannot be replicated.
-        ValueError: A parameter has no shape yet, a metric's state no ``dist_reduce_fx``, or CUDA
-            graphs were chosen for several devices.
-    """
+    # On the physical device of the module, copies share its parameters: nothing is broadcast, and
+    # its gradients are sums over all of them. Each further physical device has one copy of the
+    # parameters. Every replica has its own buffers and metrics. What hooks and callbacks assign to
+    # attributes of a module, all replicas follow; what a step assigns, each keeps for itself, as
+    # each process does under DDP.
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         check_module(module, devices)
@@ -74,11 +65,7 @@ class Replicas:
         return [self.module, *(copy.modules[self.module] for copy in self._copies)][:count]
 
     def pull(self, *, with_values: bool) -> None:
-        """Give the replicas what the module is now.
-
-        Args:
-            with_values: Also buffers, and the parameters of other physical devices.
-        """
+        """Give the replicas what the module is now."""
         if not self._copies:
             return
         # What is made in inference mode could not be trained.
@@ -116,13 +103,15 @@ class Replicas:
                 for grad in (grads[parameter] for grads in found if parameter in grads):
                     assert parameter.grad is not None
                     parameter.grad = parameter.grad + grad.to(parameter.device)
-            for bucket in buckets([p for p in every if p not in sparse], _BUCKET_BYTES):
-                flat = [
-                    send(flattened(_grads_of(bucket, grads, device)), self.devices[0])
-                    for device, grads in zip(self._remote, found, strict=True)
-                ]
+            dense = [parameter for parameter in every if parameter not in sparse]
+            for bucket in _utils._take_tensors(dense, _BUCKET_BYTES):
+                flat = []
+                for device, grads in zip(self._remote, found, strict=True):
+                    own = _utils._flatten_dense_tensors(_grads_of(bucket, grads, device))
+                    flat.append(send(own, self.devices[0]))
                 total = flat[0] if len(flat) == 1 else torch.stack(flat).sum(0)
-                torch._foreach_add_([p.grad for p in bucket], split_like(total, bucket))
+                grads = _utils._unflatten_dense_tensors(total, bucket)
+                torch._foreach_add_([parameter.grad for parameter in bucket], grads)
 
     def _has_other_structure(self) -> bool:
         """Whether layers, or parameters that another device has copies of, came or went."""
@@ -189,24 +178,19 @@ class Replicas:
                         sources.append(near.get(module, module)._buffers[name])
                         targets.append(own)
             if not near and copy.device != self.devices[0]:
-                _send_all(sources, [(copy.device, targets)])
+                _send_all(sources, {copy.device: targets})
                 nearest[copy.device] = copy.modules
             elif targets:
                 torch._foreach_copy_(targets, sources)
 
     def _broadcast_parameters(self) -> None:
         if self._remote:
-            targets = [(device, list(own.values())) for device, own in self._remote.items()]
+            targets = {device: list(own.values()) for device, own in self._remote.items()}
             _send_all(list(next(iter(self._remote.values()))), targets)
 
 
 class _Copy:
-    """The copy of a module's tree for one replica.
-
-    Args:
-        device: The device of the replica.
-        metrics: The copies of metrics that it updates.
-    """
+    """The copy of a module's tree for one replica."""
 
     def __init__(self, device: torch.device, metrics: MetricCopies) -> None:
         self.device = device
@@ -321,13 +305,9 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
 def run_replicas(
     functions: Sequence[Callable[[], Any]], devices: Sequence[torch.device], threads: Executor
 ) -> list[Any]:
-    """Call one function per replica: those of one device in turn, and devices side by side.
-
-    The order on a device is fixed, because its replicas draw random numbers from one generator and
-    a run must be repeatable; each thread that computes on a CPU would also start its own OpenMP
-    team. The first device has the caller's thread. Gradient mode, inference mode, autocast and
-    current streams are those of the caller.
-    """
+    """Call one function per replica: those of one device in turn, and devices side by side."""
+    # In turn, because replicas of a device draw random numbers from one generator, and each thread
+    # that computes on a CPU would start its own OpenMP team. Modes are those of the caller.
     results: list[Any] = [None] * len(functions)
     by_device: dict[torch.device, list[int]] = {}
     for index in range(len(functions)):
@@ -375,8 +355,7 @@ def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Call
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
-    """A value with other references: itself, an item of a container, the target of a weak
-    reference, or the owner of a bound method. The same object where nothing is replaced."""
+    """A value with other references in it; the same object where nothing is replaced."""
     if type(value) in (list, tuple) and depth:
         items = [_mapped(item, replace, depth - 1) for item in value]
         return value if all(map(is_, items, value)) else type(value)(items)
@@ -414,12 +393,10 @@ def _grads_of(
     return [grads[p] if p in grads else torch.zeros_like(p, device=device) for p in parameters]
 
 
-def _send_all(sources: list[Any], targets: list[tuple[torch.device, list[Any]]]) -> None:
+def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> None:
     """Copy tensors to tensors on other devices, many small ones at once."""
-    start = 0
-    for bucket in buckets(sources, _BUCKET_BYTES):
-        flat = flattened(bucket)
-        for device, own in targets:
-            arrived = split_like(send(flat, device), bucket)
-            torch._foreach_copy_(own[start : start + len(bucket)], arrived)
-        start += len(bucket)
+    every = (_utils._take_tensors(each, _BUCKET_BYTES) for each in (sources, *targets.values()))
+    for bucket, *others in zip(*every, strict=True):
+        flat = _utils._flatten_dense_tensors(bucket)
+        for device, own in zip(targets, others, strict=True):
+            torch._foreach_copy_(own, _utils._unflatten_dense_tensors(send(flat, device), bucket))

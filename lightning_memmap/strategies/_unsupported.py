@@ -30,15 +30,7 @@ class SplitModuleChecks(ParallelStrategy):
     }
 
     def check_fit(self, trainer: L.Trainer, averages: bool = True) -> None:
-        """Refuse callbacks that need the whole module, and gradients that cannot be averaged.
-
-        Args:
-            trainer: The Trainer.
-            averages: Whether gradients are averaged over processes.
-
-        Raises:
-            ValueError: The Trainer has such a callback, or an embedding has sparse gradients.
-        """
+        """Refuse callbacks that need the whole module, and gradients that cannot be averaged."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for kind, reason in self.unsupported_callbacks.items():
                 if isinstance(callback, kind):

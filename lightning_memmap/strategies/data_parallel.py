@@ -45,9 +45,7 @@ class DataParallelStrategy(OneProcess):
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+        **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
         ValueError: A device does not exist, none is given, the first is not the root device, the
@@ -78,6 +76,11 @@ class DataParallelStrategy(OneProcess):
                 f"data_devices={[str(device) for device in self.data_devices]}: the first must be"
                 f" the root device, {self.root_device}, which holds the module; name it first, or"
                 " give the Trainer other devices"
+            )
+        if self._prefetch and not self._is_alone:
+            raise ValueError(
+                f"prefetch={self._prefetch} with {len(self.data_devices)} data devices: memmap_dp"
+                " prefetches no step; omit it, or train with memmap_superbatch_ddp"
             )
 
     @property
@@ -239,10 +242,7 @@ class DataParallelStrategy(OneProcess):
 
 
 def _training_output(outputs: list[Any], parts: MicroBatches) -> Any:
-    """The mean of the losses that were returned, with its graph, and the other outputs merged.
-
-    What Lightning refuses to accept from one call is passed on, and Lightning refuses it.
-    """
+    """The mean of the losses that were returned, with its graph, and the other outputs merged."""
     given = [output for output in outputs if output is not None]
     if all(isinstance(output, Tensor) for output in given):
         return parts.mean(outputs)

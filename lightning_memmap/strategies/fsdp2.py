@@ -266,11 +266,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         return [child for child in self.module.modules() if isinstance(child, FSDPModule)]
 
     def _reshard(self) -> None:
-        """Free what the roots gathered.
-
-        They keep it for a backward pass, which evaluation does not have, and FSDP2 checks only when
-        it gathers which parameters are frozen.
-        """
+        """Free what the roots gathered, and keep for a backward pass that evaluation has not."""
+        # FSDP2 checks only when it gathers which parameters are frozen.
         for unit in self._sharded_units():
             unit.reshard()
 

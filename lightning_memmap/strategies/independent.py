@@ -16,15 +16,13 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
@@ -75,9 +73,7 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
             devices, member ``m`` has device ``m % devices``.
         raise_on_failure: Whether member 0 raises an error, once all others have ended, if one
             of them failed. Otherwise it continues, and ``results`` says which ones failed.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+        **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
@@ -98,13 +94,9 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
         self,
         num_members: int | None = None,
         raise_on_failure: bool = True,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
+        super().__init__(**kwargs)
         if num_members is not None and num_members < 1:
             raise ValueError(f"num_members={num_members}: at least 1; omit it for one per device")
         #: Set by the Trainer.
@@ -219,12 +211,7 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
 
 # The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
 class _Members(_SubprocessScriptLauncher):
-    """Runs the stages of one member; in the process of member 0, starts the others before.
-
-    It runs the program again for each other member, with the member's number in an environment
-    variable. The processes do not communicate: each records its results in a file, and member 0
-    reads the files and polls the processes.
-    """
+    """Runs the stages of one member; in the process of member 0, starts the others before."""
 
     # Of the whole program, however many Trainers it makes.
     _others: ClassVar[dict[int, Launched]] = {}

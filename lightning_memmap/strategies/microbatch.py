@@ -18,26 +18,12 @@ _WITH_ROWS = (Tensor, TensorDictBase)
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
 class MicroBatches:
-    """The rows of one step in parts: one per replica, on its device, or per micro-batch.
+    """The rows of one step in parts: one per replica, on its device, or per micro-batch."""
 
-    Callbacks and hooks receive this object as their batch, and can read it as if it were one
-    batch, ``batch["x"]`` or ``x, y = batch``: it is then assembled on the root device. Rows do not
-    move until somebody reads them.
+    # Callbacks and hooks are given this object as their batch, and can read it as if it were one,
+    # ``batch["x"]`` or ``x, y = batch``: only then is it assembled on the root device.
 
-    Args:
-        parts: The batch of each part.
-        rows: Rows of each part, padding not included.
-        starts: The row of the step that is the first of each part.
-        stride: The rows of the step from one row of a part to its next.
-        device: The root device.
-        padded_rows: Rows of each part with its padding; 0 without.
-
-    Attributes:
-        num_rows: Rows of the step.
-        extent: An empty tensor of shape (num_rows, 0). Lightning searches the fields of a batch
-            that is a dataclass for the number of rows, and finds it here.
-    """
-
+    #: Of shape (num_rows, 0): Lightning searches the fields of a dataclass for the number of rows.
     extent: Tensor
 
     def __init__(
@@ -71,16 +57,7 @@ class MicroBatches:
 
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
-        """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``.
-
-        The rows of a part are copied once so that they are contiguous, and a step may call
-        ``view``. A batch is left whole, as the only part, unless it consists of nothing but tensors
-        with one entry per row.
-
-        Args:
-            batch: A batch on the first device.
-            devices: Where each part goes. Where there are fewer rows, the last ones get none.
-        """
+        """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
         # A TensorDict is indexed as a whole, though it is a mapping.
         is_leaf = isinstance(batch, _WITH_ROWS)
         leaves = [batch] if is_leaf else [leaf for _, leaf in named_leaves(batch)]
@@ -97,20 +74,7 @@ class MicroBatches:
 
     @classmethod
     def split_padded(cls, batch: Any, num: int, num_rows: int, padded_rows: int) -> "MicroBatches":
-        """Divide a batch into consecutive rows, each part padded to one number of rows.
-
-        Sizes differ by at most one. A part is padded with copies of its last row, and one without
-        rows with copies of row 0, so that a batch of any number of rows has the same shapes.
-
-        Args:
-            batch: Any nesting; tensors without dimensions and other values go to each part.
-            num: Parts.
-            num_rows: Rows of the batch.
-            padded_rows: Rows of each part, at least ``ceil(num_rows / num)``.
-
-        Raises:
-            ValueError: A tensor has another number of rows.
-        """
+        """Divide a batch into consecutive rows, each part padded to one number of rows."""
         base, more = divmod(num_rows, num)
         rows = [base + (index < more) for index in range(num)]
         starts = [index * base + min(index, more) for index in range(num)]
@@ -159,11 +123,7 @@ class MicroBatches:
         return f"MicroBatches({self.rows} rows, read on {self.device})"
 
     def mean(self, losses: Sequence[Tensor | None]) -> Tensor | None:
-        """The mean over the rows of the parts that have a loss, with its graph; None without any.
-
-        Args:
-            losses: The mean loss of each part.
-        """
+        """Mean over the rows of the parts that have a loss, with its graph; None without any."""
         pairs = zip(losses, self.rows, strict=True)
         present = [(loss, rows) for loss, rows in pairs if loss is not None]
         if not present:
@@ -171,19 +131,7 @@ class MicroBatches:
         return weighted_mean([loss for loss, _ in present], [n for _, n in present], self.device)
 
     def merge(self, values: Sequence[Any]) -> Any:
-        """Merge what was computed from each part.
-
-        Tensors and TensorDicts with one entry per row of their part are put together in the order
-        of the step, and so are lists with one entry per row. Floating-point scalars become their
-        mean, weighted by rows. Dicts, lists, tuples and dataclasses are merged item by item. Other
-        values stay as they are where all are equal, and otherwise become a list of them.
-
-        Args:
-            values: One per part.
-
-        Returns:
-            Tensors on the root device, without gradients.
-        """
+        """Merge what was computed from each part."""
         first = values[0]
         if all(_is_float(value) for value in values):
             return weighted_mean([value.detach() for value in values], self.rows, self.device)
@@ -238,11 +186,8 @@ class MicroBatches:
         return joined[order.argsort().to(self.device)]
 
     def _merge_items(self, values: Sequence[Any]) -> Any:
-        """Merge containers of the same structure item by item; None where they are anything else.
-
-        Frozen dataclasses are included, which Lightning's ``apply_to_collection`` refuses and
-        torch's pytree takes for leaves.
-        """
+        """Merge containers of the same structure item by item; None for anything else."""
+        # Frozen dataclasses too, which Lightning's ``apply_to_collection`` does not support.
         first = values[0]
         if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
             items = {key: self.merge([value[key] for value in values]) for key in first}

@@ -8,11 +8,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -46,37 +43,23 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
-            stages. By default its only attribute that is an ``nn.Sequential``. A module may name
-            its stages itself; see `find_stages`.
-        data_devices: Devices that hold shards, repeats allowed. By default all devices of the
-            Trainer.
-        root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
-        prefetch: As for ``memmap_superbatch``.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+            stages, so that the one with most parameter bytes has as few as possible. By default
+            its only attribute that is an ``nn.Sequential``. A module may name its stages itself, in
+            an attribute or method ``model_parallel_stages``: for each device a submodule, or its
+            name, or a list of them.
+        **kwargs: As for ``memmap_superbatch``.
 
     Raises:
-        ValueError: As for ``memmap_superbatch``; at set-up, where the module cannot be cut, see
-            `find_stages`.
+        ValueError: As for ``memmap_superbatch``; at set-up, there is nothing to cut, there are
+            fewer layers than devices, the stages that the module names are not one for each device,
+            or two stages share a layer or a parameter.
     """
 
     strategy_name = "memmap_model_parallel"
     _trains_alone = False
 
-    def __init__(
-        self,
-        layers: str | None = None,
-        data_devices: Sequence[str | torch.device] | None = None,
-        root_holds_data: bool = True,
-        prefetch: int | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        super().__init__(
-            data_devices, root_holds_data, prefetch, accelerator, checkpoint_io, precision_plugin
-        )
+    def __init__(self, layers: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._layers = layers
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
@@ -120,26 +103,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 def find_stages(
     module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
 ) -> list[Stage]:
-    """Find the stages of a module: those that it names itself, or an even cut of its layers.
-
-    A module names them in an attribute or method ``model_parallel_stages``: for each device a
-    module, or the name of one, or a list of them. Otherwise the layers of an ``nn.Sequential`` or
-    ``nn.ModuleList`` are cut so that the stage with most parameter bytes has as few as possible.
-
-    Args:
-        module: The module.
-        devices: One per stage.
-        layers: Name of the ``nn.Sequential`` or ``nn.ModuleList``; by default the only
-            ``nn.Sequential`` that is an attribute of the module.
-
-    Returns:
-        The stages, in the order of the devices.
-
-    Raises:
-        ValueError: There is nothing to cut, the number of stages is not that of the devices, there
-            are fewer layers than devices, a named stage is not in the module, or two stages share
-            a layer or a parameter.
-    """
+    """Find the stages of a module: those that it names itself, or an even cut of its layers."""
     given = getattr(module, "model_parallel_stages", None)
     if given is not None and layers is not None:
         raise ValueError(
@@ -192,11 +156,7 @@ def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
-    """Move tensors between stages whenever layers are called.
-
-    The inputs of each layer go to its device, and the output of the very last layer to the first
-    device.
-    """
+    """Move tensors between stages whenever layers are called."""
     handles = [
         layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)
         for stage in stages

@@ -31,8 +31,9 @@ from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     Layout,
     StagePipeline,
-    Stages,
     check_schedule,
+    cut_module,
+    keep_local,
     module_tensors,
     train_fields,
 )
@@ -137,8 +138,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._step_timeout_s = step_timeout_s
         # Made with the default process group, before which collectives use that group.
         self._mesh: DeviceMesh | None = None
-        # Made by the set-up. Checkpoints need them after teardown, too.
-        self._stages: Stages | None = None
+        # Made by the set-up.
         self._pipeline: StagePipeline | None = None
         self._restores_late = False
         self._metrics: list[Metric] = []
@@ -242,19 +242,20 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             self.check_fit(trainer, averages=layout.data_parallel_size > 1)
         self._refuse(module)
         self._restores_late = self.restore_checkpoint_after_setup
-        self._stages = Stages(module, layout.pipeline_size, self._schedule == "interleaved")
+        interleaved = self._schedule == "interleaved"
+        context = self.precision_plugin.forward_context
+        stages = cut_module(module, layout.pipeline_size, interleaved, context)
         self.precision_plugin.convert_module(module)
-        local = self._stages.keep_local(layout.pipeline_rank, self.root_device)
+        local = keep_local(module, stages, layout, self.root_device)
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, self._group_of("dp"))
         self._pipeline = StagePipeline(
             local,
-            len(self._stages.stages),
+            len(stages),
             self._schedule,
             self._num,
             self._group_of("pp"),
             self.root_device,
-            self.precision_plugin.forward_context,
         )
         self._metrics = [
             each
@@ -373,7 +374,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         return loss.clone()
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
-        loss = self._own_loss(output, batch)
+        with self.precision_plugin.forward_context():
+            loss = self._own_loss(output, batch)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise TypeError(
                 f"loss(output, batch) returned {loss!r}: return a tensor without dimensions,"
@@ -416,9 +418,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
         if self.layout.data_parallel_rank != 0:
             return {}
-        assert self._stages is not None
-        is_own = self._stages.is_own(self.layout.pipeline_rank)
-        return module_state(self.module, is_own, self._group_of("pp"), self.root_device)
+        return module_state(self.module, self._group_of("pp"), self.root_device)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -448,10 +448,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
 @cache
 def _mesh(world: object, device_type: str, shape: tuple[int, int], timeout_s: float) -> DeviceMesh:
-    """A mesh of pipelines and their processes. All processes must call this.
-
-    It is made once per default process group, since each group opens its own sockets and threads.
-    """
+    """A mesh of pipelines and their processes. All processes must call this."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
     for name in ("dp", "pp"):
         # There is no public way to a timeout of these groups.
@@ -466,10 +463,7 @@ _PENDING = (
 
 
 class _PendingOutput:
-    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet.
-
-    ``self.loss(output, batch)`` runs the pipeline; until then no process has the output.
-    """
+    """What ``self(inputs)`` returns in a ``training_step``: an output that is not computed yet."""
 
     def __init__(self, args: Sequence[Tensor], num_rows: int) -> None:
         self.args = args

@@ -1,11 +1,9 @@
 """``memmap_superbatch``: all devices hold data, the root device trains."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -30,9 +28,7 @@ class SuperBatchStrategy(OneProcess):
         root_holds_data: Whether the root device holds shards when ``data_devices`` is not given.
         prefetch: Steps that are prefetched on side streams while one is computed. By default 2
             where the root device is a GPU, and 0 on a CPU.
-        accelerator: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
+        **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
         ValueError: A device does not exist, no device is left to hold data, ``prefetch`` is below
@@ -49,12 +45,9 @@ class SuperBatchStrategy(OneProcess):
         data_devices: Sequence[str | torch.device] | None = None,
         root_holds_data: bool = True,
         prefetch: int | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_devices, accelerator, checkpoint_io, precision_plugin)
-        self.set_prefetch(prefetch)
+        super().__init__(data_devices, prefetch=prefetch, **kwargs)
         if data_devices is not None and not root_holds_data:
             raise ValueError(
                 "root_holds_data=False with data_devices: omit one of them; the devices that"

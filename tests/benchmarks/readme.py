@@ -9,6 +9,7 @@ The machine must be idle. Whatever stands between the two comments ``<!-- figure
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 from jsonargparse import auto_cli
 
@@ -53,8 +54,8 @@ def figures(report: Report) -> Iterator[str]:
             f"the machine was busy, with a load of {machine['load_before']:.1f} on"
             f" {machine['cores']} cores: run the command again when it is idle"
         )
-    rates = {each.variant: each.rate for each in report.measured}
-    plain = {each.variant: each.rate for each in report.measured if "+workers" in each.variant}
+    rates = {each.variant: median(each.rates) for each in report.measured}
+    plain = {name: rate for name, rate in rates.items() if "+workers" in name}
     ideal = rates.get(f"{FLAGSHIP}+ideal")
     if FLAGSHIP not in rates or not plain or ideal is None:
         raise ValueError(f"the report has {', '.join(rates)}: run the command of the README")
@@ -68,13 +69,11 @@ def figures(report: Report) -> Iterator[str]:
         f" {report.settings['global_batch']} rows{_runs(report.settings['repeats'])}:"
     )
     yield ""
-    yield "| variant | | samples/s | of the best DataLoader | of the no-load upper bound |"
-    yield "|---|---|---|---|---|"
+    yield "| variant | samples/s | of the best DataLoader | of the no-load upper bound |"
+    yield "|---|---|---|---|"
     for each in report.measured:
-        yield (
-            f"| `{each.variant}` | {each.description} | {_range(each)} |"
-            f" {each.rate / best:.2f} | {each.rate / ideal:.2f} |"
-        )
+        rate = rates[each.variant]
+        yield f"| `{each.variant}` | {_range(each)} | {rate / best:.2f} | {rate / ideal:.2f} |"
     if max(rates.values()) > ideal:
         yield ""
         yield "No loader is faster than none: beyond 1.00 it is the noise of runs."
@@ -99,9 +98,9 @@ def _runs(repeats: int) -> str:
 
 
 def _range(variant: VariantResult) -> str:
-    runs = variant.figures["samples_per_s"]
+    runs = variant.rates
     spread = f" ({min(runs):,.0f}..{max(runs):,.0f})" if len(runs) > 1 else ""
-    return f"{variant.rate:,.0f}{spread}"
+    return f"{median(runs):,.0f}{spread}"
 
 
 if __name__ == "__main__":

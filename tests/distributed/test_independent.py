@@ -50,30 +50,6 @@ def test_members_are_as_lone_runs_bit_for_bit(beside: Beside) -> None:
     assert len({len(report["found"]["weights"]) for report in members.values()}) == 3
 
 
-def test_members_validate_on_their_fold_and_train_on_the_rest(beside: Beside) -> None:
-    _, members = beside
-    for member, report in members.items():
-        held_out = [row for row in range(ROWS) if row % 3 == member]
-        epoch = report["found"]["seen"]["train"][:9]
-        # 42 rows in 8 steps of 5 and less.
-        rows = sorted(row for step in epoch for row in step)
-        assert sorted(set(range(ROWS)) - set(rows)) == held_out
-        assert len(rows) == len(set(rows)) == ROWS - len(held_out)
-        sanity = report["found"]["seen"]["val"][:2]
-        assert [row for step in sanity for row in step] == held_out[:10]
-
-
-def test_members_write_to_folders_of_their_own(beside: Beside) -> None:
-    out, members = beside
-    for member, report in members.items():
-        folder = f"member_{member}"
-        assert Path(report["found"]["best"]) == out / "saved" / folder / "best.ckpt"
-        assert Path(report["found"]["best"]).is_file()
-        assert (out / "logs" / folder / "lightning_logs/version_0/metrics.csv").is_file()
-        # The first member's process is the one that prints to the terminal.
-        assert (out / folder / "output.log").is_file() == (member > 0)
-
-
 def test_first_member_has_the_results_of_all(beside: Beside) -> None:
     _, members = beside
     for stage in ("fitted", "tested"):

@@ -62,3 +62,9 @@ def test_two_processes_train_and_resume_as_one(
             assert torch.equal(one["weights"], other["weights"]), case
             # float32 sums in another order, over some 60 steps of Adam.
             torch.testing.assert_close(one["weights"], alone["weights"], rtol=0, atol=5e-6)
+
+
+def test_stream_has_the_rows_and_weights_of_the_mapping(one_process: dict[str, Any]) -> None:
+    stream, mapping = (one_process[f"points {name}"]["whole"] for name in ("streamed", "in blocks"))
+    assert stream["seen"] == mapping["seen"]
+    assert torch.equal(stream["weights"], mapping["weights"])

@@ -33,7 +33,12 @@ class Recorder(Regression):
 
 
 def fit(
-    path: Path, devices: int, batch_size: int, checkpoint: Path | None = None, save: bool = False
+    path: Path,
+    devices: int,
+    batch_size: int,
+    checkpoint: Path | None = None,
+    save: bool = False,
+    strategy: str = "memmap_superbatch",
 ) -> Recorder:
     data = MemmapDataModule(
         Points(NUM_ROWS), Points(50, 1000), store_dir=path / "stores", batch_size=batch_size
@@ -41,7 +46,7 @@ def fit(
     saver = ModelCheckpoint(path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
         path,
-        strategy="memmap_superbatch",
+        strategy=strategy,
         devices=devices,
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
@@ -63,12 +68,19 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recorder]
 # The resumed run saves nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("step", [1, 3, 5, 6, 8, 17])
-@pytest.mark.parametrize(("devices", "batch_size"), [(1, 64), (1, 16), (2, 16), (8, 16), (8, 8)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "batch_size"),
+    [
+        ("auto", 1, 64),
+        *(("memmap_superbatch", *each) for each in ((1, 16), (2, 16), (8, 16), (8, 8))),
+    ],
+)
 def test_resume_on_other_device_count_continues_row_stream(
-    whole_run: tuple[Path, Recorder], step: int, devices: int, batch_size: int
+    whole_run: tuple[Path, Recorder], step: int, strategy: str, devices: int, batch_size: int
 ) -> None:
     path, whole = whole_run
-    resumed = fit(path, devices, batch_size, path / "saved" / f"step={step}.ckpt")
+    checkpoint = path / "saved" / f"step={step}.ckpt"
+    resumed = fit(path, devices, batch_size, checkpoint, strategy=strategy)
     steps_before = step
     for epoch in range(EPOCHS):
         batches = whole.rows[epoch]

@@ -7,13 +7,12 @@ import sys
 import tempfile
 from concurrent.futures import as_completed
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from time import monotonic
 
 # Many processes on few cores. Before torch is imported, here and in all that is started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from rich.console import Console
-from rich.progress import track
 
 from tests.reliability.blows import can_trace
 from tests.reliability.kinds import KINDS, QUICK, Case, Scale, cases, prepare, run_case
@@ -23,19 +22,15 @@ from tests.reliability.runner import runners
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program.
-
-    Returns:
-        1 where anything went wrong, else 0.
-    """
+    """Run the program. Returns 1 where anything went wrong, else 0."""
     options = _parser().parse_args(arguments)
     scale = QUICK if options.quick else Scale()
     given = {
         name: getattr(options, name)
-        for name in ("kills", "flips", "resizes", "manifests", "strangers")
+        for name in ("kills", "flips", "resizes", "manifests", "plants", "strangers")
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
-    console = Console(stderr=True)
+    ends = monotonic() + 60 * options.minutes
     with (
         tempfile.TemporaryDirectory(dir=options.scratch, prefix="reliability-") as scratch,
         runners(options.jobs) as pool,
@@ -43,22 +38,21 @@ def main(arguments: list[str] | None = None) -> int:
         beginnings = Path(scratch) / "beginnings"
         pool.submit(prepare, beginnings).result()
         if not can_trace():
-            console.print("kills and failures at system calls are left out: strace is missing")
+            print("kills and failures at system calls are left out: strace is missing")
         todo = options.case or cases(scale, options.seed, beginnings, options.only or list(KINDS))
         log = Log(options.log)
         report = Report(log.outcomes(todo))
-        todo = [case for case in todo if case not in report]
-        futures = {pool.submit(run_case, Subject(), beginnings, case): case for case in todo}
-        done = as_completed(futures)
-        for future in track(done, "cases", len(futures), console=console):
-            case, outcome = futures[future], future.result()
-            log.add(case, outcome)
-            report.add(case, outcome)
-            for fault, text in outcome.faults:
-                console.print(f"{case}: {fault.value}: {text}", markup=False, style="red")
-                console.print(f"repeat: python -m tests.reliability --case {case}", markup=False)
-    # Where the output is no terminal, there is room.
-    Console(width=None if sys.stdout.isatty() else 140).print(report.table())
+        left = (case for case in todo if case not in report)
+        while monotonic() < ends and (some := list(islice(left, 4 * options.jobs))):
+            futures = {pool.submit(run_case, Subject(), beginnings, case): case for case in some}
+            for future in as_completed(futures):
+                case, outcome = futures[future], future.result()
+                log.add(case, outcome)
+                report.add(case, outcome)
+                for fault, text in outcome.faults:
+                    print(f"{case}: {fault.value}: {text}")
+                    print(f"repeat: python -m tests.reliability --case {case}", flush=True)
+    print(report.table())
     if options.write:
         command = "python -m tests.reliability " + shlex.join(arguments or sys.argv[1:])
         report.write(options.write, command)
@@ -74,12 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--flips", type=int, help="flipped bits")
     parser.add_argument("--resizes", type=int, help="files cut off or grown")
     parser.add_argument("--manifests", type=int, help="fuzzed manifests")
+    parser.add_argument("--plants", type=int, help="planted things")
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help="these kinds")
     parser.add_argument(
         "--case", nargs="+", type=Case.parse, help="these cases, as a failure prints them"
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="cases at once (default: one per core)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no case after so many"
     )
     parser.add_argument(
         "--log",

@@ -37,11 +37,20 @@ _WRITES = {
     "fcntl": "ENOLCK",
 }
 SYSTEM_CALLS = {**_READS, **_WRITES}
+#: By so much more memory, and to how many times that, changes run short of it.
+_LIMIT_STEP_BYTES, NUM_LIMITS = 4 * 2**20, 24
 _LINE = re.compile(r"(\d+) +(\w+)\((.*)")
 
 
 def kill_at_random_moment(
-    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, name: str, victim: str
+    subject: Subject,
+    beginnings: Path,
+    scratch: Path,
+    rng: random.Random,
+    _: int,
+    *,
+    name: str,
+    victim: str,
 ) -> Outcome:
     """Kill a change, or one of the workers of a build, at a random moment."""
     outcome, change = Outcome(), CHANGES[name]
@@ -140,6 +149,19 @@ def go_wrong_at_call(
     ending = Forked(run, change.run, subject, attempt, trace=trace).end(subject.limit_s)
     # A failure may be survived, where the call was not needed.
     finished = not ending.crashed and outcome.add_ending(ending, change.title, allowed=True)
+    _look_after(outcome, subject, name, attempt, rng, finished=finished)
+    return outcome
+
+
+def run_short_of_memory(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, number: int, *, name: str
+) -> Outcome:
+    """Make a change with so many MiB of new memory: it may fail, and not hang."""
+    outcome, change = Outcome(), CHANGES[name]
+    attempt = Attempt(begin(beginnings, scratch, name), overwrite=name == "overwrite")
+    room = number * _LIMIT_STEP_BYTES
+    ending = call(run, change.run, subject, attempt, memory_bytes=room, limit_s=subject.limit_s / 2)
+    finished = outcome.add_ending(ending, f"{change.title} in {room} bytes", allowed=True)
     _look_after(outcome, subject, name, attempt, rng, finished=finished)
     return outcome
 

@@ -121,7 +121,9 @@ def stores(beginnings: Path) -> Path:
     return beginnings / "stores"
 
 
-def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def flip_a_bit(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Flip one bit of one file. It must be found, unless it changes nothing that is read."""
     outcome = Outcome()
     pristine, path = _copy(stores(beginnings), scratch, rng)
@@ -140,10 +142,12 @@ def flip_a_bit(subject: Subject, beginnings: Path, scratch: Path, rng: random.Ra
     return outcome
 
 
-def resize_a_file(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def resize_a_file(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Cut one file off, or let it grow. It must be found, and crash nobody."""
     outcome = Outcome()
-    _, path = _copy(stores(beginnings), scratch, rng)
+    path = _copy(stores(beginnings), scratch, rng)[1]
     file = rng.choice(_files(path))
     size = file.stat().st_size
     sizes = {0, 1, size // 2, size - 1, size + 1, size + 4096, 2 * size, 2**40} - {size, -1}

@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Any
 
 from tests.reliability import blows, damage, manifests, planted, strangers
 from tests.reliability.changes import CHANGES
@@ -18,37 +18,23 @@ from tests.reliability.outcome import Outcome, Subject
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done.
-
-    Args:
-        kills: Kills of each kind, and failures.
-        flips: Flipped bits.
-        resizes: Files cut off or grown.
-        manifests: Fuzzed manifests.
-        every_plant: Take every so-and-so-many-th of the planted things; 1: all.
-        strangers: Answers of hostile servers, caches that vanish, and values of an index.
-    """
+    """How often each is done: kills and failures of each change, flipped bits, files cut off or
+    grown, fuzzed manifests, planted things (by default all), and each kind of stranger."""
 
     kills: int = 200
     flips: int = 500
     resizes: int = 200
     manifests: int = 30_000
-    every_plant: int = 1
+    plants: int = planted.NUM_CASES
     strangers: int = 200
 
 
-QUICK = Scale(kills=2, flips=50, resizes=20, manifests=300, every_plant=67, strangers=10)
+QUICK = Scale(kills=2, flips=50, resizes=20, manifests=300, plants=15, strangers=10)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a kind. All that is random in it comes from these three.
-
-    Args:
-        kind: Name of the kind.
-        number: Which of its cases.
-        seed: Seed of the program.
-    """
+    """One run of a kind. All that is random in it comes from these three."""
 
     kind: str
     number: int
@@ -59,33 +45,20 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """The case that a line names.
-
-        Raises:
-            ValueError: It names none.
-        """
+        """The case that a line names."""
         kind, number, seed = text.split(":")
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
         return cls(kind, int(number), int(seed))
 
 
-Check = Callable[[Subject, Path, Path, random.Random, int], Outcome]
-
-
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table.
-
-    Args:
-        title: Its name in the table.
-        check: Runs the case with a number, given what is tested, the directory that `prepare`
-            has filled, and an empty one.
-        numbers: The cases that a scale asks for, given the directory that `prepare` has filled.
-    """
+    """A kind of case: its title, what runs the case of a number, and the numbers of a scale. Both
+    are given the directory that `prepare` has filled."""
 
     title: str
-    check: Check
+    check: Callable[[Subject, Path, Path, random.Random, int], Outcome]
     numbers: Callable[[Scale, Path], Sequence[int]]
 
 
@@ -117,92 +90,82 @@ def run_case(subject: Subject, beginnings: Path, case: Case) -> Outcome:
 
 
 def cases(scale: Scale, seed: int, beginnings: Path, names: Sequence[str]) -> list[Case]:
-    """The cases of some kinds."""
+    """The cases of some kinds, of which all get their turn."""
+    numbers = [KINDS[name].numbers(scale, beginnings) for name in names]
     return [
         Case(name, number, seed)
-        for name in names
-        for number in KINDS[name].numbers(scale, beginnings)
+        for turn in zip_longest(*numbers)
+        for name, number in zip(names, turn, strict=True)
+        if number is not None
     ]
 
 
-def _at_calls(name: str, *, kills: bool) -> Kind:
-    def calls(beginnings: Path) -> list[tuple[str, int]]:
-        found = json.loads((beginnings / _CALLS).read_text()).get(name, [])
-        return blows.possible([(called, number) for called, number in found], kills=kills)
+def _calls(beginnings: Path, name: str, *, kills: bool) -> list[tuple[str, int]]:
+    found = json.loads((beginnings / _CALLS).read_text()).get(name, [])
+    return blows.possible([(called, number) for called, number in found], kills=kills)
 
+
+def _at_calls(name: str, *, kills: bool) -> Kind:
     def check(
         subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, number: int
     ) -> Outcome:
-        called = calls(beginnings)[number]
+        called = _calls(beginnings, name, kills=kills)[number]
         return blows.go_wrong_at_call(subject, beginnings, scratch, rng, name, called, kills=kills)
 
     def numbers(scale: Scale, beginnings: Path) -> Sequence[int]:
-        """As many as the scale asks for, evenly spread over all calls."""
-        count = len(calls(beginnings))
-        return sorted(
-            {index * count // scale.kills for index in range(scale.kills)} if count else ()
-        )
+        """As many as the scale asks for, spread over all calls, and in any order."""
+        count = len(_calls(beginnings, name, kills=kills))
+        spread = {index * count // scale.kills for index in range(scale.kills if count else 0)}
+        return random.Random(name).sample(sorted(spread), len(spread))
 
     what = "killed at a system call" if kills else "a system call fails"
     return Kind(f"{CHANGES[name].title}, {what}", check, numbers)
 
 
+def _by(count: str) -> Callable[[Scale, Path], range]:
+    return lambda scale, _: range(getattr(scale, count))
+
+
+def _limits(scale: Scale, _: Path) -> range:
+    return range(min(scale.kills, blows.NUM_LIMITS))
+
+
 def _kinds() -> Iterator[tuple[str, Kind]]:
     for name, change in CHANGES.items():
         for victim in ("parent", "worker") if change.is_build else ("parent",):
-
-            def kill(
-                subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int,
-                name: str = name, victim: str = victim,
-            ) -> Outcome:  # fmt: skip
-                return blows.kill_at_random_moment(subject, beginnings, scratch, rng, name, victim)
-
+            check = partial(blows.kill_at_random_moment, name=name, victim=victim)
             title = f"{change.title}, {victim} killed at a random moment"
-            yield f"kill-{name}-{victim}", Kind(title, kill, lambda scale, _: range(scale.kills))
+            yield f"kill-{name}-{victim}", Kind(title, check, _by("kills"))
         yield f"calls-{name}", _at_calls(name, kills=True)
         yield f"errors-{name}", _at_calls(name, kills=False)
-    for name, (title, flip, count) in _DAMAGES.items():
-        check = partial(_without_number, flip)
-        yield name, Kind(title, check, lambda scale, _, count=count: range(count(scale)))
+        if name != "threads":  # Python itself waits for ever for a thread without memory.
+            check = partial(blows.run_short_of_memory, name=name)
+            yield f"memory-{name}", Kind(f"{change.title}, short of memory", check, _limits)
+    for name, (title, check) in strangers.KINDS.items():
+        yield name, Kind(title, check, _by("strangers"))
+    yield "flips", Kind("bit flipped in a file of a store", damage.flip_a_bit, _by("flips"))
+    title = "file of a store cut off or grown"
+    yield "sizes", Kind(title, damage.resize_a_file, _by("resizes"))
+    yield (
+        "manifests",
+        Kind(
+            "manifest fuzzed, and signed again",
+            manifests.open_fuzzed,
+            lambda scale, _: range(scale.manifests // manifests.BATCH),
+        ),
+    )
     yield (
         "plants",
         Kind(
             "links, fifos, deep or endless files planted",
-            lambda subject, beginnings, scratch, _, number: planted.meet(
-                subject, beginnings, scratch, number
-            ),
-            lambda scale, _: range(0, planted.NUM_CASES, scale.every_plant),
+            planted.meet,
+            lambda scale, _: [
+                index * planted.NUM_CASES // scale.plants for index in range(scale.plants)
+            ],
         ),
     )
 
 
-def _without_number(
-    check: Callable[[Subject, Path, Path, random.Random], Outcome],
-    subject: Subject,
-    beginnings: Path,
-    scratch: Path,
-    rng: random.Random,
-    _: int,
-) -> Outcome:
-    return check(subject, beginnings, scratch, rng)
-
-
-_STRANGERS = {
-    name: (title, check, lambda scale: scale.strangers)
-    for name, (title, check) in strangers.KINDS.items()
-}
-_DAMAGES: dict[str, tuple[str, Any, Callable[[Scale], int]]] = {
-    **_STRANGERS,
-    "flips": ("bit flipped in a file of a store", damage.flip_a_bit, lambda scale: scale.flips),
-    "sizes": (
-        "file of a store cut off or grown",
-        damage.resize_a_file,
-        lambda scale: scale.resizes,
-    ),
-    "manifests": (
-        "manifest fuzzed, and signed again",
-        manifests.open_fuzzed,
-        lambda scale: scale.manifests // manifests.BATCH,
-    ),
-}
 KINDS = dict(_kinds())
+#: By kind of case, the changes that it breaks off.
+BROKEN_OFF = ("kill-", "calls-", "errors-", "memory-")

@@ -47,7 +47,9 @@ class _Findings:
     faults: list[tuple[Fault, str]]
 
 
-def open_fuzzed(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def open_fuzzed(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Open a store with some manifests of a stranger."""
     outcome = Outcome(runs=BATCH)
     name = rng.choice(sorted(STORES))

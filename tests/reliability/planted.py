@@ -2,6 +2,7 @@
 for, and no row of it gets into a store."""
 
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,7 +140,9 @@ def _generation(directory: Path) -> Path:
     return found
 
 
-def meet(subject: Subject, beginnings: Path, scratch: Path, number: int) -> Outcome:
+def meet(
+    subject: Subject, beginnings: Path, scratch: Path, _: random.Random, number: int
+) -> Outcome:
     """Plant something, and open, verify or build the store there."""
     if number >= NUM_CASES - len(FOREIGN_BUILDS):
         return _meet_foreign_build(subject, beginnings, scratch, number)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.table import Table
 
-from tests.reliability.kinds import KINDS, Case
+from tests.reliability.kinds import BROKEN_OFF, KINDS, Case
 from tests.reliability.outcome import Fault, Outcome
 
 BEGIN = "<!-- the table of python -m tests.reliability begins -->"
@@ -51,7 +50,7 @@ class Report:
         """
         titles: dict[str, list[str]] = {}
         for name, kind in KINDS.items():
-            is_change = name.startswith(("kill-", "calls-", "errors-"))
+            is_change = name.startswith(BROKEN_OFF)
             title = kind.title.rpartition(", ")[0] if by_change and is_change else kind.title
             titles.setdefault(title, []).append(name)
         rows = []
@@ -72,14 +71,10 @@ class Report:
             notes.update(outcome.notes)
         return notes
 
-    def table(self) -> Table:
-        """The table for a terminal."""
-        table = Table(*_HEADER[:1])
-        for name in _HEADER[1:]:
-            table.add_column(name, justify="right")
-        for row in self.rows():
-            table.add_row(*row)
-        return table
+    def table(self, *, by_change: bool = False) -> str:
+        """The table, in Markdown."""
+        rows = [_HEADER, ["---", *["---:"] * (len(_HEADER) - 1)], *self.rows(by_change=by_change)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def write(self, page: Path, command: str) -> None:
         """Put the table into a page, between two marks.
@@ -92,19 +87,13 @@ class Report:
             raise ValueError(f"{page} has no place for the table: {BEGIN!r} and {END!r}")
         before, rest = text.split(BEGIN)
         _, after = rest.split(END)
-        lines = [_line(_HEADER), _line(["---", *["---:"] * (len(_HEADER) - 1)])]
-        lines += [_line(row) for row in self.rows(by_change=True)]
-        body = "\n\n".join([_circumstances(command), "\n".join(lines), *self._remarks()])
+        body = "\n\n".join([_circumstances(command), self.table(by_change=True), *self._remarks()])
         page.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
     def _remarks(self) -> list[str]:
         notes = self.notes()
         remarks = [f"{count:,} x {name}" for name, count in sorted(notes.items())]
         return ["Counted besides: " + "; ".join(remarks) + "."] if remarks else []
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _circumstances(command: str) -> str:

@@ -29,7 +29,9 @@ _FAR = Path("cache") / "far"  # Of what the change "cache" starts from.
 # Servers
 
 
-def meet_server(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def meet_server(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Read, pull or verify a store whose server spoils some of its answers."""
     outcome = Outcome()
     fault, share = rng.choice(FAULTS), rng.choice((1.0, 0.5, 0.1))
@@ -80,7 +82,9 @@ def _use(subject: Subject, url: str, action: str, scratch: Path) -> bool:
 # Caches
 
 
-def empty_cache(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def empty_cache(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Empty the cache, or damage it, under a process that has a store in it open."""
     outcome, (name, harm) = Outcome(), rng.choice(sorted(_HARMS.items()))
     rows = rng.sample(range(NUM_ROWS), 40)
@@ -159,7 +163,9 @@ _HARMS: dict[str, Callable[[Path], None]] = {
 # Indexes
 
 
-def mislead(subject: Subject, beginnings: Path, scratch: Path, rng: random.Random) -> Outcome:
+def mislead(
+    subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
+) -> Outcome:
     """Let an index of rows that differ in length lead anywhere, and read all rows."""
     outcome, path = Outcome(), scratch / "s"
     found = sorted(stores(beginnings).rglob("*.index"))

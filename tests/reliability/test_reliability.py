@@ -23,7 +23,7 @@ from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.reliability.report import BEGIN, END, Log, Report
 from tests.reliability.runner import runners
 
-SCALE = Scale(kills=1, flips=50, resizes=8, manifests=300, every_plant=113, strangers=3)
+SCALE = Scale(kills=1, flips=50, resizes=8, manifests=300, plants=8, strangers=3)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from lightning_memmap.strategies.model_parallel import even_cut, find_stages, mo
 from tests.models import make_trainer, weights
 from tests.rows import CPU
 from tests.strategies.test_dp import (
-    EXACT,
     VAL,
     Base,
     Lbfgs,
@@ -288,19 +287,3 @@ class TestErrors:
         change(module)
         with pytest.raises(ValueError, match=match):
             fit_stages(tmp_path, module, layers=layers, precision="32-true")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-class TestGpus:
-    @pytest.mark.parametrize("make", [Base, Named], ids=lambda make: make.__name__)
-    def test_weights_on_gpus_are_those_of_one(
-        self, tmp_path: Path, make: Callable[[], Base]
-    ) -> None:
-        found, expected = make(), make()
-        options: dict[str, Any] = {"accelerator": "gpu", "precision": "64-true", "max_epochs": 2}
-        trainer = make_trainer(tmp_path, strategy="memmap_model_parallel", devices=2, **options)
-        trainer.fit(found, datamodule=make_data(tmp_path, 12))
-        trainer = make_trainer(tmp_path, devices=1, **options)
-        trainer.fit(expected, datamodule=make_data(tmp_path, 24))
-        torch.testing.assert_close(weights(found), weights(expected), **EXACT)

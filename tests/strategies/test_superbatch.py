@@ -117,33 +117,6 @@ class TestTraining:
         assert trainer.global_rank == 0
         assert trainer.distributed_sampler_kwargs is None
 
-    @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
-    def test_checkpoint_goes_on_with_another_number_of_devices(
-        self, tmp_path: Path, devices: int
-    ) -> None:
-        whole = fit_and_save(tmp_path)
-        module = Regression()
-        resume(
-            tmp_path,
-            module,
-            make_data(tmp_path, 12 // devices),
-            strategy="memmap_superbatch",
-            devices=devices,
-        )
-        assert module.seen["train"] == whole.seen["train"][2:]
-        assert torch.equal(weights(module), weights(whole))
-
-    def test_checkpoint_goes_on_under_lightnings_own_strategy(self, tmp_path: Path) -> None:
-        whole, module = fit_and_save(tmp_path), Regression()
-        resume(tmp_path, module, make_data(tmp_path, 12))
-        assert module.seen["train"] == whole.seen["train"][2:]
-        assert torch.equal(weights(module), weights(whole))
-
-    def test_checkpoint_of_another_seed_is_refused(self, tmp_path: Path) -> None:
-        fit_and_save(tmp_path)
-        with pytest.raises(ValueError, match=r"seed=0, and this loader has seed=1"):
-            resume(tmp_path, Regression(), make_data(tmp_path, 12, seed=1))
-
     def test_plain_dataloaders_train_as_under_auto(self, tmp_path: Path) -> None:
         modules = []
         for strategy in ("memmap_superbatch", "auto"):
@@ -186,31 +159,6 @@ class TestTraining:
         first, second = module.rows[: len(loader)], module.rows[len(loader) :]
         assert sorted(joined(first)) == sorted(joined(second)) == list(range(37))
         assert first != second
-
-
-class SaveAfterTwoSteps(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.save_checkpoint(self.path)
-
-
-def fit_and_save(path: Path) -> Regression:
-    """Two epochs of five steps; a checkpoint is written inside the first one."""
-    callbacks = [SaveAfterTwoSteps(path / "saved.ckpt")]
-    module, _, trainer = fit(
-        path, "memmap_superbatch", 3, devices=4, max_epochs=2, callbacks=callbacks
-    )
-    assert trainer.global_step == 10
-    return module
-
-
-def resume(path: Path, module: Regression, data: MemmapDataModule, **options: Any) -> None:
-    make_trainer(path, max_epochs=2, **options).fit(
-        module, datamodule=data, ckpt_path=path / "saved.ckpt", weights_only=True
-    )
 
 
 class Rows(L.LightningModule):
@@ -372,10 +320,3 @@ class TestCommand:
         assert "slope 2.00" in done.stdout
         assert "Placement of shards" in done.stdout
         assert (tmp_path / "stores" / "train" / "manifest.json").is_file()
-
-    def test_fit_from_yaml_with_missing_device_says_so(self, tmp_path: Path) -> None:
-        (tmp_path / "program.py").write_text(dedent(PROGRAM))
-        (tmp_path / "run.yaml").write_text(CONFIG + BY_CLASS.replace("cpu, cpu", "cuda:99"))
-        done = run_command(tmp_path, "fit", "--config", "run.yaml")
-        assert done.returncode != 0
-        assert "cuda:99 does not exist here" in done.stderr

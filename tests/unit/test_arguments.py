@@ -1,9 +1,9 @@
 """Mistakes on the command line: an error of a line or two, with the nearest right name."""
 
 import copy
+import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -64,7 +64,6 @@ class Command(CommandLine):
         """A valid config, except for the values that are changed at a path."""
         config = copy.deepcopy(CONFIG)
         config["data"]["init_args"]["store_dir"] = str(self._folder / "stores")
-        # The config of a run is saved here.
         config["trainer"]["default_root_dir"] = str(self._folder / "run")
         place = config
         for key in path:
@@ -281,37 +280,22 @@ def test_second_config_of_a_comparison_is_refused(command: Command) -> None:
     assert "--print_config" in command.err
 
 
-def test_config_of_an_earlier_run_is_not_overwritten(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    # Without a logger, the config would be saved in this folder, over the very file it came from.
-    config = command.config("trainer", default_root_dir=None)
-    before = config.read_bytes()
-    assert command("fit", "--config", config) == 2
-    *_, first, second = command.err.splitlines()
-    assert first == (
-        f"error: the config of this run would be saved as {config}, which exists already:"
-    )
-    assert "--trainer.default_root_dir" in second
-    assert "Traceback" not in command.err
-    assert config.read_bytes() == before
-
-
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-def test_config_that_an_earlier_run_saved_is_replaced(command: Command, tmp_path: Path) -> None:
+def test_config_is_saved_beside_the_logs_and_nowhere_else(command: Command, tmp_path: Path) -> None:
     # Without a dataset a run ends soon after its config was saved.
     config = command.config(*DATA, train_dataset=None)
-    saved = tmp_path / "run" / "config.yaml"
+    before = config.read_bytes()
+    root = f"--trainer.default_root_dir={tmp_path}"
+    assert command("fit", "--config", config, root) == 2
+    assert config.read_bytes() == before
+    assert not [*tmp_path.glob("*/config.yaml")]
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+    logger["init_args"] = {"save_dir": str(tmp_path / "logs"), "version": 0}
     for epochs in (2, 3):
-        assert command("fit", "--config", config, "--trainer.max_epochs", epochs) == 2
-        assert "exists already" not in command.err
+        given = ("--trainer.max_epochs", epochs, "--trainer.logger", json.dumps(logger))
+        assert command("fit", "--config", config, *given) == 2
+        (saved,) = tmp_path.glob("logs/**/config.yaml")
         assert f"max_epochs: {epochs}\n" in saved.read_text()
-    # A run does not replace the config that it was given, which holds less than the run.
-    before = saved.read_bytes()
-    assert command("fit", "--config", saved, "--trainer.max_epochs", 4) == 2
-    assert "exists already" in command.err
-    assert saved.read_bytes() == before
 
 
 def test_config_that_cannot_be_read_is_refused(command: Command, tmp_path: Path) -> None:
@@ -338,7 +322,6 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     assert last_line(command).startswith("error: batch_size=0")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 2
     assert last_line(command).startswith("error: ")
-    shutil.rmtree(tmp_path / "run")
     (tmp_path / "stores" / "train").mkdir(parents=True)
     (tmp_path / "stores" / "train" / "manifest.json").write_text("{}")
     assert command("fit", "--config", command.config(*DATA, train_dataset=None)) == 1

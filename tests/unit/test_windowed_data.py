@@ -529,10 +529,10 @@ def test_command_shows_series_and_steps(
     loader = make_window_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
     with pytest.raises(SystemExit):
-        main([*arguments, "--show", str(tmp_path / "rows.png")])
-    shown = capsys.readouterr().out
+        main([*arguments, "--show", str(tmp_path / "rows.html")])
+    shown = (tmp_path / "rows.html").read_text()
     series, step = found["rows"][0]
-    assert f"{series}:{step}" in shown
+    assert f"row {series}:{step}, data device 0" in shown
     assert f"series {series}" in shown
 
 

@@ -1,10 +1,12 @@
 """Columns of Arrow tables: of polars, pyarrow, DuckDB, Lance, pandas' own types and Hugging Face.
 
 A row of a column is what a sample has: a number or time of numpy, in the dtype of the table; a str
-or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None.
+or bytes; an array for a list of numbers; a list for other lists, and for lists of numbers where one
+of the column has None in it; a dict for a struct; and None.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,34 +20,39 @@ from lightning_memmap.schema.stack import fit_items, fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF
 from lightning_memmap.store.sources.column import Column, Rows
 
+#: Where lists with None in them are in the type of a column: the number of each child on the way.
+Gaps = frozenset[tuple[int, ...]]
+#: Gives the numbers of a field the dtype that samples have.
+Convert = Callable[[Field, np.ndarray], np.ndarray]
+
 
 class TableColumn(Column):
     """A column of a table, whose rows are taken as an array of Arrow."""
 
     @override
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        return arrow_values(found, node, fields)
+        try:
+            return arrow_values(found, node, fields)
+        except SchemaError:
+            return stack_samples(self.objects(found), node, fields)
+
+    @abstractmethod
+    def objects(self, found: Any) -> list[Any]:
+        """What samples have of taken rows."""
 
 
 class ArrowColumn(TableColumn):
-    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has.
-
-    Args:
-        column: A ChunkedArray or Array of pyarrow.
-    """
+    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has."""
 
     def __init__(self, column: Any) -> None:
-        import pyarrow as pa
-
-        chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
-        kind = _plain_type(chunked.type)
-        self.column = chunked if chunked.type == kind else chunked.cast(kind)
+        self.column = plain(column)
+        self.gaps = gaps_of(self.column)
 
     def __len__(self) -> int:
         return len(self.column)
 
     def __getitem__(self, row: int) -> Any:
-        return to_objects(self.column.slice(row, 1))[0]
+        return self.objects(self.column.slice(row, 1))[0]
 
     @property
     def has_missing(self) -> bool:
@@ -55,6 +62,37 @@ class ArrowColumn(TableColumn):
     @override
     def take(self, rows: Rows) -> Any:
         return take(self.column, rows)
+
+    @override
+    def objects(self, found: Any) -> list[Any]:
+        return to_objects(found, self.gaps)
+
+
+def plain(column: Any) -> Any:
+    """A column, or an array, as a column of types in which rows can be taken."""
+    import pyarrow as pa
+
+    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+    kind = _plain_type(chunked.type)
+    return chunked if chunked.type == kind else chunked.cast(kind)
+
+
+def gaps_of(column: Any) -> Gaps:
+    """Find the lists with None in them."""
+    return frozenset(path for chunk in column.chunks for path in _gaps(_one(chunk), ()))
+
+
+def _gaps(array: Any, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    import pyarrow as pa
+
+    if pa.types.is_struct(array.type):
+        for index in range(array.type.num_fields):
+            yield from _gaps(_one(array.field(index)), (*path, index))
+    elif _is_list(array.type):
+        items = _one(array.flatten())  # Without those of lists that are missing.
+        if items.null_count:
+            yield path
+        yield from _gaps(items, (*path, 0))
 
 
 def simple_array(column: Any, otherwise: Any) -> Any:
@@ -128,26 +166,31 @@ def _is_list(kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in lists)
 
 
-def _lists(array: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all lists, and how many each has. Lists of fixed length within lists are
-    further dimensions of the numbers."""
+def _lists(array: Any, gaps: Gaps, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all lists, and how many each has. Lists of fixed length in lists are further
+    dimensions of the numbers."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    shape, items = [], array.flatten()  # Without those of lists that are missing.
-    if isinstance(items, pa.ChunkedArray):
-        items = _one(items)
-    while pa.types.is_fixed_size_list(items.type) and not items.null_count:
+    shape, items = [], _one(array.flatten())
+    while pa.types.is_fixed_size_list(items.type) and path not in gaps:
         shape.append(items.type.list_size)
-        items = items.flatten()
-    numbers = None if items.null_count else _numbers(items)
+        items, path = _one(items.flatten()), (*path, 0)
+    numbers = None if path in gaps else _numbers(items)
     if numbers is None:
         raise _UnlikeError("lists")
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    return numbers.reshape(-1, *shape), lengths
+    return numbers.reshape(-1, *shape), _lengths(array)
 
 
-def to_objects(column: Any) -> list[Any]:
+def _lengths(array: Any) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    lengths: np.ndarray = pc.fill_null(pc.list_value_length(array), 0).to_numpy(
+        zero_copy_only=False
+    )
+    return lengths
+
+
+def to_objects(column: Any, gaps: Gaps, path: tuple[int, ...] = ()) -> list[Any]:
     """What samples have of the rows of a column."""
     import pyarrow as pa
 
@@ -156,10 +199,18 @@ def to_objects(column: Any) -> list[Any]:
     found: Sequence[Any]
     if pa.types.is_struct(array.type):
         names = [field.name for field in array.type]
-        parts = [to_objects(array.field(index)) for index in range(len(names))]
+        parts = [to_objects(array.field(i), gaps, (*path, i)) for i in range(len(names))]
         found = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
     elif _is_list(array.type):
-        found = _list_objects(array, shape)
+        items: Any
+        try:
+            items, lengths = _lists(array, gaps, path)
+        except _UnlikeError:
+            items, lengths = to_objects(array.flatten(), gaps, (*path, 0)), _lengths(array)
+        ends = np.cumsum(lengths).tolist()
+        found = [items[end - size : end] for end, size in zip(ends, lengths.tolist(), strict=True)]
+        if shape is not None and path not in gaps:
+            found = [row.reshape(shape) if len(row) else row for row in found]
     elif (numbers := _numbers(array)) is not None:
         found = list(numbers)
     else:
@@ -170,33 +221,15 @@ def to_objects(column: Any) -> list[Any]:
     return [value if here else None for value, here in zip(found, given, strict=True)]
 
 
-def _list_objects(array: Any, shape: Any) -> list[Any]:
-    import pyarrow.compute as pc
-
-    items: Any
-    try:
-        items, lengths = _lists(array)
-    except SchemaError:
-        items = to_objects(_one(array.flatten()))
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    ends = np.cumsum(lengths).tolist()
-    rows = [items[end - size : end] for end, size in zip(ends, lengths.tolist(), strict=True)]
-    return rows if shape is None else [row.reshape(shape) if len(row) else row for row in rows]
+def _as_it_is(field: Field, numbers: np.ndarray) -> np.ndarray:
+    return numbers
 
 
 def arrow_values(
-    column: Any, node: Node, fields: Sequence[Field], convert: Any = None
+    column: Any, node: Node, fields: Sequence[Field], convert: Convert = _as_it_is
 ) -> list[Values]:
-    """The values of the fields that a column has."""
-    try:
-        return _array_values(column, node, fields, convert)
-    except SchemaError:
-        if convert is not None:
-            raise
-        return stack_samples(to_objects(column), node, fields)
-
-
-def _array_values(column: Any, node: Node, fields: Sequence[Field], convert: Any) -> list[Values]:
+    """The values of the fields that a column has, by its arrays; a SchemaError where they differ
+    from what samples have. Numbers are converted first."""
     import pyarrow as pa
 
     if isinstance(column.type, pa.FixedShapeTensorType):
@@ -222,17 +255,18 @@ class _UnlikeError(SchemaError):
     """A column has not the arrays that its fields need."""
 
 
-def _struct_values(array: Any, node: Node, fields: Sequence[Field], convert: Any) -> list[Values]:
+def _struct_values(
+    array: Any, node: Node, fields: Sequence[Field], convert: Convert
+) -> list[Values]:
     names, found = [field.name for field in array.type], list[Values]()
     if array.null_count or set(names) != set(node.keys):
         raise _UnlikeError("structs")
-    for key, child in zip(node.keys, node.children, strict=True):
-        within = fields[len(found) : len(found) + child.num_fields]
+    for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True):
         found += arrow_values(array.field(names.index(str(key))), child, within, convert)
     return found
 
 
-def _field_values(array: Any, field: Field, convert: Any) -> Values:
+def _field_values(array: Any, field: Field, convert: Convert) -> Values:
     import pyarrow as pa
 
     if field.is_text:
@@ -245,9 +279,9 @@ def _field_values(array: Any, field: Field, convert: Any) -> Values:
         numbers = _numbers(array)
         if numbers is None:
             raise _UnlikeError(str(array.type))
-        return fit_rows(field, _converted(convert, field, numbers))
-    items, lengths = _lists(array)
-    items = _converted(convert, field, items)
+        return fit_rows(field, convert(field, numbers))
+    items, lengths = _lists(array, frozenset(_gaps(array, ())), ())
+    items = convert(field, items)
     if field.num_variable:
         return fit_items(field, items, lengths)
     given = array.is_valid().to_numpy(zero_copy_only=False)
@@ -259,11 +293,6 @@ def _field_values(array: Any, field: Field, convert: Any) -> Values:
         spread[given] = rows
         rows = spread
     return fit_rows(field, rows)
-
-
-def _converted(convert: Any, field: Field, numbers: np.ndarray) -> np.ndarray:
-    found: np.ndarray = numbers if convert is None else convert(field, numbers)
-    return found
 
 
 def _text_values(array: Any) -> Values:
@@ -285,11 +314,11 @@ def _text_values(array: Any) -> Values:
     return Values(as_tensor(items), np.diff(ends).astype(np.int64)[:, None])
 
 
-def _item_values(array: Any, fields: Sequence[Field], convert: Any) -> list[Values]:
+def _item_values(array: Any, fields: Sequence[Field], convert: Convert) -> list[Values]:
     """Short lists of numbers, of which each is a field of its own."""
-    items, lengths = _lists(array)
+    items, lengths = _lists(array, frozenset(_gaps(array, ())), ())
     if array.null_count or (lengths != len(fields)).any() or items.ndim != 1:
         raise _UnlikeError("lists")
     columns = items.reshape(-1, len(fields)).T
     pairs = zip(fields, columns, strict=True)
-    return [fit_rows(field, _converted(convert, field, column)) for field, column in pairs]
+    return [fit_rows(field, convert(field, column)) for field, column in pairs]

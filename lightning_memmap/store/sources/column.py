@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Values
 
@@ -20,12 +22,24 @@ class Column(ABC):
 
     @abstractmethod
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows, of a structure, have for each of its fields.
-
-        Raises:
-            SchemaError: The rows must be read one by one, as some may not fit.
-        """
+        """What taken rows have for each field. A SchemaError has them read one by one."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
         return None
+
+
+def as_range(rows: Integers) -> Rows:
+    """Rows as a range, where they are one: it is read without a copy."""
+    is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+    return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
+
+
+def by_piece(pieces: Integers) -> tuple[list[Integers], Integers | None]:
+    """Where the rows of each piece are among some rows, and their order once they are joined."""
+    if (np.diff(pieces) >= 0).all():
+        order, back = np.arange(len(pieces)), None
+    else:
+        order = np.argsort(pieces, kind="stable")
+        back = np.argsort(order)
+    return np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1), back

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, describe_error
+from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources.arrow import ArrowColumn, simple_array
@@ -227,8 +227,7 @@ def is_dict_of_splits(value: Any) -> bool:
 
 
 def way_out(value: Any) -> str | None:
-    """What to give instead of a value that holds rows, but is no dataset, for a message after the
-    name of the argument; None where the value may be a dataset, or nothing is known of it."""
+    """What to give in place of a value that is no dataset; None where it may be one."""
     kind = type(value).__name__
     if is_dict_of_splits(value):
         return f"a {kind} has a dataset for each split: choose one of the splits {list(value)}"
@@ -240,4 +239,8 @@ def way_out(value: Any) -> str | None:
         return f"{value.__name__} is a generator function: call it, and give what it returns"
     if isinstance(value, type):
         return f"{value.__name__} is a class: give an instance of it"
+    if is_array_like(value) and not hasattr(type(value), "__len__"):  # As of zarr.
+        return (
+            f"{with_article(kind)} has no length: give lightning_memmap.ColumnDataset({{'x': it}})"
+        )
     return None

@@ -10,15 +10,15 @@ from typing_extensions import override
 from lightning_memmap.schema import Field, Node, Values
 from lightning_memmap.schema.fields import TO_NUMPY
 from lightning_memmap.schema.kinds import Duration
-from lightning_memmap.store.sources.arrow import TableColumn, arrow_values
-from lightning_memmap.store.sources.column import Rows
+from lightning_memmap.store.sources.arrow import arrow_values
+from lightning_memmap.store.sources.column import Column, Rows
 
 #: Formats whose samples have the values of the table, in a type of Python, numpy or torch.
 _FORMATS = {None, "numpy", "torch"}
 
 
 @dataclass(frozen=True, eq=False)
-class HuggingFaceColumn(TableColumn):
+class HuggingFaceColumn(Column):
     """One column of a dataset of this column alone, which gives tables."""
 
     dataset: Any
@@ -43,8 +43,7 @@ def is_dataset(dataset: Any) -> bool:
 
 
 def columns_of(dataset: Any, node: Node, fields: Sequence[Field]) -> dict[str, Any] | None:
-    """The columns of a dataset by name; None where samples have other values than the table, such
-    as images."""
+    """The columns of a dataset by name; None where its samples are made of more than the table."""
     form = dataset.format
     if form["type"] not in _FORMATS or form["format_kwargs"] or node.kind != "dict":
         return None
@@ -80,10 +79,7 @@ def nullable_columns(dataset: Any) -> list[str]:
 
 
 def _wanted(field: Field, values: np.ndarray) -> np.ndarray:
-    """Values of a table as samples have them: numbers of Python, or in the default types of torch.
-
-    What does not fit is left as it is, and then read item by item.
-    """
+    """Values of a table as samples have them: in types of Python, or the default ones of torch."""
     wanted = TO_NUMPY[field.sample_dtype]
     if values.dtype.kind in "mM" and isinstance(field.kind, Duration):
         times = field.kind.numpy_dtype

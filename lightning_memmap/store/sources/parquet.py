@@ -11,8 +11,15 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, take
-from lightning_memmap.store.sources.column import Rows
+from lightning_memmap.store.sources.arrow import (
+    Gaps,
+    TableColumn,
+    gaps_of,
+    plain,
+    take,
+    to_objects,
+)
+from lightning_memmap.store.sources.column import Rows, as_range, by_piece
 
 #: Files that are open at once.
 _MAX_OPEN_FILES = 16
@@ -64,15 +71,7 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 
 class _Files:
-    """The files of a dataset, of which few are open at once.
-
-    Args:
-        paths: The files.
-        names: The columns that are used.
-
-    Attributes:
-        states: Path, size in bytes and time of each file, which identify the rows.
-    """
+    """The files of a dataset, of which few are open at once."""
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
         stats = [path.stat() for path in paths]
@@ -84,14 +83,12 @@ class _Files:
         self._open: dict[str, Any] = {}
         #: By column, the row group that was read last.
         self._last: dict[str, tuple[int, Any]] = {}
+        self._missing: dict[str, tuple[bool, Gaps]] = {}
 
     @cached_property
-    def _groups(self) -> tuple[list[tuple[str, int]], Integers, dict[str, list[int | None]]]:
-        """Path and number of each row group, where each ends in rows of all files, and by column
-        how many rows of each group have no value."""
-        groups, sizes = list[tuple[str, int]](), list[int]()
-        nulls: dict[str, list[int | None]] = {name: [] for name in self._names}
-        kinds: dict[str, Any] = {}
+    def _groups(self) -> tuple[list[tuple[str, int]], Integers]:
+        """The row groups, and where each ends, in rows of all files."""
+        groups, sizes, kinds = list[tuple[str, int]](), list[int](), dict[str, Any]()
         first = self.states[0][0]
         for path, *_ in self.states:
             file = self._file(path)
@@ -112,9 +109,7 @@ class _Files:
             for number in range(file.num_row_groups):
                 groups.append((path, number))
                 sizes.append(file.metadata.row_group(number).num_rows)
-                for name in self._names:
-                    nulls[name].append(_null_count(file, number, name))
-        return groups, np.cumsum(sizes, dtype=np.int64), nulls
+        return groups, np.cumsum(sizes, dtype=np.int64)
 
     @property
     def ends(self) -> Integers:
@@ -126,7 +121,7 @@ class _Files:
         path, number = self._groups[0][group]
         with _reading(path):
             table = self._file(path).read_row_group(number, columns=[name])
-        return ArrowColumn(table.column(name)).column
+        return plain(table.column(name))
 
     def group(self, group: int, name: str) -> Any:
         """One column of a row group, kept until another one is asked for."""
@@ -134,14 +129,18 @@ class _Files:
             self._last[name] = group, self.read(group, name)
         return self._last[name][1]
 
-    def has_missing(self, name: str) -> bool:
-        """Whether rows of a column have no value: by the statistics, or where these do not tell, by
-        the rows."""
-        counts = self._groups[2][name]
-        return any(
-            self.read(group, name).null_count if count is None else count
-            for group, count in enumerate(counts)
-        )
+    def missing(self, name: str) -> tuple[bool, Gaps]:
+        """Whether rows of a column have no value, and which of its lists have None in them: by the
+        statistics of each row group, or by its rows where these do not tell."""
+        if name not in self._missing:
+            has_missing, gaps = False, Gaps()
+            for group, (path, number) in enumerate(self._groups[0]):
+                if (count := _null_count(self._file(path), number, name)) is None:
+                    column = self.read(group, name)
+                    count, gaps = column.null_count, gaps | gaps_of(column)
+                has_missing |= count > 0
+            self._missing[name] = has_missing, gaps
+        return self._missing[name]
 
     def _file(self, path: str) -> Any:
         from pyarrow.parquet import ParquetFile
@@ -156,7 +155,7 @@ class _Files:
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens the files for itself.
-        return {"states": self.states, "_names": self._names, "_open": {}, "_last": {}}
+        return {**vars(self), "_open": {}, "_last": {}}
 
 
 class ParquetColumn(TableColumn):
@@ -170,15 +169,14 @@ class ParquetColumn(TableColumn):
     @property
     def has_missing(self) -> bool:
         """Whether rows have no value."""
-        return self._files.has_missing(self.name)
+        return self._files.missing(self.name)[0]
 
     def __len__(self) -> int:
         ends = self._files.ends
         return int(ends[-1]) if len(ends) else 0
 
     def __getitem__(self, row: int) -> Any:
-        group = int(self.pieces(np.array([row]))[0])
-        return ArrowColumn(self._files.group(group, self.name))[row - self._start(group)]
+        return self.objects(self.take(range(row, row + 1)))[0]
 
     @override
     def pieces(self, rows: Integers) -> Integers:
@@ -189,30 +187,27 @@ class ParquetColumn(TableColumn):
     def take(self, rows: Rows) -> Any:
         import pyarrow as pa
 
-        numbers = np.asarray(rows, np.int64)
-        groups, order = self.pieces(numbers), None
-        if (np.diff(groups) < 0).any():
-            order = np.argsort(groups, kind="stable")
-            groups, numbers = groups[order], numbers[order]
-        parts = []
-        for mine in np.split(np.arange(len(groups)), np.flatnonzero(np.diff(groups)) + 1):
+        numbers, parts = np.asarray(rows, np.int64), []
+        groups = self.pieces(numbers)
+        places, back = by_piece(groups)
+        for mine in places:
             group = int(groups[mine[0]])
-            within = numbers[mine] - self._start(group)
-            first = int(within[0])
-            one = range(first, first + len(mine)) if isinstance(rows, range) else within
-            parts += take(self._files.group(group, self.name), one).chunks
+            start = int(self._files.ends[group - 1]) if group else 0
+            column = self._files.group(group, self.name)
+            parts += take(column, as_range(numbers[mine] - start)).chunks
         joined = pa.chunked_array(parts)
-        return joined if order is None else take(joined, np.argsort(order))
+        return joined if back is None else take(joined, back)
 
-    def _start(self, group: int) -> int:
-        return int(self._files.ends[group - 1]) if group else 0
+    @override
+    def objects(self, found: Any) -> list[Any]:
+        import pyarrow as pa
+
+        is_nested = pa.types.is_nested(found.type)
+        return to_objects(found, self._files.missing(self.name)[1] if is_nested else Gaps())
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:
-    """How many rows of a column have no value in a row group; None where the file does not say.
-
-    Of lists and structs it tells only that nothing is missing: an empty list counts as well.
-    """
+    """How many rows of a column have no value in a row group; None where the file does not say."""
     metadata = file.metadata.row_group(group)
     columns = [metadata.column(index) for index in range(metadata.num_columns)]
     leaves = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{name}.")]

@@ -6,7 +6,7 @@ their subclasses: what a subclass overrides decides what a sample is. Libraries 
 the modules of their classes, and imported by nobody else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,7 @@ from lightning_memmap.schema.stack import fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF, children_of
 from lightning_memmap.schema.values import join_values, take_rows
 from lightning_memmap.store.sources import hugging_face
-from lightning_memmap.store.sources.arrow import TableColumn
-from lightning_memmap.store.sources.column import Column, Rows
+from lightning_memmap.store.sources.column import Column, Rows, as_range, by_piece
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
 
@@ -42,12 +41,7 @@ class Source(Protocol):
     """The rows of a dataset."""
 
     def read(self, rows: Rows) -> list[Values]:
-        """The rows of each field, in the dtypes in which they are kept.
-
-        Raises:
-            SchemaError: These rows must be read one by one, as some may not fit.
-            DatasetError: They cannot be read.
-        """
+        """The rows of each field. A SchemaError says that they must be read one by one."""
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""
@@ -74,8 +68,7 @@ def source_of(dataset: Any, schema: Schema) -> Source | None:
 
 
 def nullable_columns(dataset: Any) -> set[str]:
-    """Find the columns that have rows without a value, where that is known without reading all rows
-    one by one."""
+    """Find the columns that have rows without a value, where no row must be read for it."""
     kind = type(dataset)
     if kind is Subset:
         return nullable_columns(dataset.dataset)
@@ -88,59 +81,41 @@ def nullable_columns(dataset: Any) -> set[str]:
     return {field_name((name,)) for name in names}
 
 
-def _source_of(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
-    """The source of a dataset whose samples have this structure around these fields."""
+def _source_of(
+    dataset: Any, node: Node, fields: Sequence[Field], *, any_array: bool = False
+) -> Source | None:
+    """The source of a dataset, or of a part of one, whose samples have a structure and fields."""
     kind = type(dataset)
+    if isinstance(dataset, Column):
+        return _OfColumn(dataset, node, fields)
+    if _is_array(dataset) or (any_array and is_array_like(dataset)):
+        return _OfColumn(_Array(dataset), node, fields)
     if kind is Subset:
         return _picked(dataset, node, fields)
     if kind is ConcatDataset:
-        parts = [_source_of(part, node, fields) for part in dataset.datasets]
+        sources = [_source_of(part, node, fields) for part in dataset.datasets]
         ends = np.cumsum([len(part) for part in dataset.datasets], dtype=np.int64)
-        found = [part for part in parts if part is not None]
-        return _Joined(found, ends) if len(found) == len(parts) else None
-    if kind is StackDataset:
-        return _stacked(dataset, node, fields)
-    if hugging_face.is_dataset(dataset):
-        columns: Any = hugging_face.columns_of(dataset, node, fields)
-        return None if columns is None else _columns(columns, node, fields)
-    if kind is TensorDataset:
-        dataset = dataset.tensors
-    elif kind is ColumnDataset:
-        dataset = dataset.columns
-    elif kind is not TensorDict and not _is_array(dataset):
+        found = [source for source in sources if source is not None]
+        return _Joined(found, ends) if len(found) == len(sources) else None
+    parts = children_of(_side_by_side(dataset, node, fields), ())
+    if parts is None or parts[0] != node.kind or set(parts[1]) != set(node.keys):
         return None
-    return _columns(dataset, node, fields, any_array=kind is ColumnDataset)
-
-
-def _columns(
-    columns: Any, node: Node, fields: Sequence[Field], *, any_array: bool = False
-) -> Source | None:
-    found = []
-    for values, part in _walk(columns, node, any_array=any_array):
-        if values is None:
+    columns, found = dict(zip(parts[1], parts[2], strict=True)), []
+    for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True):
+        source = _source_of(columns[key], child, within, any_array=kind is ColumnDataset)
+        if source is None:
             return None
-        column = values if isinstance(values, TableColumn) else _Array(values)
-        found.append(_OfColumn(column, part, tuple(fields[: part.num_fields])))
-        fields = fields[part.num_fields :]
+        found.append(source)
     return _Stacked(found)
 
 
-def _walk(values: Any, node: Node, *, any_array: bool) -> Iterator[tuple[Any, Node]]:
-    """The columns of a dataset, and the structure of their rows. One that is no array is None."""
-    if (
-        isinstance(values, TableColumn)
-        or _is_array(values)
-        or (any_array and is_array_like(values))
-    ):
-        yield values, node
-        return
-    found = children_of(values, ())
-    if found is None or found[0] != node.kind or set(found[1]) != set(node.keys):
-        yield None, node
-        return
-    columns = dict(zip(found[1], found[2], strict=True))
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield from _walk(columns[key], child, any_array=any_array)
+def _side_by_side(dataset: Any, node: Node, fields: Sequence[Field]) -> Any:
+    """The container of what lies side by side in a dataset; None where its class is not known."""
+    kind = type(dataset)
+    if hugging_face.is_dataset(dataset):
+        return hugging_face.columns_of(dataset, node, fields)
+    names = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
+    return dataset if kind is TensorDict else getattr(dataset, names.get(kind, ""), None)
 
 
 def _is_array(values: Any) -> bool:
@@ -225,9 +200,7 @@ class _Picked(Source):
     @override
     def read(self, rows: Rows) -> list[Values]:
         picked = self.rows[rows.start : rows.stop] if isinstance(rows, range) else self.rows[rows]
-        if len(picked) and (np.diff(picked) == 1).all():
-            return self.source.read(range(int(picked[0]), int(picked[-1]) + 1))
-        return self.source.read(picked)
+        return self.source.read(as_range(picked))
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:
@@ -244,19 +217,14 @@ class _Joined(Source):
     @override
     def read(self, rows: Rows) -> list[Values]:
         numbers = np.asarray(rows, np.int64)
-        parts, order = np.searchsorted(self.ends, numbers, side="right"), None
-        if (np.diff(parts) < 0).any():
-            order = np.argsort(parts, kind="stable")
-            parts, numbers = parts[order], numbers[order]
-        found = []
-        for places in np.split(np.arange(len(parts)), np.flatnonzero(np.diff(parts)) + 1):
-            part = int(parts[places[0]])
-            within = numbers[places] - (int(self.ends[part - 1]) if part else 0)
-            is_range = isinstance(rows, range)
-            one = range(int(within[0]), int(within[-1]) + 1) if is_range else within
-            found.append(self.sources[part].read(one))
+        parts, found = np.searchsorted(self.ends, numbers, side="right"), []
+        places, back = by_piece(parts)
+        for mine in places:
+            part = int(parts[mine[0]])
+            within = numbers[mine] - (int(self.ends[part - 1]) if part else 0)
+            found.append(self.sources[part].read(as_range(within)))
         joined = [join_values(values) for values in zip(*found, strict=True)]
-        return joined if order is None else [each.take(np.argsort(order)) for each in joined]
+        return joined if back is None else [each.take(back) for each in joined]
 
     @override
     def pieces(self, rows: Integers) -> Integers | None:
@@ -297,18 +265,3 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
     rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
     source = _source_of(dataset.dataset, node, fields)
     return None if source is None else _Picked(source, rows)
-
-
-def _stacked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
-    parts: Any = dataset.datasets
-    names: Sequence[Any] = list(parts) if isinstance(parts, dict) else range(len(parts))
-    if tuple(names) != node.keys or (node.kind == "dict") != isinstance(parts, dict):
-        return None
-    sources = []
-    for name, child in zip(names, node.children, strict=True):
-        source = _source_of(parts[name], child, fields[: child.num_fields])
-        if source is None:
-            return None
-        sources.append(source)
-        fields = fields[child.num_fields :]
-    return _Stacked(sources)

@@ -56,23 +56,7 @@ def samples_of(stream: Any) -> Iterator[Any]:
 
 
 class Spool:
-    """The rows of a stream in temporary files, which have no names and end with this process.
-
-    Args:
-        stream: The stream, which is read to its end.
-        directory: Where the files are.
-        advance: Called with the number of rows read since the last call.
-        options: What the user says of fields. The first `NUM_PROBES` rows are read first.
-
-    Attributes:
-        schema: The schema of all samples.
-
-    Raises:
-        ValueError: The stream is empty.
-        SchemaError: A sample cannot be stored, or does not fit the first ones.
-        DatasetError: The stream raised an error.
-        OSError: The disk is full.
-    """
+    """The rows of a stream in temporary files, which have no names and end with this process."""
 
     def __init__(
         self, stream: Any, directory: Path, advance: Advance, options: FieldOptions
@@ -146,10 +130,7 @@ class Spool:
 
 
 class _SpooledColumn:
-    """The rows of a field of a stream, in a temporary file.
-
-    Where rows differ in length, a second one says where each ends in the first, and its sizes.
-    """
+    """The rows of a field of a stream, in a temporary file."""
 
     def __init__(self, field: Field, directory: Path) -> None:
         self._field = field

@@ -198,10 +198,7 @@ def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member of a tar file whose header is whole.
-
-    At a damaged header, tarfile would end without a word, and what comes later would be lost.
-    """
+    """A member of a tar file whose header is whole."""
 
     @classmethod
     @override

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling import Bucketed, Mixture
+from lightning_memmap.sampling import Bucketed, Mixture, Weighted
 from lightning_memmap.schema import Windows
 from tests.datasets import (
     FORMS,
@@ -28,7 +28,7 @@ from tests.datasets import (
     windows_in,
 )
 from tests.distributed.scenarios.training import make_strategy
-from tests.models import CombinedData, make_trainer, weights
+from tests.models import CombinedData, Points, make_trainer, weights
 
 EPOCHS = 2
 #: Rows of a step over all devices. The last step of an epoch can be halved as well, since stock ddp
@@ -111,6 +111,14 @@ def read_images(batch: Any) -> tuple[list[Any], Tensor]:
     return rows, torch.cat(means, 1)
 
 
+def read_points(batch: Any) -> tuple[list[Any], Tensor]:
+    return batch["row"].tolist(), batch["x"][:, :4]
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "in blocks": {"shuffle_window": 2},
+    "streamed": {"shuffle_window": 2, "residency": "stream"},
+}
 #: By name, what makes the data from a directory and a batch size, and what reads batches.
 CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
     "windows": (
@@ -122,16 +130,33 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
         ),
         read_windows,
     ),
-    "mixture": (
-        lambda path, size: MemmapDataModule(
-            mixed_sets(),
-            store_dir=path,
-            batch_size=size,
-            sampler=Mixture(SHARES, SAMPLES),
-            variable={"steps": "list", "image": "list"},
-        ),
-        read_mixture,
-    ),
+    **{
+        f"mixture{name}": (
+            lambda path, size, options=options: MemmapDataModule(
+                mixed_sets(),
+                store_dir=path,
+                batch_size=size,
+                sampler=Mixture(SHARES, SAMPLES),
+                variable={"steps": "list", "image": "list"},
+                **options,
+            ),
+            read_mixture,
+        )
+        for name, options in (("", {}), (" streamed", BLOCKS["streamed"]))
+    },
+    **{
+        f"points {name}": (
+            lambda path, size, options=options: MemmapDataModule(
+                Points(60), store_dir=path, batch_size=size, **options
+            ),
+            read_points,
+        )
+        for name, options in {
+            **BLOCKS,
+            # Rows by weight, more than there are, some of which never come.
+            "weighted": {"sampler": Weighted([float(row % 7) for row in range(60)], 120)},
+        }.items()
+    },
     **{
         f"records as {form}": (
             lambda path, size, form=form: MemmapDataModule(

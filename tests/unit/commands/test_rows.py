@@ -1,7 +1,10 @@
 """``lightning-memmap rows``: any step is looked up, and is what a training has seen."""
 
+import base64
+import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from matplotlib.image import imread
+from PIL import Image
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule, build_store
@@ -194,50 +197,28 @@ def test_table_names_rows_by_device(command: Command) -> None:
     assert "1 3 5 7 9 11" in command.out
 
 
-def test_show_lists_values_and_draws_images(command: Command, tmp_path: Path) -> None:
+def test_show_writes_a_page_with_the_fields_of_each_row(command: Command, tmp_path: Path) -> None:
     build_store(NumberedRows(40), tmp_path / "images" / "train", progress=False)
     command.write(shuffle=False, store_dir=str(tmp_path / "images"))
-    assert command("--show", tmp_path / "out" / "rows.png", "--step", 2) == 0
-    assert "rows.png" in command.out
-    sheet = (imread(tmp_path / "out" / "rows.png") * 255).round().astype(np.uint8)
-    # Images of 2 x 3 pixels, with a margin of 2.
-    first = image_of(torch.tensor(12))[0].numpy()
-    assert (sheet[:2, :3, 0] == first).all()
-    second = image_of(torch.tensor(13))[0].numpy()
-    assert (sheet[:2, 5:8, 1] == second).all() or (sheet[4:6, :3, 1] == second).all()
-    command.write(shuffle=False)
-    assert command("--show", tmp_path / "none.png") == 0
-    assert "none.png" not in command.out
-    # A field of this name is told from the number of the row.
-    header = next(line for line in command.out.splitlines() if "data device" in line)
-    assert [name.strip() for name in header.strip("┃").split("┃")][:3] == [
-        "row",
-        "data device",
-        "field row",
-    ]
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_fields_that_do_not_fit_side_by_side_are_listed(command: Command, tmp_path: Path) -> None:
-    names = [f"field_number_{index}" for index in range(25)]
-    samples: Any = [dict.fromkeys(names, row * 100 + 3) for row in range(40)]
-    build_store(samples, tmp_path / "wide" / "train", progress=False)
-    command.write(shuffle=False, store_dir=str(tmp_path / "wide"))
-    assert command("--show", tmp_path / "rows.png", "--devices", 1) == 0
-    lines = command.out.splitlines()
-    assert "row 2, data device 0" in lines
-    begin = lines.index("row 2, data device 0")
-    assert lines[begin + 1 : begin + 26] == [f"  {name}: 203" for name in names]
+    path = tmp_path / "out" / "rows.html"
+    assert command("--show", path, "--step", 1, "--devices", 2) == 0
+    assert command.out.rstrip().endswith(str(path))
+    page = path.read_text(encoding="utf-8")
+    shown = re.findall(r"<b>row (\d+), data device (\d)</b>", page)
+    assert shown == [(str(row), str(row % 2)) for row in range(12, 24)]
+    pictures = re.findall(r'<img src="data:image/png;base64,([^"]+)"', page)
+    pixels = [np.array(Image.open(io.BytesIO(base64.b64decode(each)))) for each in pictures]
+    for row, found in zip(range(12, 24), pixels, strict=True):
+        assert np.array_equal(found, image_of(torch.tensor(row))[0].numpy())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--json", "--show", "rows.png"), "JSON has the numbers of rows alone"),
+        (("--json", "--show", "rows.html"), "show='rows.html' with json=True"),
         (("--epoch", "-1"), "epoch=-1: counted from 0"),
         (("--devices", "0"), "devices=0: at least 1"),
         (("--ckpt_path", "x", "--step", "2"), "leave them out"),
-        (("--show", "rows.txt"), "name a PNG file"),
         (("--ckpt_path", "missing.ckpt"), "missing.ckpt"),
     ],
 )

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import build_store
 from lightning_memmap.cli import main
-from lightning_memmap.commands.store_page import render_stores, samples, show
+from lightning_memmap.commands.store_page import render, section_of, show
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 
@@ -39,25 +39,28 @@ def store_of(path: Path, dataset: Any = None, **columns: Any) -> Store:
     return build_store(dataset or Rows(**columns), path / "s", num_shards=2, progress=False)
 
 
+def rows_of(store: Store) -> list[int]:
+    return [int(name.removeprefix("row ")) for name, _ in section_of("", store).samples]
+
+
 def test_text_and_numbers_are_written_out_as_text(tmp_path: Path) -> None:
     tokens = [torch.arange(length) for length in (1, 2, 2, 5)]
     store = store_of(tmp_path, tokens=tokens, text=["a", "b", "<i>", "ä" * 300], raw=[b"\0<b>"] * 4)
-    shown = {value.name: value.text for value in samples(store)[3][1]}
+    shown = {value.name: value.text for value in section_of("", store).samples[3][1]}
     assert shown["text"] == "ä" * 200 + "..."
     assert shown["raw"] == "b'\\x00<b>'"
     assert shown["tokens"] == "0, 1, 2, 3, 4"
-    page = render_stores({"train": store})
+    page = render([section_of("train", store)])
     assert "<i>" not in page.replace("<i style", "")
     assert "<b>&#39;" not in page
 
 
 def test_samples_are_spread_over_the_rows(tmp_path: Path) -> None:
-    rows = [row for row, _ in samples(store_of(tmp_path, x=list(range(100))))]
+    rows = rows_of(store_of(tmp_path, x=list(range(100))))
     assert len(rows) == 24
     assert (rows[0], rows[-1]) == (0, 99)
     assert max(np.diff(rows)) <= 5
-    one = [row for row, _ in samples(store_of(tmp_path / "one", x=[1.0]))]
-    assert one == [0]
+    assert rows_of(store_of(tmp_path / "one", x=[1.0])) == [0]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +89,14 @@ def test_other_rows_are_written_out(shape: tuple[int, ...]) -> None:
 
 def test_pixels_are_those_of_the_store(tmp_path: Path) -> None:
     image = torch.randint(256, (2, 3, 16, 24), dtype=torch.uint8)
-    ((_, (first,)), _) = samples(store_of(tmp_path, image=image))
+    ((_, (first,)), _) = section_of("", store_of(tmp_path, image=image)).samples
     picture = Image.open(io.BytesIO(base64.b64decode(first.picture.partition(",")[2])))
     assert np.array_equal(np.array(picture), image[0].movedim(0, -1).numpy())
 
 
 def test_page_escapes_whatever_a_store_says(tmp_path: Path) -> None:
     store = store_of(tmp_path, dataset=Hostile())
-    page = render_stores({HOSTILE: store})
+    page = render([section_of(HOSTILE, store)])
     assert "<script" not in page
     assert "<img src=x" not in page
     assert page.count(str(escape(HOSTILE))) == 2

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.metrics import PARTS, Rank, Run, figures_of
+from lightning_memmap.compare.metrics import PARTS, Observed, Rank, collected, figures_of
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
 
@@ -12,9 +12,9 @@ MIB = 2**20
 LOSSES = [1.0 / (1 + step) for step in range(STEPS)]
 
 
-def make_rank(rank: int, size: int, data_rank: int | None, **values: Any) -> Rank:
+def make_rank(rank: int, size: int, seen: Observed, kind: str, **values: Any) -> Rank:
     losses = values.pop("losses", LOSSES)
-    return Rank(rank, size, rank if data_rank is None else data_rank, losses, values)
+    return Rank(rank, size, seen.data_rank, losses, {**collected(seen, kind), **values})
 
 
 def timed_rank(
@@ -23,34 +23,39 @@ def timed_rank(
     rate: float = 1000.0,
     data_rank: int | None = None,
     num_shares: int | None = None,
-    **values: Any,
+    **seen: Any,
 ) -> Rank:
     """What one process of a timed run writes: a step takes as long as its rate says."""
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
     found = {
+        "data_rank": rank if data_rank is None else data_rank,
         "steps": [dict.fromkeys(PARTS, step_s / len(PARTS))] * STEPS,
-        "first_batch": 0.5 + rank,
-        "memory": {str(100 + rank): [200 * MIB, 100 * MIB]},
+        "first_batch_s": 0.5 + rank,
+        "processes": {str(100 + rank): [200 * MIB, 100 * MIB]},
         "peaks": {},
     }
-    return make_rank(rank, size, data_rank, **{**found, **values})
+    observed = Observed(**{"global_batch": GLOBAL_BATCH, **found, **seen})
+    return make_rank(rank, size, observed, "timed")
 
 
-def check_rank(rank: int = 0, size: int = 1, **values: Any) -> Rank:
+def check_rank(rank: int = 0, size: int = 1, moved: int = 0, **values: Any) -> Rank:
     """What one process of a check run writes."""
+    state = {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}}
+    seen = Observed(rank, GLOBAL_BATCH, state_bytes=state, moved_bytes=moved)
     found = {
         "loader_hashes": [1] * STEPS,
         "model_hashes": [1] * STEPS,
-        "state": {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}},
-        "moved": 0,
         "parameters": [],
     }
-    return make_rank(rank, size, None, **{**found, **values})
+    return make_rank(rank, size, seen, "check", **{**found, **values})
 
 
-def figures(*runs: list[Rank], **relative: Any) -> dict[str, list[float]]:
+def figures(*runs: list[Rank]) -> dict[str, list[float]]:
     """The figures of some timed runs."""
-    return figures_of([Run(ranks, GLOBAL_BATCH, **relative) for ranks in runs], None)
+    result = VariantResult("auto")
+    for ranks in runs:
+        result.add(figures_of(ranks, "timed"))
+    return result.figures
 
 
 def make_parity(**values: Any) -> Parity:
@@ -68,24 +73,24 @@ def make_parity(**values: Any) -> Parity:
 
 
 def make_variant(
-    name: str, rates: tuple[float, ...] = (1000.0, 1100.0), window: float = 0.0, **values: Any
+    name: str, rates: tuple[float, ...] = (1000.0, 1100.0), **values: Any
 ) -> VariantResult:
     """A variant that ran once for each rate; with two processes where its name begins with ddp."""
     (variant,) = parse_variants(name)
     size = 2 if variant.strategy == "ddp" else 1
-    checks = [check_rank(rank, size, moved=4000 * (size > 1)) for rank in range(size)]
-    runs = [
-        [timed_rank(rank, size, rate / size, window=window) for rank in range(size)]
-        for rate in rates
-    ]
-    timed = [Run(ranks, GLOBAL_BATCH) for ranks in runs]
     defaults: dict[str, Any] = {
         "status": "ok",
         "parity": make_parity() if variant.is_compared else None,
-        "figures": figures_of(timed, Run(checks, GLOBAL_BATCH)),
         "check_losses": list(LOSSES) if variant.is_compared else [],
     }
-    return VariantResult(name, variant.description, **{**defaults, **values})
+    result = VariantResult(name, **{**defaults, **values})
+    if rates and "figures" not in values:
+        checks = [check_rank(rank, size, moved=4000 * (size > 1)) for rank in range(size)]
+        result.add(figures_of(checks, "check"))
+        for rate in rates:
+            ranks = [timed_rank(rank, size, rate / size) for rank in range(size)]
+            result.add(figures_of(ranks, "timed"))
+    return result
 
 
 ENVIRONMENT: dict[str, Any] = {
@@ -117,13 +122,11 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
 }
 DATA: dict[str, Any] = {
-    "data_class": "lightning_memmap.MemmapDataModule",
     "store_path": "stores/x",
     "num_rows": 1257,
     "num_shards": 24,
     "row_bytes": 72,
     "num_bytes": 90_000,
-    "fields": {"image": "image: uint8 (8, 8)"},
     "store_s": 0.2,
     "steps_per_epoch": 39,
     "batch_size": 16,

@@ -53,5 +53,5 @@ def test_parts_are_those_of_the_trainers_actions(tick: list[float]) -> None:
         "optimizer": 16.0,
         "other": 169.0,
     }
-    assert tuple(first) == PARTS
+    assert [*first] == [*PARTS]
     assert second == {**dict.fromkeys(PARTS, 0.0), "forward": 1.0, "backward": 3.0}

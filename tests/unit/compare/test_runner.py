@@ -56,6 +56,8 @@ def test_single_device_is_the_reference_wherever_it_stands(
     assert [each.variant for each in report.variants] == ["ddp", "auto", "auto+ideal"]
     assert [each.parity and each.parity.holds for each in report.variants] == [True, True, None]
     assert report.exit_code == 0
+    shares = [each.figures.get("no_load_share") for each in report.variants]
+    assert shares == [None, [1, 1], [1, 1]]
     assert compare("ddp,memmap_superbatch", lambda spec: None).reference == "ddp"
 
 

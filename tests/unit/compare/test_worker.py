@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_memmap.compare.config import RunSpec
-from lightning_memmap.compare.metrics import PARTS
+from lightning_memmap.compare.metrics import METRICS, PARTS
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.worker import prepare, train
 from tests.unit.compare import runs
@@ -85,15 +85,13 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     facts_of(tmp_path, sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6
-    steps = rank.values["steps"]
-    assert len(steps) == 6
-    for parts in steps:
-        assert tuple(parts) == PARTS
-        assert min(parts.values()) >= 0
-        assert parts["forward"] > 0
-        assert parts["backward"] > 0
-    assert str(os.getpid()) in rank.values["memory"]
-    assert rank.values["first_batch"] > 0
+    assert {metric.key for metric in METRICS.values() if metric.run == "timed"} == set(rank.values)
+    parts = {part: rank.values[f"{part}_s"] for part in PARTS}
+    assert min(parts.values()) >= 0
+    assert parts["forward"] > 0
+    assert parts["backward"] > 0
+    assert str(os.getpid()) in rank.values["private_bytes"]
+    assert rank.values["first_batch_s"] > 0
 
 
 def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
@@ -108,9 +106,9 @@ def test_check_tells_bytes_of_the_model(tmp_path: Path) -> None:
     facts_of(tmp_path, sections)
     (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
     # Other parameters of this process may still be alive; those of a fresh one are the model's.
-    assert rank.values["state"]["cpu"]["gradients"] >= 4 * PARAMETERS
-    assert rank.values["state"]["cpu"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
-    assert rank.values["moved"] == 0
+    assert rank.values["gradients_bytes"]["gradients"] >= 4 * PARAMETERS
+    assert rank.values["optimizer_bytes"]["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
+    assert rank.values["communication_bytes"] == 0
 
 
 def test_batch_that_consumers_cannot_share_is_refused(tmp_path: Path) -> None:
@@ -149,8 +147,7 @@ def test_rows_that_differ_in_length_are_compared_without_their_padding(
         train_dataset={"class_path": "tests.datasets.Ragged", "init_args": {"num_rows": ROWS}},
         variable={"sound": sound, "image": "list"},
     )
-    parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
+    parities, _ = compare(tmp_path, (*VARIANTS, "memmap_dp"), sections)
     for parity in parities.values():
         assert parity.holds is True
         assert parity.rows == [6, 6]
-    assert facts["data"]["fields"]["sound"] == "float32 (None,)"

@@ -535,8 +535,8 @@ BASE = {"image": torch.zeros(3, 4, dtype=torch.uint8), "label": (1, 2.0)}
             {"image": None, "label": (1, 2.0)},
             [r"'image'", "found None", r"expected uint8 \(3, 4\)"],
         ),
-        ({"image": BASE["image"]}, [r"'value'", r"found dict of \['image'\]", "'label'"]),
-        (BASE["image"], [r"'value'", "found Tensor", "expected dict"]),
+        ({"image": BASE["image"]}, ["the sample", r"found dict of \['image'\]", "'label'"]),
+        (BASE["image"], ["the sample", "found Tensor", "expected dict"]),
     ],
 )
 def test_flatten_sample_that_does_not_fit_names_field_found_and_expected(

@@ -711,7 +711,7 @@ def test_dict_of_splits_is_refused_with_the_way_out(tmp_path: Path) -> None:
     words = (
         r"a DatasetDict has a dataset for each split: choose one of the splits \['train', 'test'"
     )
-    with pytest.raises(TypeError, match=f"the dataset: {words}"):
+    with pytest.raises(TypeError, match=f"dataset: {words}"):
         build_store(given, tmp_path / "s")
     with pytest.raises(TypeError, match=f"columns: {words}"):
         ColumnDataset(given)

@@ -132,9 +132,9 @@ def test_stream_samples_of_mixed_kinds_come_back(tmp_path: Path) -> None:
     ("samples", "error", "message"),
     [
         ([], ValueError, "the dataset is empty.* gives its rows once"),
-        ([1, 2, "three"], SchemaError, "row 2, field 'value': found"),
-        ([{"x": 1}, {"y": 1}], SchemaError, "row 1, field 'value': found dict"),
-        ([object()], SchemaError, "row 0, field 'value': found object"),
+        ([1, 2, "three"], SchemaError, "row 2, the sample: found"),
+        ([{"x": 1}, {"y": 1}], SchemaError, "row 1, the sample: found dict"),
+        ([object()], SchemaError, "row 0, the sample: found object"),
     ],
 )
 def test_stream_that_cannot_be_stored_leaves_nothing(
@@ -187,7 +187,7 @@ def test_store_of_the_same_stream_is_used(tmp_path: Path) -> None:
         (Stream(Numbered(40), 39), "the dataset has 39 rows, the store 40"),
         (Stream(Numbered(41), 41), "the dataset has 41 rows, the store 40"),
         (Stream([*map(Numbered(39).__getitem__, range(39)), Numbered(1)[0]], 40), "row 39 of"),
-        (Stream([1] * 40, 40), "row 0, field 'value': found int"),
+        (Stream([1] * 40, 40), "row 0, the sample: found int"),
     ],
     ids=["first row", "shorter", "longer", "last row", "structure"],
 )

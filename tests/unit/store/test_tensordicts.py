@@ -97,7 +97,7 @@ def test_tensordict_with_something_else_is_refused(
 
 def test_row_with_other_keys_is_refused(tmp_path: Path) -> None:
     rows = [TensorDict({"x": torch.zeros(3)}, [])] * 9 + [TensorDict({"y": torch.zeros(3)}, [])]
-    with pytest.raises(SchemaError, match=r"row 9, field 'value': found tensordict of \['y'\]"):
+    with pytest.raises(SchemaError, match=r"row 9, the sample: found tensordict of \['y'\]"):
         build_store(rows, tmp_path / "store", progress=False)
 
 
