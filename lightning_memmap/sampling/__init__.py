@@ -23,13 +23,9 @@ from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.pool import Pool, spans_of
 from lightning_memmap.sampling.rows import (
-    ChosenRows,
     JoinedRows,
-    PickedRows,
     Rows,
-    RowSubset,
     StoreRows,
-    StridedRows,
     WindowedRows,
 )
 from lightning_memmap.sampling.sampler import (
@@ -63,7 +59,6 @@ __all__ = [
     "BatchSchedule",
     "Bucketed",
     "BucketedSampler",
-    "ChosenRows",
     "Curriculum",
     "Fields",
     "Holdout",
@@ -72,11 +67,9 @@ __all__ = [
     "KFold",
     "Mixture",
     "Parts",
-    "PickedRows",
     "Pool",
     "RandomSplit",
     "ReadWindows",
-    "RowSubset",
     "Rows",
     "Sampler",
     "SamplerFactory",
@@ -85,7 +78,6 @@ __all__ = [
     "Shards",
     "ShuffledSampler",
     "StoreRows",
-    "StridedRows",
     "Subset",
     "Weighted",
     "WeightedSampler",

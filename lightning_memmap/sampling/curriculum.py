@@ -123,6 +123,8 @@ class CurriculumSampler(Sampler):
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
         count, column, zero = int(self.pool.counts[shard]), np.array([shard]), np.zeros(1, np.int64)
+        if not count:
+            return np.zeros(0, np.int64)
         offsets = order.grid(epoch, 0, count - 1, column, zero)
         held, used = self.pool.begins, order.pool.begins
         if held is not None and used is not None:

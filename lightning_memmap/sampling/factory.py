@@ -95,6 +95,17 @@ class SamplerFactory(ABC):
         """
 
 
+def one_by_row(name: str, given: Any, num_rows: int) -> NDArray[Any]:
+    """What is given for each row of a dataset, of shape (num_rows,)."""
+    found = np.asarray(given)
+    if found.shape != (num_rows,):
+        raise ValueError(
+            f"{name} of shape {found.shape}, and the dataset has {num_rows} rows: give one for"
+            " each, or the name of a field"
+        )
+    return found
+
+
 def made_sampler(
     maker: SamplerFactory | Callable[[Pool, int], Sampler],
     pool: Pool,

@@ -176,7 +176,8 @@ class Pool:
 
     def rows_of(self, shard: int) -> range | Integers:
         """The dataset rows of one shard, in its order."""
-        if self.chosen is None and self.is_striped and isinstance(self.rows, StoreRows):
+        is_plain = isinstance(self.rows, StoreRows) and self.rows.is_in_files
+        if is_plain and self.chosen is None and self.is_striped:
             return self._striping.rows_of(shard)
         return self.dataset_rows(*self.offsets_of(shard))
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
@@ -106,12 +106,7 @@ class Weighted(SamplerFactory):
                 _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
                 found = 1 / counts[classes]
         else:
-            given = np.asarray(self.weights)
-            if given.shape != (fields.num_rows,):
-                raise ValueError(
-                    f"Weighted: weights of shape {given.shape}, and the dataset has"
-                    f" {fields.num_rows} rows: give one weight for each, or the name of a field"
-                )
+            given = one_by_row("Weighted: weights", self.weights, fields.num_rows)
             if not (np.issubdtype(given.dtype, np.number) or given.dtype == np.bool_):
                 raise TypeError(f"Weighted: weights of {given.dtype}: give numbers")
             found = given[rows]

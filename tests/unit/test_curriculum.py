@@ -136,6 +136,17 @@ def test_rows_are_those_of_a_selection(tmp_path: Path, selected: Any, residency:
     assert {*drawn[0]} <= {*shuffled[0]} < {*range(ROWS)}
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_shards_may_have_no_rows(tmp_path: Path, window: int | None) -> None:
+    sampler = Curriculum({0: Weighted(np.arange(10) + 1), 1: None})
+    data = make_data(
+        tmp_path, train_dataset=Points(10), sampler=sampler, batch_size=4, shuffle_window=window
+    )
+    first, second = epochs_of(data, 2)
+    assert len(first) == 10
+    assert sorted(second) == [*range(10)]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

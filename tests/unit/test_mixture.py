@@ -23,13 +23,11 @@ from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
     JoinedRows,
     Mixture,
-    PickedRows,
     Pool,
     RandomSplit,
     SequentialSampler,
     Shards,
     StoreRows,
-    StridedRows,
     Subset,
 )
 from lightning_memmap.schema import Windows
@@ -37,7 +35,7 @@ from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.models import make_trainer
-from tests.rows import loader_over, make_split
+from tests.rows import StridedRows, loader_over, make_split
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -349,8 +347,8 @@ def test_rows_are_selected_from_each_set(tmp_path: Path, residency: str) -> None
 
 
 def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
-    first = PickedRows(StoreRows(Shards(5, 3)), StridedRows(1, 2))
-    pool = Pool.of(JoinedRows(("a", "b"), (first, StoreRows(Shards(9, 3))), (5, 9)), 3)
+    first = StridedRows(1, 2).among(StoreRows(Shards(5, 3)))
+    pool = Pool.of(JoinedRows(("a", "b"), (first, StoreRows(Shards(9, 3)))), 3)
     order = SequentialSampler(pool)
     expected = [1, 3, *range(5, 14)]
     assert order.dataset_rows(0, range(11)).tolist() == expected

@@ -18,18 +18,24 @@ from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     Pool,
-    RowSubset,
     Sampler,
     SamplerFactory,
     ShuffledSampler,
-    StridedRows,
     Subset,
     Weighted,
 )
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.store import ColumnDataset, Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
+from tests.rows import (
+    CPU,
+    Chosen,
+    StridedRows,
+    check_save_and_resume,
+    chosen_of,
+    epoch_rows,
+    joined,
+)
 
 ROWS, SAMPLES = 101, 140
 #: Some rows never come, one comes often, and the weights go with the shards.
@@ -45,7 +51,7 @@ def make_loader(
     rank: int = 0,
     size: int = 1,
     residency: str = "mmap",
-    subset: RowSubset | None = None,
+    subset: Chosen | None = None,
     factory: SamplerFactory | None = None,
 ) -> SuperBatchLoader:
     """A loader of one process, on logical data devices."""
@@ -57,7 +63,7 @@ def make_loader(
         return made_sampler(chosen, pool, 5, store, window)
 
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    sized = SplitSize.of("train", store.manifest, topology, store.rows(subset), window, order)
+    sized = SplitSize.of("train", store.manifest, topology, chosen_of(store, subset), window, order)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
     rows = load_split(store, topology, placement.splits["train"])
     sampler = order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window)
@@ -68,7 +74,7 @@ def make_loader(
 @pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
 @pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
 def test_rows_are_the_same_on_any_number_of_devices_and_processes(
-    numbered_store: Callable[..., Store], residency: str, subset: RowSubset | None
+    numbered_store: Callable[..., Store], residency: str, subset: Chosen | None
 ) -> None:
     store = numbered_store(ROWS, 12)
     options: dict[str, Any] = {"residency": residency, "subset": subset}

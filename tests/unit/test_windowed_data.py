@@ -20,7 +20,6 @@ from lightning_memmap.loading import SuperBatchLoader, places
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
-    PickedRows,
     Pool,
     RandomSplit,
     Rows,
@@ -28,7 +27,6 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
     Subset,
     Weighted,
     WindowedRows,
@@ -39,7 +37,7 @@ from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
 from tests.models import make_trainer
-from tests.rows import make_window_loader
+from tests.rows import StridedRows, make_window_loader
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
@@ -82,7 +80,7 @@ def test_each_window_is_in_one_shard_and_found_again(
         all_steps = Numbers(np.array(lengths)[rows.on_line(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
-        rows, chosen = PickedRows(rows, StridedRows(0, 2)), range(0, len(lengths), 2)
+        rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
     steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.on_line(np.arange(rows.num_rows)))])
     if not expected:

@@ -32,7 +32,7 @@ FIELDS: Any = None
 def joined(sizes: list[int], num_shards: int) -> JoinedRows:
     names = tuple("abcdef"[: len(sizes)])
     parts = tuple(StoreRows(Shards(size, num_shards)) for size in sizes)
-    return JoinedRows(names, parts, tuple(sizes))
+    return JoinedRows(names, parts)
 
 
 def mixture(

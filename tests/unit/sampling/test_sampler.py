@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_memmap.sampling import (
     BatchSchedule,
     Sampler,
-    StridedRows,
     derive_seed,
     shard_rows,
     shard_starts,
@@ -71,37 +70,6 @@ def test_striping_consumers_gives_next_multiple(
 
 
 # Samplers
-
-
-@given(num_rows=st.integers(1, 200), count=st.integers(2, 12))
-def test_row_subsets_divide_a_dataset_and_number_its_rows(num_rows: int, count: int) -> None:
-    dataset = range(num_rows)
-    for index in range(count):
-        for excluded in (False, True):
-            subset = StridedRows(index, count, excluded)
-            size = subset.num_rows(num_rows)
-            found = subset.rows(np.arange(size, dtype=np.int64)).tolist()
-            assert found == [row for row in dataset if (row % count == index) != excluded]
-
-
-def test_row_subset_of_one_part_is_the_dataset() -> None:
-    subset = StridedRows(0, 1)
-    assert subset.num_rows(7) == 7
-    assert subset.rows(np.arange(7)).tolist() == list(range(7))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((0, 0), "count=0: at least 1"),
-        ((0, 1, True), "count=1: at least 2"),
-        ((3, 3), "index=3: the parts are 0 to 2"),
-        ((-1, 3), "index=-1"),
-    ],
-)
-def test_row_subset_that_cannot_be_is_refused(arguments: tuple[int, ...], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        StridedRows(*arguments)
 
 
 @given(samplers(), EPOCHS)

@@ -10,15 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    PickedRows,
-    Pool,
-    Sampler,
-    StridedRows,
-    Weighted,
-    WeightedSampler,
-)
-from tests.rows import pool_of
+from lightning_memmap.sampling import Pool, Sampler, Weighted, WeightedSampler
+from tests.rows import StridedRows, pool_of
 
 
 class Table:
@@ -184,7 +177,7 @@ def test_classes_of_a_field_come_equally_often() -> None:
 
 def test_classes_are_counted_in_the_training_rows_alone() -> None:
     label = np.array([0, 1, 1] * 40)
-    pool = Pool.of(PickedRows(pool_of(120, 8).rows, StridedRows(0, 2)), 8)
+    pool = Pool.of(StridedRows(0, 2).among(pool_of(120, 8).rows), 8)
     fields = Table(120, label=label, weight=label.astype(np.float32))
     sampler = Weighted("label").make(pool, 0, fields)
     rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(100)])
