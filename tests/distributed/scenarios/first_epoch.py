@@ -4,9 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
 from lightning_memmap import MemmapDataModule
 from tests.datasets import Logged
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import Points, Regression, make_trainer
 
 ROWS = 151
 
@@ -36,4 +40,10 @@ def fit(
     trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=3)
     module = Regression()
     trainer.fit(module, data)
-    return {"seen": module.seen, "weights": weights(module)}
+    return {"seen": module.seen, "weights": local_weights(module)}
+
+
+def local_weights(module: nn.Module) -> Tensor:
+    """The parameters, or the parts of them, that this process has."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([each.detach().flatten() for each in local if not each.is_meta])

@@ -1,5 +1,6 @@
 """Training while the store is built: as from a finished store, and no row is read twice."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.cli import main
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling import (
     Bucketed,
@@ -219,10 +221,14 @@ def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> N
     assert_each_is_read_once(tmp_path)
 
 
-def test_dataset_that_fails_ends_training_and_keeps_rows(tmp_path: Path) -> None:
+def test_dataset_that_fails_ends_training_and_keeps_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
     with pytest.raises(DatasetError, match=r"row 200.*no such file"):
         fit(tmp_path, Regression(), dataset, "while_training")
+    assert main(["store", "info", str(tmp_path / "while_training")]) == 0
+    assert re.search(r"train: \d+ of 331 rows are there", capsys.readouterr().out)
     before = rows_read(tmp_path / "while_training.log")
     module = Regression()
     fit(tmp_path, module, Points(NUM_ROWS), "while_training")
