@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling import (
     Bucketed,
@@ -26,6 +25,7 @@ from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.serving import Serving
+from tests.command_line import CommandLine
 from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
 
@@ -227,8 +227,9 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
     with pytest.raises(DatasetError, match=r"row 200.*no such file"):
         fit(tmp_path, Regression(), dataset, "while_training")
-    assert main(["store", "info", str(tmp_path / "while_training")]) == 0
-    assert re.search(r"train: \d+ of 331 rows are there", capsys.readouterr().out)
+    run = CommandLine(capsys)
+    assert run("store", "info", tmp_path / "while_training") == 0
+    assert re.search(r"train: \d+ of 331 rows are there", run.out)
     before = rows_read(tmp_path / "while_training.log")
     module = Regression()
     fit(tmp_path, module, Points(NUM_ROWS), "while_training")
