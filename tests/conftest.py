@@ -94,7 +94,6 @@ _SLOW = (
     "unit/sampling/test_weighted.py",
     "unit/sampling/test_windows.py::test_each_row_is_equally_often",
     "unit/sampling/test_windows.py::test_other_rows_share",
-    "unit/sampling/test_windows.py::test_rows_of_a_window",
     "unit/sampling/test_windows.py::test_windows_come_in_each_order",
     "unit/store/test_append.py",
     "unit/store/test_build.py::test_build_on_full_disk",

@@ -107,7 +107,9 @@ def _parse(name: str) -> Variant:
     return Variant(strategy, "ideal" if loader == "ideal" else "memmap")
 
 
-RunKind = Literal["prepare", "check", "timed"]
+#: ``check`` trains a few steps and notes rows, losses, weights and bytes; ``timed`` measures time
+#: and memory, and does nothing else.
+RunKind = Literal["check", "timed"]
 
 #: Options of the Trainer that a config may set for all variants. The comparison itself sets the
 #: others, which could make variants differ.

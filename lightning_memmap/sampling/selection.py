@@ -171,7 +171,18 @@ class _HoldingOut(Selection):
             keys = random_bits(self._seed, 0, _BITS).random_raw(fields.num_rows)
         if self._stratify is None:
             return np.argsort(keys, kind="stable")
-        return np.lexsort((keys, fields.values(self._stratify)))
+        return np.lexsort((keys, self._values("stratify", self._stratify, fields)))
+
+    def _values(self, name: str, field: str, fields: Fields) -> NDArray[Any]:
+        """The values of a field by which rows are divided."""
+        missing = np.flatnonzero(~fields.given(field))
+        if len(missing):
+            raise ValueError(
+                f"{type(self).__name__}: {name}={field!r}: it is None in {len(missing)} of"
+                f" {fields.num_rows} rows, the first of which is row {missing[0]}: store a value of"
+                " your own in its place, such as -1, or a dataset of the other rows alone"
+            )
+        return fields.values(field)
 
 
 class RandomSplit(_HoldingOut):
@@ -237,7 +248,8 @@ class RandomSplit(_HoldingOut):
 
     def _held_out_groups(self, field: str, count: int, fields: Fields) -> NDArray[Any]:
         """A mask of whole groups with about so many rows: one group at least, and not all."""
-        _, groups, sizes = np.unique(fields.values(field), return_inverse=True, return_counts=True)
+        values = self._values("group", field, fields)
+        _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
         if len(sizes) < 2:
             raise ValueError(
                 f"RandomSplit: group={field!r}: all rows have one value, and none would be trained"

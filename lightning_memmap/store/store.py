@@ -140,7 +140,7 @@ class Store:
         if len(missing):
             raise ValueError(
                 f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, the first of"
-                f" which is row {missing[0]}, and None is no value to weight or stratify by: store"
+                f" which is row {missing[0]}, and None is no value to weight rows by: store"
                 " a value of your own in its place, such as -1, or use the other rows alone, with"
                 f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
             )

@@ -61,13 +61,6 @@ def test_reason_says_what_is_missing(
     assert reason in found
 
 
-def test_devices_of_a_variant_are_those_of_the_comparison_or_one() -> None:
-    assert Variant("auto").trainer_options(4) == {"strategy": "auto", "devices": 1, "num_nodes": 1}
-    assert Variant("ddp").trainer_options(4)["devices"] == 4
-    options = Variant("model_parallel").trainer_options(4)
-    assert options["strategy"]["init_args"]["data_parallel_size"] == 4
-
-
 def test_several_models_and_replayed_batches_are_not_compared() -> None:
     found = [each.name for each in all_variants() if not each.is_compared]
     assert found == ["auto+ideal", "memmap_independent"]

@@ -68,11 +68,6 @@ class TestWithoutTrainer:
         with pytest.raises(StoreNotFoundError, match=r"the train split is not set up"):
             data.train_dataloader()
 
-    def test_setup_twice_gives_the_same(self, tmp_path: Path) -> None:
-        data = set_up(make_data(tmp_path))
-        first = rows(data.train_dataloader())
-        assert rows(set_up(data).train_dataloader()) == first
-
     def test_setup_prints_the_placement(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -109,11 +104,6 @@ class TestWithoutTrainer:
             data.predict_dataloader(),
         ]
         assert [set(rows(loader)) for loader in loaders] == [{1}, {2}, {2}, {2}]
-
-    def test_device_residency_serves_the_same_rows(self, tmp_path: Path) -> None:
-        mapped = rows(set_up(make_data(tmp_path)).train_dataloader())
-        resident = rows(set_up(make_data(tmp_path, residency="device")).train_dataloader())
-        assert mapped == resident
 
     def test_loader_before_setup_raises(self, tmp_path: Path) -> None:
         with pytest.raises(StoreNotFoundError, match=r"call setup\(\) first"):
@@ -153,17 +143,12 @@ class TestArguments:
             MemmapDataModule(Points(8), store_dir=tmp_path, **arguments)
         MemmapDataModule(Points(8), store_dir=tmp_path, **{name: torch.nn.Identity()})
 
-    @pytest.mark.parametrize("options", [{"num_shards": 0}, {"num_workers": -1}])
-    def test_argument_for_the_store_out_of_range_raises_in_prepare(
-        self, tmp_path: Path, options: dict[str, Any]
+    @pytest.mark.parametrize("residency", ["host", "device", "stream"])
+    def test_rows_that_do_not_fit_are_refused_in_setup(
+        self, tmp_path: Path, residency: str
     ) -> None:
-        (name, value) = next(iter(options.items()))
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            make_data(tmp_path, **options).prepare_data()
-
-    def test_host_that_does_not_fit_raises_in_setup(self, tmp_path: Path) -> None:
-        data = make_data(tmp_path, residency="host", memory_fraction=1e-9)
-        with pytest.raises(PlacementError, match=r"residency='host'.*memory_fraction"):
+        data = make_data(tmp_path, residency=residency, memory_fraction=1e-9)
+        with pytest.raises(PlacementError, match=f"residency='{residency}'.*memory_fraction"):
             set_up(data)
 
     def test_processes_of_one_machine_divide_the_memory_of_the_host(
@@ -180,11 +165,6 @@ class TestArguments:
             data.trainer = L.Trainer(strategy=strategy, accelerator="cpu", logger=False)
             with nullcontext() if fits else pytest.raises(PlacementError, match="residency='host'"):
                 data.setup("fit")
-
-    def test_device_that_does_not_fit_raises_in_setup(self, tmp_path: Path) -> None:
-        data = make_data(tmp_path, residency="device", memory_fraction=1e-9)
-        with pytest.raises(PlacementError, match="memory_fraction"):
-            set_up(data)
 
 
 class TestLargerThanMemory:
@@ -217,18 +197,6 @@ class TestLargerThanMemory:
         assert isinstance(order, ShuffledSampler)
         assert order.block == expected
         data.teardown()
-
-    def test_windows_that_do_not_fit_raise_in_setup(self, tmp_path: Path) -> None:
-        data = make_data(tmp_path, residency="stream", memory_fraction=1e-9)
-        with pytest.raises(PlacementError, match="two windows of each split"):
-            set_up(data)
-
-    def test_setup_prints_the_windows(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("COLUMNS", "160")
-        set_up(make_data(tmp_path, residency="stream", shuffle_window=2), "fit").teardown()
-        assert "2 x 2 rows a shard" in capsys.readouterr().out
 
     @pytest.mark.parametrize("residency", ["auto", "mmap"])
     def test_mapping_larger_than_memory_is_warned_of_once(
