@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from examples import gpt, kfold
@@ -19,10 +18,8 @@ from examples.data.digits import Digits
 from examples.data.photographs import Photos
 from examples.data.shapes import Shapes
 from examples.data.text import Text
-from examples.digits import ShiftAndNormalize
 from examples.folders import made_at_once
-from examples.photos import RandomCropAndFlip, normalize
-from lightning_memmap import MemmapDataModule, open_store
+from lightning_memmap import open_store
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -355,16 +352,6 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
     assert (moved["mask"] != batch["mask"][:, 0]).flatten(1).any(dim=1).float().mean() > 0.9
 
 
-def test_shift_and_normalize_moves_each_row_within_its_range() -> None:
-    rows = 300
-    image = torch.zeros(rows, 1, 9, 9, dtype=torch.uint8)
-    image[:, 0, 4, 4] = 255
-    moved = ShiftAndNormalize(0.0, 1.0, max_shift=2)({"image": image}, seeded(0))["image"]
-    assert moved.sum().item() == rows
-    found = {tuple(index[2:]) for index in torch.nonzero(moved).tolist()}
-    assert found == {(y, x) for y in range(2, 7) for x in range(2, 7)}
-
-
 # Segmentation data
 
 
@@ -389,31 +376,6 @@ def test_shapes_are_made_once_and_are_the_same_each_time(
         seen += torch.tensor([sample["striped"], *present.tolist()])
     assert ((seen > 0) & (seen < 20)).all()
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["val"]
-
-
-def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    for kind in ("images", "masks"):
-        (folder / "test" / kind).mkdir(parents=True)
-    rows = ["name,striped,circle,cross,triangle"]
-    for row in range(6):
-        Image.new("RGB", (12, 8), (row, 0, 9)).save(folder / "test" / "images" / f"i{row}.png")
-        mask = Image.new("P", (12, 8), row % 4)
-        mask.putpalette(range(12))
-        mask.save(folder / "test" / "masks" / f"i{row}.png")
-        rows.append(f"i{row},{row % 2},0,1,0")
-    (folder / "test" / "labels.csv").write_text("\n".join(rows))
-    data = MemmapDataModule(
-        test_dataset=Shapes("test", folder), store_dir=tmp_path / "store", batch_size=6
-    )
-    data.prepare_data()
-    data.setup("test")
-    (batch,) = data.test_dataloader()
-    assert batch["image"].shape == (6, 3, 8, 12)
-    assert batch["image"][:, 0, 0, 0].tolist() == list(range(6))
-    assert batch["mask"][:, 0, 7, 11].tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch["striped"].tolist() == [False, True] * 3
-    assert batch["kinds"].tolist() == [[0, 1, 0]] * 6
 
 
 # Photographs
@@ -457,27 +419,6 @@ def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
         (tmp_path / "made").mkdir()
         (tmp_path / "made" / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
-
-
-def test_random_crop_and_flip_gives_a_crop_of_each_image() -> None:
-    rows, size = 200, 3
-    image = torch.randint(256, (rows, 3, 5, 4), dtype=torch.uint8, generator=seeded(1))
-    moved = RandomCropAndFlip(size)({"image": image, "label": torch.arange(rows)}, seeded(0))
-    seen = set()
-    for row in range(rows):
-        matches = [
-            (y, x, mirrored)
-            for y in range(3)
-            for x in range(2)
-            for mirrored in (False, True)
-            for crop in [normalize(image[row, :, y : y + size, x : x + size])]
-            if torch.equal(moved["image"][row], crop.flip(-1) if mirrored else crop)
-        ]
-        assert len(matches) == 1
-        seen |= set(matches)
-    # Every crop, and its mirror image.
-    assert len(seen) == 3 * 2 * 2
-    assert torch.equal(moved["label"], torch.arange(rows))
 
 
 @pytest.mark.slow

@@ -146,7 +146,6 @@ class ComparisonOptions:
         steps: Steps that are measured in each of them.
         warmup_steps: Steps before those, which are not measured.
         check_steps: Steps that are checked for parity, in a run of their own.
-        accelerator: ``auto``, ``cpu`` or ``cuda``.
         tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
             says for the precision.
         timeout_s: Seconds after which a run is ended, and counts as failed.
@@ -163,7 +162,6 @@ class ComparisonOptions:
     steps: int = 100
     warmup_steps: int = 10
     check_steps: int = 10
-    accelerator: str = "auto"
     tolerance: float | None = None
     timeout_s: float = 1800.0
     out: str = "runs/compare"
@@ -173,8 +171,6 @@ class ComparisonOptions:
             raise ValueError("--config: name the config to run, as for lightning-memmap fit")
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least)
-        if self.accelerator not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
         # Written so that NaN raises, too.
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")

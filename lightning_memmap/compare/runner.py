@@ -121,11 +121,8 @@ class Comparison:
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
         self._options, self._console = options, console
         self._config, self._trainer, left_out = shared_config(read_config(options.config))
-        accelerator = options.accelerator
-        if accelerator == "auto":
-            asked = str(self._trainer.get("accelerator", "auto"))
-            has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
-            accelerator = "cuda" if has_cuda else "cpu"
+        is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        accelerator = "cuda" if is_asked and torch.cuda.is_available() else "cpu"
         precision = str(self._trainer.get("precision", "32-true"))
         given = options.tolerance
         self._runs = Path(options.out).resolve() / RUNS

@@ -260,7 +260,8 @@ class SuperBatchLoader:
 
         Raises:
             ValueError: The data devices of all processes do not divide the shards, some would have
-                no row, or no step would have its full size under ``drop_last``.
+                no row, no step would have its full size under ``drop_last``, or the order is made
+                for steps of another size.
         """
         topology = replace(self._rows.topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
@@ -269,6 +270,12 @@ class SuperBatchLoader:
                 f"{size} processes for a store of {order.num_positions} rows in"
                 f" {order.num_shards} shards: without a Trainer, the processes must divide the"
                 " shards, and each must have a row; build the store with another num_shards"
+            )
+        if order.global_batch not in (None, self.batch_size * count):
+            raise ValueError(
+                f"{size} processes for batches of {order.global_batch} rows of one training set"
+                " (by_batch=True): use a Trainer, whose processes the data module knows, or"
+                " by_batch=False"
             )
         loader = copy.copy(self)
         loader._serve(replace(self._rows, topology=topology))

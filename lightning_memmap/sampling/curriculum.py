@@ -68,17 +68,6 @@ class Curriculum(SamplerFactory):
         return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
 
     @override
-    def for_batches(self, global_batch: int) -> "Curriculum":
-        return Curriculum(
-            {
-                epoch: stage.for_batches(global_batch)
-                if isinstance(stage, SamplerFactory)
-                else stage
-                for epoch, stage in self.stages.items()
-            }
-        )
-
-    @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
@@ -140,6 +129,11 @@ class CurriculumSampler(Sampler):
     def block(self) -> int | None:
         blocks = {each.block for each in self.stages.samplers if not each.is_sequential}
         return blocks.pop() if len(blocks) == 1 else None
+
+    @property
+    @override
+    def global_batch(self) -> int | None:
+        return next(filter(None, (each.global_batch for each in self.stages.samplers)), None)
 
     @override
     def in_blocks(self, block: int) -> Self:

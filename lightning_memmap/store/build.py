@@ -38,7 +38,7 @@ from lightning_memmap.store.building import (
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
-from lightning_memmap.store.places import make_parent, store_directory
+from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
@@ -142,7 +142,6 @@ def build_store(
             with suppress(StoreError, OSError), directory.locked():
                 _record(store, found)
         return store
-    make_parent(directory.path)
     with directory.locked(), ExitStack() as stack:
         if is_store(directory.path) and not overwrite:
             store, found = _reopen(asked, check)
@@ -228,7 +227,6 @@ def build_part(
     directory = asked.directory
     check_length(dataset)
     check_free(directory.path, "`store_dir`")
-    make_parent(directory.path)
 
     def is_finished() -> bool:
         # Such as for a job that was queued again after the store was finished.

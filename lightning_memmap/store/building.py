@@ -18,12 +18,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from platform import node
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import tensordict
 import torch
 
@@ -183,15 +183,20 @@ class Building:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)
 
-    def write(self, rows: range, values: Iterable[Values]) -> None:
-        """Write rows in this process; see `wrote`."""
+    def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
+        """Write rows in this process, in any order; see `wrote`."""
         self._writer = self._writer or RowWriter(self.path, self.draft.columns, None)
         self._writer.write(rows, values)
         self.wrote(rows)
 
-    def wrote(self, rows: range) -> None:
+    def wrote(self, rows: range | Integers) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
-        self._written.append(rows)
+        if isinstance(rows, range):
+            self._written.append(rows)
+            return
+        rows = np.sort(rows)
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        self._written += [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
     def sync(self) -> None:
         """Bring what was written to the disk, and list it in the journal."""
@@ -293,7 +298,8 @@ def read_draft(generation: Path, key: str) -> Manifest:
     with closing(OpenFiles(generation, is_own=True)) as files:
         data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
-    return replace(found, columns=grow_columns(found.schema, found.shards))
+    columns = grow_columns(found.schema, found.shards)
+    return replace(found, columns=columns, generation=generation.name)
 
 
 def read_part(generation: Path, part: int, num_rows: int) -> list[range] | None:
@@ -385,7 +391,7 @@ def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSErr
 def _check_own_files(path: Path, draft: Manifest) -> None:
     """Check that the files of an unfinished build are plain ones of this user."""
     with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
-        for name, num_bytes in chain.from_iterable(c.file_bytes.items() for c in draft.columns):
+        for name, num_bytes in draft.file_bytes.items():
             if (found := os.fstat(files.open(name)).st_size) != num_bytes:
                 raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
 

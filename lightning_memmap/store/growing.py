@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Thread
@@ -30,7 +30,6 @@ from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is
 from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
-from lightning_memmap.store.places import make_parent
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.serving import Serving
@@ -124,7 +123,6 @@ class BackgroundBuild:
 
     def __init__(self, asked: Asked, after: "BackgroundBuild | None" = None) -> None:
         check_free(asked.directory.path, "`store_dir`")
-        make_parent(asked.directory.path)
         self._asked, self._after = asked, after
         #: Why the build has failed.
         self.error: BaseException | None = None
@@ -234,9 +232,7 @@ class BackgroundBuild:
             serving.present[draft.shards.locate(rows)] = 1
             queue.note(len(rows), duration_s)
             num_read += len(rows)
-            rows = np.sort(rows)
-            for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-                building.wrote(range(int(run[0]), int(run[-1]) + 1))
+            building.wrote(rows)
             if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
                 building.sync()
                 last_sync = monotonic()
@@ -319,7 +315,7 @@ def open_growing(path: Path) -> GrowingStore | None:
     """Open a store that is being built; None where none is."""
     for generation in StoreDirectory(path).unfinished(KEY):
         with suppress(FileNotFoundError):  # Nobody reads from it; or it was committed meanwhile.
-            draft = replace(read_draft(generation, KEY), generation=generation.name)
+            draft = read_draft(generation, KEY)
             return GrowingStore(path, draft, Serving(generation, draft.num_rows))
     return None
 

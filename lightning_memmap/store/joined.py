@@ -106,7 +106,7 @@ class JoinedStore(Store):
         if not variable:
             files = self._files_of(index, firsts * field.row_bytes)
             num_rows = int(firsts[-1]) + self.parts[-1].num_rows
-            return MappedRows(self._shards, _map(field, files, num_rows))
+            return _JoinedRows(self._shards, _map(field, files, num_rows))
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
@@ -173,6 +173,14 @@ class _InMemory(Shards):
     @override
     def locate(self, rows: Integers) -> Integers:
         return self.places(rows)
+
+
+class _JoinedRows(MappedRows):
+    """Rows of several stores in one tensor."""
+
+    @override
+    def row(self, row: int) -> Tensor:
+        return self.fetch(np.array([row]))[0]
 
 
 def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:

@@ -1,6 +1,6 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
@@ -60,8 +60,9 @@ class RangeWriter:
         self.has_arrays = self._source is not None
         #: The most rows of a range.
         self.max_rows = _MAX_ITEM_BLOCKS * self._max_item_rows
-        if self.has_arrays:
-            self.max_rows = self._rows_of(_SLICE_BYTES)
+        if self.has_arrays:  # Rows of a store are copied.
+            is_copied = isinstance(self._source, _StoredRows)
+            self.max_rows = self._rows_of(_ITEM_BYTES if is_copied else _SLICE_BYTES)
         if self.has_arrays and any(field.num_variable for field in schema.fields):
             self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._writer = RowWriter(building, columns, journal)
@@ -132,14 +133,19 @@ class RangeWriter:
                 if place is not None and values.data.data_ptr() != place.data_ptr():
                     place.copy_(values.data)
             pieces.append(found)
+        self._writing.result()
+        self._writing = self._thread.submit(self._write_pieces, rows, memory, pieces)
+
+    def _write_pieces(
+        self, rows: range | Integers, memory: Mapping[str, Tensor], pieces: list[list[Values]]
+    ) -> None:
         whole = [
             Values(memory[field.name][: len(rows)])
             if field.name in memory
             else join_values([piece[index] for piece in pieces])
-            for index, field in enumerate(fields)
+            for index, field in enumerate(self._schema.fields)
         ]
-        self._writing.result()
-        self._writing = self._thread.submit(self._write, rows, whole)
+        self._write(rows, whole)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -191,7 +190,6 @@ def _begin(dataset: Any, positions: dict[int, int]) -> None:
 
 def _work(number: int, make: bytes, task: Any) -> Any:
     global _made
-    exit_if_orphaned()
     try:
         with _our_errors():
             if number != _made[0]:
@@ -204,18 +202,13 @@ def _work(number: int, make: bytes, task: Any) -> Any:
 def end_with_starter() -> None:
     """Have this worker process killed when the process that started it ends."""
     global _starter
-    parent = multiprocessing.parent_process()
-    assert parent is not None
     _starter = os.getppid()
-    if sys.platform == "linux":
-        # The signal comes when the thread that started this process ends. It waits for the tasks.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The signal does not come if that thread ended before this call.
-    if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
-        os.kill(os.getpid(), signal.SIGKILL)
+    # The signal comes when the thread that started this process ends. It waits for the tasks.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It does not come if that thread ended before this call.
     exit_if_orphaned()
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
-    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+    Thread(target=_end_after, args=(_parent().sentinel,), daemon=True).start()
 
 
 def _end_after(sentinel: int) -> None:
@@ -225,18 +218,18 @@ def _end_after(sentinel: int) -> None:
 
 def exit_if_orphaned() -> None:
     """End this process if it is a worker and the process that started it is gone."""
-    parent = multiprocessing.parent_process()
-    if _starter is not None and (
-        os.getppid() != _starter or parent is None or not parent.is_alive()
-    ):
+    if _starter is not None and not (os.getppid() == _starter and _parent().is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent() -> Any:
+    """The process that started this worker, which may be the child of a fork server."""
+    return multiprocessing.parent_process()
 
 
 def _positions() -> dict[int, int]:
     """Where this process stands in the files that it has open for reading alone, by descriptor."""
     found: dict[int, int] = {}
-    if sys.platform != "linux":
-        return found
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # The listing's own is closed by now.
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)

@@ -21,6 +21,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
+    Curriculum,
     JoinedRows,
     Mixture,
     Pool,
@@ -211,6 +212,18 @@ def test_share_of_0_is_left_out(tmp_path: Path) -> None:
         assert seen == {1: 39, 3: 39}
 
 
+@pytest.mark.parametrize("is_curriculum", [False, True])
+def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
+    tmp_path: Path, is_curriculum: bool
+) -> None:
+    mixture = Mixture(SHARES, SAMPLES, by_batch=True)
+    sampler = Curriculum({0: mixture, 1: mixture}) if is_curriculum else mixture
+    loader: Any = set_up(make_data(tmp_path, sampler=sampler)).train_dataloader()
+    assert loader.loader.of_process(0, 1).global_batch == loader.loader.global_batch
+    with pytest.raises(ValueError, match=r"2 processes for batches of \d+ rows of one .*by_batch"):
+        loader.loader.of_process(0, 2)
+
+
 @pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_window": 3}])
 def test_command_shows_set_and_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
@@ -237,12 +250,6 @@ def test_command_shows_set_and_row(
     assert end.value.code == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
-    with pytest.raises(SystemExit):
-        main([*command, "--show", str(tmp_path / "rows.html")])
-    a, row = found["rows"][0]
-    page = (tmp_path / "rows.html").read_text()
-    first = page[page.index(f"<b>row {a}:{row}, data device 0</b>") :].partition("</figure>")[0]
-    assert f">{second[0]}<" in first
 
 
 @pytest.mark.parametrize(
