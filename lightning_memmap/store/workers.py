@@ -77,7 +77,8 @@ class Workers:
                 if not waiting:
                     return
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
+                # Those that failed come last: what the others have done is kept.
+                for future in sorted(done, key=lambda each: each.exception() is not None):
                     receive(future.result())
         except BrokenProcessPool as error:
             raise DatasetError(
