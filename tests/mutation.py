@@ -30,12 +30,12 @@ from jsonargparse import auto_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
-#: By folder of the package, where the tests are that should find a fault in it.
+#: By folder of the package, where the tests are that should find a fault in it, and which of them.
 ROOMS = {
-    "sampling": ("tests/unit/sampling", "tests/unit"),
-    "store": ("tests/unit/store",),
-    "loading": ("tests/unit/loading", "tests/unit"),
-    "strategies": ("tests/strategies",),
+    "sampling": (("tests/unit/sampling", "tests/unit"), ""),
+    "store": (("tests/unit/store",), "not slow"),
+    "loading": (("tests/unit/loading", "tests/unit"), "not slow"),
+    "strategies": (("tests/strategies",), ""),
 }
 #: Methods without which something is read or freed too early, or not seen by others.
 WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "join", "barrier"}
@@ -154,7 +154,7 @@ def tests_of(fault: Fault, copy: Path, num_files: int) -> list[str]:
     names = re.findall(r"^ *(?:class|def) (_?[a-zA-Z]\w{3,})", text, re.MULTILINE)
     pattern = re.compile(rf"\b(?:{'|'.join([path.stem.strip('_'), *names])})\b")
     counts = {}
-    for folder in ROOMS[fault.room]:
+    for folder in ROOMS[fault.room][0]:
         for test in sorted((copy / folder).glob("test_*.py")):
             found = pattern.findall(test.read_text(encoding="utf-8"))
             counts[test] = (test.stem == f"test_{path.stem.strip('_')}", len(set(found)))
@@ -162,7 +162,7 @@ def tests_of(fault: Fault, copy: Path, num_files: int) -> list[str]:
     return [str(test.relative_to(copy)) for test in best if any(counts[test])]
 
 
-def first_failure(copy: Path, tests: list[str], timeout_s: float) -> str:
+def first_failure(copy: Path, tests: list[str], marker: str, timeout_s: float) -> str:
     """The first test that fails, in a process of its own; nothing if all pass."""
     if not tests:
         return ""
@@ -177,7 +177,7 @@ def first_failure(copy: Path, tests: list[str], timeout_s: float) -> str:
         sys.path.insert(0, str(copy))
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marker]
         try:
             code = int(pytest.main([*options, *tests]))
         except BaseException:
@@ -202,7 +202,7 @@ def main(
     seed: int = 0,
     rooms: list[str] | None = None,
     only: str | None = None,
-    num_files: int = 3,
+    num_files: int = 6,
     timeout_s: float = 300.0,
 ) -> None:
     """Plant faults, and print what became of them.
@@ -225,11 +225,12 @@ def main(
         for fault in faults:
             path, text = copy / fault.path, (copy / fault.path).read_text(encoding="utf-8")
             lines, tests = text.split("\n"), tests_of(fault, copy, num_files)
+            marker = ROOMS[fault.room][1]
             lines[fault.line - 1] = lines[fault.line - 1].replace(fault.before, fault.after)
             path.write_text("\n".join(lines), encoding="utf-8")
-            by = first_failure(copy, tests, timeout_s)
+            by = first_failure(copy, tests, marker, timeout_s)
             path.write_text(text, encoding="utf-8")
-            if "::" in by and first_failure(copy, [by], timeout_s):
+            if "::" in by and first_failure(copy, [by], marker, timeout_s):
                 by = ""  # It fails without the fault, too.
             found.setdefault(fault.room, []).append(bool(by))
             print(f"{'found' if by else 'SURVIVED'} {fault}\n    {by or tests}", flush=True)

@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -364,6 +364,7 @@ def make_window_loader(
     def order(pool: Pool, rows: int) -> Sampler:
         is_whole = window is None and residency != "stream"
         if factory is not None:
+            pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
             fields = fields_of(store, pool.rows)
             return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
         if not shuffle:

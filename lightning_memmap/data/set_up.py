@@ -18,7 +18,6 @@ from lightning_memmap.placement import (
 from lightning_memmap.sampling import (
     Pool,
     Sampler,
-    SamplerFactory,
     SequentialSampler,
     ShuffledSampler,
 )
@@ -78,8 +77,7 @@ class Planner:
         options = self.stores.options
         block = window if options.shuffle_window is not None or options.is_streamed else None
         if (maker := options.sampler) is not None:
-            if isinstance(maker, SamplerFactory):
-                maker = maker.for_batches(options.batch_size * self.topology.num_data_devices)
+            pool = replace(pool, global_batch=options.batch_size * self.topology.num_data_devices)
             fields = fields_of(store, pool.rows)
             return made_sampler(maker, pool, options.seed, fields, block)
         if not options.shuffle:

@@ -68,17 +68,6 @@ class Curriculum(SamplerFactory):
         return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
 
     @override
-    def for_batches(self, global_batch: int) -> "Curriculum":
-        return Curriculum(
-            {
-                epoch: stage.for_batches(global_batch)
-                if isinstance(stage, SamplerFactory)
-                else stage
-                for epoch, stage in self.stages.items()
-            }
-        )
-
-    @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.
 

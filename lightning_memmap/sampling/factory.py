@@ -70,16 +70,8 @@ class SamplerFactory(ABC):
 
     #: The names of the training stores that it mixes; empty for one store without a name.
     stores: tuple[str, ...] = ()
-    #: Whether the order depends on the rows of a global batch.
+    #: Whether the order depends on the rows of a global batch; see `Pool`.
     by_batch: bool = False
-
-    def for_batches(self, global_batch: int) -> "SamplerFactory":
-        """What makes the order for global batches of so many rows; this one where all are alike.
-
-        Args:
-            global_batch: Rows of a step over all devices.
-        """
-        return self
 
     @abstractmethod
     def make(self, pool: Pool, seed: int, fields: Fields) -> Sampler:

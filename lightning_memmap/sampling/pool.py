@@ -43,6 +43,7 @@ class Pool:
             ``c``, ``c + C``, ``c + 2C`` and so on.
         chosen: Where shards have other rows than these by themselves, which rows they have, shard
             after shard, counted as in the pool that has all rows once: a table, or runs.
+        global_batch: Rows of a step over all devices, for orders that depend on it.
     """
 
     rows: Rows
@@ -51,6 +52,7 @@ class Pool:
     sizes: Integers = field(repr=False)
     counts: Integers = field(repr=False)
     chosen: NDArray[Any] | Runs | None = field(default=None, repr=False)
+    global_batch: int | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, rows: Rows, num_shards: int, is_striped: bool | None = None) -> "Pool":

@@ -35,7 +35,7 @@ _MISSING = object()
 _Parameters = dict[nn.Parameter, nn.Parameter]
 
 
-class Replicas:
+class Replicas(nn.Module):
     """The module, which is replica 0, and a copy of its tree for each further data device."""
 
     # On the physical device of the module, copies share its parameters: nothing is broadcast, and
@@ -45,6 +45,7 @@ class Replicas:
     # each process does under DDP.
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
+        super().__init__()
         check_module(module, devices)
         self.module = module
         self.devices = tuple(devices)
@@ -60,7 +61,7 @@ class Replicas:
         self._seen: dict[nn.Module, tuple[list[Any], dict[str, Any]]] = {}
         self._num_run = len(devices)
 
-    def modules(self, count: int) -> list[Any]:
+    def first(self, count: int) -> list[Any]:
         """The modules of the first replicas, which exist after `pull`."""
         return [self.module, *(copy.modules[self.module] for copy in self._copies)][:count]
 

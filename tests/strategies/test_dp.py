@@ -484,6 +484,7 @@ class TestState:
         assert set(vars(module)) == before
         assert dict(module.named_modules()) == metrics
         assert module.trainer is trainer
+        assert trainer.model is module
 
     def test_second_fit_goes_on(self, tmp_path: Path) -> None:
         found, expected = Counted(), Counted()

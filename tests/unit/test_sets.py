@@ -173,12 +173,6 @@ def test_data_module_shows_all_of_them(tmp_path: Path) -> None:
     assert list(set_up(data, "fit").stores) == ["train", "val/0"]
 
 
-def test_list_of_samples_and_dict_of_columns_are_one_dataset(tmp_path: Path) -> None:
-    samples: Any = [{"row": index} for index in range(5)]
-    data = set_up(make_data(tmp_path, val_dataset=samples))
-    assert rows_in(data.val_dataloader()) == list(range(5))
-
-
 def test_lists_of_samples_by_name_are_several_datasets(tmp_path: Path) -> None:
     named = {name: [{"row": index} for index in range(size)] for name, size in (("a", 5), ("b", 3))}
     loaders: Any = set_up(make_data(tmp_path, val_dataset=named)).val_dataloader()
@@ -186,6 +180,9 @@ def test_lists_of_samples_by_name_are_several_datasets(tmp_path: Path) -> None:
         "a": list(range(5)),
         "b": list(range(3)),
     }
+    # A list of them is one dataset.
+    data = set_up(make_data(tmp_path / "one", val_dataset=named["a"]))
+    assert rows_in(data.val_dataloader()) == list(range(5))
     columns: Any = {"x": [1, 2, 3], "y": [4, 5, 6]}
     with pytest.raises((TypeError, ValueError), match="ColumnDataset"):
         set_up(make_data(tmp_path / "columns", val_dataset=columns))

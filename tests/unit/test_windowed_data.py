@@ -120,29 +120,6 @@ def test_each_window_is_in_one_shard_and_found_again(
 
 
 @pytest.mark.parametrize("residency", ["mmap", "host"])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
-def test_windows_are_the_same_on_any_number_of_devices_and_processes(
-    store: Store, residency: str, shuffle: bool, subset: StridedRows | None
-) -> None:
-    options: dict[str, Any] = {"residency": residency, "shuffle": shuffle, "subset": subset}
-    expected = [(row, step) for row, step in EXPECTED if subset is None or row % 3 != 1]
-    steps = steps_of(make_window_loader(store, WINDOWS, **options))
-    assert sorted(joined(steps)) == expected
-    assert (joined(steps) == expected) != shuffle
-    for num_devices in (2, 3, 4):
-        loader = make_window_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
-        assert steps_of(loader) == steps
-    ranks = [
-        steps_of(make_window_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
-        for rank in range(2)
-    ]
-    for step, first, second in zip(steps, *ranks, strict=True):
-        assert sorted(first + second) == sorted(step)
-        assert step[::2] in (first, second)
-
-
-@pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
     with pytest.warns(UserWarning, match="re-striped over 15"):
         loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
@@ -184,23 +161,6 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     values = store.manifest.shard_bytes(pool, {"value"})
     assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
-
-
-def test_loader_is_saved_and_resumed(store: Store) -> None:
-    def make(devices: int = 3) -> SuperBatchLoader:
-        return make_window_loader(store, WINDOWS, devices, 12 // devices)
-
-    whole = steps_of(make(), 2)
-    for count in range(1, len(whole)):
-        saved = make()
-        saved.set_epoch(2)
-        batches = iter(saved)
-        for _ in range(count):
-            next(batches)
-        for devices in (3, 4):
-            loader = make(devices)
-            loader.load_state_dict(saved.state_dict())
-            assert steps_of(loader, 2) == whole[count:]
 
 
 @pytest.mark.parametrize(

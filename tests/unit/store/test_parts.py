@@ -1,5 +1,6 @@
 """Stores that are built in parts: by processes that know nothing of each other, and are killed."""
 
+import errno
 import os
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from lightning_memmap.store import (
     finish_store,
     open_store,
     verify_store,
+    workers,
 )
 from lightning_memmap.store.directory import PARTS
 from lightning_memmap.store.files import write_all
@@ -288,3 +290,23 @@ def test_parts_built_by_threads_of_one_process_hold_their_own_rows(
         list(threads.map(build, range(num_parts)))
     store = finish_store(tmp_path / "s", progress=False)
     assert [store[row] for row in range(len(rows))] == rows
+
+
+def test_part_without_memory_for_a_thread_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(part: int) -> None:
+        build_part(Numbered(90, 2), tmp_path / "s", (part, 2), overwrite=True, **QUIET)
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    build_store(Numbered(90, 1), tmp_path / "s", **QUIET)
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "mmap", no_memory)
+        with pytest.raises(OSError, match=r"no memory for a thread.*: rows cannot be written"):
+            build(0)
+    assert holds(open_store(tmp_path / "s"), Numbered(90, 1))
+    build(0)
+    build(1)
+    assert holds(finish_store(tmp_path / "s", overwrite=True, **QUIET), Numbered(90, 2))
