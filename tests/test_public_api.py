@@ -59,7 +59,6 @@ NAMES = {
     "lightning_memmap.sampling": [
         "BatchSchedule",
         "Bucketed",
-        "BucketedSampler",
         "Curriculum",
         "Fields",
         "Holdout",
@@ -81,14 +80,12 @@ NAMES = {
         "StoreRows",
         "Subset",
         "Weighted",
-        "WeightedSampler",
         "WindowedRows",
         "default_shards",
         "default_window",
         "derive_seed",
         "divisors",
         "shard_rows",
-        "shard_starts",
         "spans_of",
         "striping",
     ],
@@ -172,6 +169,7 @@ DATA_MODULE = {
     "variable": None,
     "with_row_numbers": False,
     "skip_steps": None,
+    "build": "first",
 }
 
 STRATEGY = {

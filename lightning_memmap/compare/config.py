@@ -10,10 +10,6 @@ from typing import Any, Literal
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
-#: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through
-#: `torch.utils.data.DataLoader`. ``ideal``: one batch, fetched once and replayed.
-LoaderKind = Literal["memmap", "dataloader", "ideal"]
-
 #: Lightning's own strategies that can be compared, by the name that they have here.
 LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
 _NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
@@ -21,7 +17,7 @@ _NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
 _SEPARATE_MODELS = {
     name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
 }
-_LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
+_LOADER = re.compile(r"workers[0-9]+|ideal|memmap")
 
 
 @dataclass(frozen=True)
@@ -29,14 +25,14 @@ class Variant:
     """One set-up to measure: a strategy and what supplies its rows."""
 
     strategy: str
-    loader: LoaderKind = "memmap"
-    num_workers: int = 0
+    #: ``memmap``: the `MemmapDataModule` of the config. ``workersN``: its plain dataset through
+    #: `torch.utils.data.DataLoader`. ``ideal``: one batch, fetched once and replayed.
+    loader: str = "memmap"
 
     @property
     def name(self) -> str:
         """The variant as ``--variants`` takes it."""
-        loaders = {"memmap": "", "dataloader": f"+workers{self.num_workers}", "ideal": "+ideal"}
-        return self.strategy + loaders[self.loader]
+        return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader}"
 
     @property
     def is_compared(self) -> bool:
@@ -83,8 +79,8 @@ def all_variants() -> tuple[Variant, ...]:
     """The single device with each loader, and every other strategy with the store."""
     return (
         Variant("auto"),
-        Variant("auto", "dataloader", 0),
-        Variant("auto", "dataloader", 2),
+        Variant("auto", "workers0"),
+        Variant("auto", "workers2"),
         Variant("auto", "ideal"),
         *(Variant(name) for name, *_ in STRATEGIES),
         *(Variant(name) for name in LIGHTNING_STRATEGIES if name != "auto"),
@@ -93,8 +89,7 @@ def all_variants() -> tuple[Variant, ...]:
 
 def _parse(name: str) -> Variant:
     strategy, plus, loader = name.partition("+")
-    match = _LOADER.fullmatch(loader)
-    if strategy not in _NAMES or (plus and match is None):
+    if strategy not in _NAMES or (plus and not _LOADER.fullmatch(loader)):
         names = [start + end for start in _NAMES for end in ("", "+ideal", "+workers0")]
         raise ValueError(
             f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
@@ -102,9 +97,7 @@ def _parse(name: str) -> Variant:
             " which may be followed by +workersN (its rows come from a DataLoader with N workers)"
             " or +ideal (one batch replayed)"
         )
-    if match is not None and match[1] is not None:
-        return Variant(strategy, "dataloader", int(match[1]))
-    return Variant(strategy, "ideal" if loader == "ideal" else "memmap")
+    return Variant(strategy, loader or "memmap")
 
 
 #: ``check`` trains a few steps and notes rows, losses, weights and bytes; ``timed`` measures time

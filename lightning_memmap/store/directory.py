@@ -34,6 +34,8 @@ from lightning_memmap.store.manifest import (
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
 JOURNAL = "journal"
+#: What a build shares with those who read its rows meanwhile, in its generation.
+SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 _log = logging.getLogger(__name__)
@@ -184,7 +186,8 @@ class StoreDirectory:
             return  # Whose files these are cannot be told.
         for path in self._generations():
             if path.name == current:
-                yield from (path / JOURNAL, *path.glob(f"*{TEMPORARY}"), path / PARTS, path / KEY)
+                temporary = path.glob(f"*{TEMPORARY}")
+                yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
             elif not any(os.path.lexists(path / key) for key in (KEY, PARTS)):
                 yield path
 

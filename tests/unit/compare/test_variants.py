@@ -13,7 +13,7 @@ def test_parse_gives_the_variants_in_order_and_once() -> None:
     found = parse_variants("ddp, auto+workers3,memmap_superbatch,auto+ideal,ddp,auto+memmap")
     assert found == (
         Variant("ddp"),
-        Variant("auto", "dataloader", 3),
+        Variant("auto", "workers3"),
         Variant("memmap_superbatch"),
         Variant("auto", "ideal"),
         Variant("auto"),
