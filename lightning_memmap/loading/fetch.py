@@ -22,8 +22,8 @@ from lightning_memmap.loading.steps import Fetched, Steps, ordinary_tensors
 from lightning_memmap.loading.variable_rows import joined_rows, send_rows
 from lightning_memmap.sampling import Integers, Sampler
 
-#: Small steps are fetched several at once, up to this number of bytes and of steps.
-_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
+#: Small steps are fetched several at once, up to this number of bytes.
+_FETCH_BYTES = 2**22
 
 
 class Fetcher:
@@ -66,7 +66,7 @@ class Fetcher:
         longest, images = steps.lengths[0], self._rows.images
         row_bytes = self._rows.sources[0].row_bytes + (0 if images is None else images.row_bytes)
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
-        together = min(together, _FETCH_STEPS, len(steps.lengths))
+        together = min(together, self._rows.sources[0].max_steps, len(steps.lengths))
         edges = np.append(0, np.cumsum(steps.lengths))
         edges = np.append(edges[:-1:together], edges[-1])
         asked = [self._asked(which, steps, edges) for which in range(len(sources))]

@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step from the shards of all data devices."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -72,6 +72,8 @@ class SuperBatchLoader:
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
         self._resume: LoaderState | None = None
+        #: Gives the rows of the next epoch: a store that was being built may be finished.
+        self.renewed: Callable[[], SplitRows | None] | None = None
         self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
         self._serve(rows)
 
@@ -176,6 +178,13 @@ class SuperBatchLoader:
                 f"{size} processes for a store of {order.num_positions} rows in"
                 f" {order.num_shards} shards: without a Trainer, the processes must divide the"
                 " shards, and each must have a row; build the store with another num_shards"
+            )
+        only = order.pool.global_batch
+        if only not in (None, self.batch_size * count):
+            raise ValueError(
+                f"{size} processes for batches of {only} rows of one training set"
+                " (by_batch=True): use a Trainer, whose processes the data module knows, or"
+                " by_batch=False"
             )
         loader = copy.copy(self)
         loader._serve(replace(self._rows, topology=topology))
@@ -295,6 +304,8 @@ class SuperBatchLoader:
 
     def _steps(self) -> Iterator[SuperBatch]:
         """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
+        if self.renewed is not None and (rows := self.renewed()) not in (None, self._rows):
+            self._serve(rows)
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()

@@ -50,6 +50,7 @@ class RowSource(ABC):
     device: torch.device  # Where rows are fetched.
     fields: Sequence[FieldRows]  # Those that this process needs.
     row_bytes: int  # Of one row over these fields.
+    max_steps = 64  # That are fetched at once.
     is_released = False  # Whether the rows were freed.
 
     def check_sampler(self, sampler: object) -> None:

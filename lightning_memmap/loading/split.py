@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lightning_memmap.loading.decoding import Images, default_threads
+from lightning_memmap.loading.growing import growing_rows
 from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
     copied_rows,
@@ -38,6 +39,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column
+from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 
 #: A warning is given where less than this share of the bytes read is used.
@@ -81,6 +83,10 @@ def load_split(
     forms: Mapping[str, Form] | None = None,
 ) -> SplitRows:
     """Bring the shards of a split to where the plan wants them."""
+    if isinstance(store, GrowingStore) and (
+        store.serving.is_whole or isinstance(placement.pool.rows, WindowedRows)
+    ):
+        store = store.whole
     fields, pool = placement.size.fields, placement.pool
     needed = [
         pair
@@ -138,6 +144,8 @@ class _SourceMaker:
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards."""
         store, pool = self.store, self.placement.pool
+        if isinstance(store, GrowingStore):
+            return growing_rows(store, self.opened, Places.in_store(store, pool))
         series = series_in(store, pool) if self.cut else None
         places = Places.in_store(store, pool) if series is None else series.places(pool)
         pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]

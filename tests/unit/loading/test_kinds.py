@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import StridedRows, striping
+from lightning_memmap.sampling import striping
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Series
 from tests.rows import (
     CPU,
     NumberedRows,
+    StridedRows,
     loader_over,
     make_loader,
     make_window_loader,

@@ -23,12 +23,13 @@ from lightning_memmap.loading import (
     load_split,
 )
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store, build_store
 from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
     NumberedRows,
+    StridedRows,
+    chosen_of,
     epoch_rows,
     loader_over,
     make_loader,
@@ -290,7 +291,7 @@ class TestFailures:
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
         store, subset, topology = numbered_store(400, 24), StridedRows(1, 3), DataTopology((CPU,))
         plan = plan_placement(
-            {"train": SplitSize.of("train", store.manifest, topology, store.rows(subset))},
+            {"train": SplitSize.of("train", store.manifest, topology, chosen_of(store, subset))},
             topology,
             "stream",
             budget_bytes={CPU: 2**40},

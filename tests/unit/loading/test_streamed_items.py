@@ -19,7 +19,6 @@ from lightning_memmap.loading.stream_layout import StreamMemory
 from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
-    PickedRows,
     Pool,
     Rows,
     Shards,
@@ -80,7 +79,7 @@ class TestMemory:
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
         rows = ItemRows(Field("x", torch.uint8, (None,)), stored, items, ends[:, None])
         if is_subset and num_rows > 1:
-            every = PickedRows(every, StridedRows(0, 2))
+            every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
         places = Places(pool, pool.begins)
