@@ -24,12 +24,11 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store import build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, make_split
+from tests.rows import CPU, StridedRows, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
