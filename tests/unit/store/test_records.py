@@ -4,11 +4,8 @@ import datetime
 import enum
 import os
 import shutil
-import signal
-import subprocess
 from importlib import import_module
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -16,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_memmap import ColumnDataset, MemmapDataModule
+from lightning_memmap import ColumnDataset
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.schema import kinds, read_schema
 from lightning_memmap.schema.kinds import join_texts, split_texts
@@ -33,11 +29,8 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.directory import is_store
-from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.sources import source_of
-from tests.datasets import Counting, Replaced, Scenes, Wrapped
-from tests.preloaded import python
+from tests.datasets import Scenes, Wrapped
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
 
@@ -143,41 +136,6 @@ def test_lists_of_any_lengths_come_back(
     assert verify_store(path) == []
 
 
-def late(sample: Any) -> Replaced:
-    """A dataset of which one row, which is no probe row, differs."""
-    assert 150 not in probe_rows(NUM_ROWS)
-    first = {"a": torch.zeros(3), "parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}] * 2}
-    return Replaced([first] * NUM_ROWS, {150: {**first, **sample}})
-
-
-@pytest.mark.parametrize(
-    ("sample", "argument"),
-    [
-        ({"parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}]}, {"parts": "list"}),
-        ({"parts": []}, {"parts": "list"}),
-        ({"a": None}, {"a": "nullable"}),
-        ({"parts": None}, {"parts": "nullable"}),
-        ({"a": torch.zeros(4)}, {"a": "pad"}),
-    ],
-)
-def test_later_row_names_the_argument_that_stores_it(
-    tmp_path: Path, sample: Any, argument: dict[str, Any]
-) -> None:
-    with pytest.raises(SchemaError, match="row 150") as caught:
-        build(tmp_path / "s", late(sample))
-    assert f"variable={argument}" in str(caught.value)
-    store = build(tmp_path / "s", late(sample), variable=argument)
-    found = store[150]
-    if "a" in sample:
-        assert found["a"] is None if sample["a"] is None else torch.equal(found["a"], sample["a"])
-    elif sample["parts"] is None:
-        assert found["parts"] is None
-    else:
-        assert len(found["parts"]) == len(sample["parts"])
-        assert len(store[0]["parts"]) == 2
-    assert verify_store(store.path) == []
-
-
 class Sparse:
     """Lists that are empty, and values that are None, in all rows but one."""
 
@@ -232,50 +190,6 @@ def test_lists_of_parts_that_are_not_alike_are_refused(
 ) -> None:
     with pytest.raises(SchemaError, match=words):
         build(tmp_path / "s", [{"x": 1, "parts": parts}] * 3, variable={"parts": "list"})
-
-
-ROOT = Path(__file__).parents[3]
-BUILD = """
-import os, sys, time
-from lightning_memmap.store import build, build_store, range_writer
-from tests.datasets import Scenes
-build._JOURNAL_INTERVAL_S = 0.0
-range_writer._MAX_ITEM_ROWS = 20
-
-class Slow(Scenes):
-    def __getitem__(self, row):
-        time.sleep(0.001)
-        return super().__getitem__(row)
-
-print(os.getpid(), flush=True)
-build_store(Slow(600), sys.argv[1], num_shards=7, progress=False, fingerprint="one",
-    num_workers=int(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_killed_while_it_writes_is_resumed(tmp_path: Path, num_workers: int) -> None:
-    path = tmp_path / "s"
-    command = [python(), "-c", BUILD, str(path), str(num_workers)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    # That of the program, which the process only stands for: its workers survive it.
-    program = int(process.stdout.readline())
-    deadline = monotonic() + 120
-    while not any(journal.stat().st_size > 20 for journal in path.glob("g-*/journal")):
-        assert process.poll() is None
-        assert monotonic() < deadline
-        sleep(0.005)
-    os.kill(program, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    assert not is_store(path)
-    counting = Counting(Scenes(600))
-    store = build(path, counting, fingerprint="one")
-    assert 16 < len(counting.rows) < 600
-    assert store.manifest.checksums == build(tmp_path / "t", Scenes(600)).manifest.checksums
-    assert verify_store(path) == []
-    assert not [name for name in os.listdir(files_of(path)) if name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize(
@@ -370,53 +284,6 @@ def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any)
         build(tmp_path / "s", [{"x": make(row), "y": row} for row in range(30)])
 
 
-def test_texts_that_are_none_are_refused(scenes: Path) -> None:
-    store = open_store(scenes)
-    values = store.files / "captions.values"
-    values.write_bytes(b"\xff" * values.stat().st_size)
-    row = next(row for row in range(60) if Scenes(60)[row]["captions"])
-    with pytest.raises(StoreError, match="'captions': a row is not a list of texts"):
-        open_store(store.path)[row]
-
-
-class Digits:
-    """Row ``i`` is a handwritten digit, and a box around each of its darkest spots."""
-
-    def __init__(self) -> None:
-        self.digits: Any = load_digits()
-
-    def __len__(self) -> int:
-        return len(self.digits.images)
-
-    def __getitem__(self, row: int) -> Any:
-        image = self.digits.images[row]
-        spots = np.argwhere(image == 16)
-        label = int(self.digits.target[row])
-        objects = [
-            {"box": [*spot, *(spot + 1)], "label": label} for spot in spots.tolist() and spots
-        ]
-        return image.astype(np.uint8), objects
-
-
-def test_digits_with_boxes_are_given_as_a_detection_collate_function_does(tmp_path: Path) -> None:
-    dataset = Digits()
-    data = MemmapDataModule(
-        dataset, store_dir=tmp_path, batch_size=64, variable={"1": "list"}, with_row_numbers=True
-    )
-    data.prepare_data()
-    data.setup("fit")
-    seen = []
-    for images, targets, rows in data.train_dataloader():
-        for image, target, row in zip(images, targets, rows.tolist(), strict=True):
-            expected, objects = dataset[row]
-            assert torch.equal(image, torch.from_numpy(expected))
-            boxes = torch.tensor(np.array([o["box"] for o in objects]).reshape(-1, 4))
-            assert torch.equal(target["box"], boxes)
-            assert target["label"].tolist() == [o["label"] for o in objects]
-        seen += rows.tolist()
-    assert sorted(seen) == [*range(1797)]
-
-
 # None in tables
 
 
@@ -489,19 +356,14 @@ def test_missing_values_are_none_by_slices_as_item_by_item(
         )
 
 
-def test_text_of_which_some_is_missing_is_none(tmp_path: Path) -> None:
+def test_text_of_which_some_is_missing_is_none_and_nan_is_a_number(tmp_path: Path) -> None:
     pandas = import_module("pandas")
     for dtype in (object, "string", "str"):
         column = pandas.Series(["a", None, "c"] * 9, dtype=dtype)
         store = build(tmp_path / str(dtype), ColumnDataset(pandas.DataFrame({"x": column})))
         assert [store[row]["x"] for row in range(3)] == ["a", None, "c"]
-
-
-def test_nan_is_a_number(tmp_path: Path) -> None:
-    pandas = import_module("pandas")
     frame = pandas.DataFrame({"x": [1.5, float("nan")] * 9})
     store = build(tmp_path / "s", ColumnDataset(frame))
-    assert [field.name for field in store.schema.fields] == ["x"]
     assert torch.isnan(store[1]["x"])
 
 
@@ -618,25 +480,20 @@ def test_time_that_is_missing_is_none(tmp_path: Path) -> None:
 # Appended, in parts, from a server
 
 
-def test_rows_are_appended_in_their_lists(tmp_path: Path) -> None:
+def test_rows_that_are_appended_in_parts_or_from_a_server_have_their_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = build(tmp_path / "t", Scenes(150))
     build(tmp_path / "s", Scenes(90))
-    store = append_store(Subset(Scenes(150), range(90, 150)), tmp_path / "s", progress=False)
-    assert store.manifest.checksums == build(tmp_path / "t", Scenes(150)).manifest.checksums
-    assert verify_store(store.path) == []
-
-
-def test_parts_of_a_build_agree_on_their_lists(tmp_path: Path) -> None:
+    appended = append_store(Subset(Scenes(150), range(90, 150)), tmp_path / "s", progress=False)
     for part in range(3):
-        build_part(Scenes(150), tmp_path / "s", (part, 3), num_shards=7, progress=False)
-    store = finish_store(tmp_path / "s", progress=False)
-    assert store.manifest.checksums == build(tmp_path / "t", Scenes(150)).manifest.checksums
-
-
-def test_lists_come_from_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        build_part(Scenes(150), tmp_path / "p", (part, 3), num_shards=7, progress=False)
+    for store in (appended, finish_store(tmp_path / "p", progress=False)):
+        assert store.manifest.checksums == expected.manifest.checksums
+        assert verify_store(store.path) == []
     monkeypatch.setenv("LIGHTNING_MEMMAP_CACHE", str(tmp_path / "cache"))
-    build(tmp_path / "s", Scenes(60))
-    push_store(tmp_path / "s", f"file://{tmp_path}/remote", progress=False)
-    assert_holds(open_store(f"file://{tmp_path}/remote"), Scenes(60))
+    push_store(tmp_path / "t", f"file://{tmp_path}/remote", progress=False)
+    assert_holds(open_store(f"file://{tmp_path}/remote"), Scenes(150))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
