@@ -20,8 +20,8 @@ from lightning_memmap.placement import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
 from lightning_memmap.sampling import default_shards
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.building import StorePlan
 from lightning_memmap.store.directory import is_store
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.table import TableBuild, TableWriter, check_place
 
 
@@ -205,8 +205,8 @@ class _Table:
 
     def _open(self, trainer: L.Trainer, schema: Schema) -> None:
         """Create the files on rank zero and open them on all ranks, or raise on all ranks."""
-        plan = StorePlan(self._path, self._num_rows, self._num_shards, schema)
-        check_ranks_match({"the table": plan})
+        fields = ", ".join(f"{field.name} {field}" for field in schema.fields)
+        check_ranks_match({"the table": f"{self._num_rows} rows of {fields} at {self._path}"})
         rank, _ = data_parallel_rank(trainer.strategy)
         own = torch.tensor(rank, device=trainer.strategy.root_device)
         # Over all processes: by default a strategy gathers over the data-parallel ones only.
@@ -214,12 +214,13 @@ class _Table:
         # Of processes with the same data-parallel rank, and so the same rows, the first writes.
         writes = rank not in ranks[: trainer.global_rank]
         with _all_or_none():
+            draft = Manifest.draft(self._num_rows, self._num_shards, schema)
             if trainer.is_global_zero:
-                self._build = TableBuild(plan, overwrite=self._overwrite)
+                self._build = TableBuild(self._path, draft, overwrite=self._overwrite)
         token = trainer.strategy.broadcast(self._build.token if self._build is not None else "")
         with _all_or_none():
             if writes:
-                self._writer = TableWriter(plan, token)
+                self._writer = TableWriter(self._path, draft, token)
 
 
 def _by_path(path: Path, loaders: Any) -> dict[Path, Any]:

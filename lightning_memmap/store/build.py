@@ -7,8 +7,8 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,39 +16,34 @@ from reprlib import repr as short_repr
 from time import monotonic
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Nullable, Schema, Values, read_schema
+from lightning_memmap.schema import Nullable, Schema
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
+    NUM_PARTS,
+    ORDER,
     Building,
     PartInUseError,
-    RowWriter,
-    StorePlan,
     explained,
+    read_draft,
     read_part,
-    read_parts,
-    variable_bytes,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import make_parent, store_directory
-from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error, take_probes
-from lightning_memmap.store.progress import Advance, ShowProgress, show_progress
+from lightning_memmap.store.probes import Probes, probe_rows, take_probes
+from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import check_choice, recognise
-from lightning_memmap.store.samples import read_row
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
@@ -57,47 +52,12 @@ from lightning_memmap.store.workers import Workers, check_num_workers
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
-#: The same for an item, until the first range was timed.
-_ROW_S = 1e-3
 _JOURNAL_INTERVAL_S = 5.0
-_COPY_BYTES = 32 * 2**20
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
 _THEN = "the same build then goes on"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How a store is built, as its user says; see `build_store`.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: It is out of range.
-    """
-
-    num_shards: int | None
-    num_workers: int
-    fingerprint: str | None
-    fields: FieldOptions
-    progress: bool
-
-    def __post_init__(self) -> None:
-        # As integers of Python, whatever they were given as.
-        if self.num_shards is not None:
-            object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))
-        object.__setattr__(self, "num_workers", check_num_workers(self.num_workers))
-        check_given(self.fingerprint)
-
-    def shards_of(self, num_rows: int) -> int:
-        """The shards of a store of so many rows."""
-        return default_shards(num_rows) if self.num_shards is None else self.num_shards
-
-    @property
-    def show(self) -> ShowProgress:
-        """What shows the progress."""
-        return partial(show_progress, hidden=not self.progress)
 
 
 def build_store(
@@ -167,44 +127,48 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     check_choice(check)
-    check_dataset(dataset)
     fields = FieldOptions.of(variable, store_dtypes)
-    options = BuildOptions(num_shards, num_workers, fingerprint, fields, progress)
-    if num_workers and is_stream(dataset):
+    asked = _Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
-    directory = StoreDirectory(store_directory(path))
+    directory = asked.directory
     check_free(directory.path, "`store_dir`")
     if not overwrite and is_store(directory.path) and not directory.needs_lock:
-        store, found = _reopen(dataset, directory.path, options, check)
+        store, found = _reopen(asked, check)
         if found is not None and os.access(directory.path, os.W_OK):
             with suppress(StoreError, OSError), directory.locked():
                 _record(store, found)
         return store
     make_parent(directory.path)
-    with directory.locked():
+    with directory.locked(), ExitStack() as stack:
         if is_store(directory.path) and not overwrite:
-            store, found = _reopen(dataset, directory.path, options, check)
+            store, found = _reopen(asked, check)
             if found is not None:
                 _record(store, found)
             directory.discard()
             return store
-        # Before a row is read: a dataset may cache rows, which would change its identity.
-        if is_stream(dataset):
-            identity = Fingerprint.of(dataset, fingerprint)
-            with options.show("reading", None, 0) as advance:
+        identity = asked.identity()
+        if asked.is_stream:
+            with asked.show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.path, advance, fields)
-            with closing(spool):
-                build = _Build.of_stream(dataset, spool, directory.path, options, identity)
-                _build_all(build, options, resume=False)
+            stack.callback(spool.close)
+            workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
-            check_length(dataset)
-            identity = Fingerprint.of(dataset, fingerprint)
-            with Workers(dataset, options.num_workers) as workers:
-                build = _Build.of(workers, directory.path, options, identity)
-                _build_all(build, options, resume=not (overwrite or fresh))
+            workers = stack.enter_context(Workers(dataset, num_workers))
+            probes = asked.probes(workers)
+        resume = not (overwrite or fresh or asked.is_stream)
+        draft = asked.draft(workers.dataset, probes, identity)
+        row_bytes = probes.typical_bytes
+        building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
+        # Or else it would keep the disk full, and no build would go on with it.
+        is_kept = not asked.is_stream and (resume or not is_store(directory.path))
+        then = _THEN if is_kept else "nothing was changed"
+        with _going_on(building, then, is_kept=is_kept):
+            _write(building, workers, range(draft.num_rows), probes, asked.show)
+            building.finish(num_threads=num_workers, show=asked.show)
     return open_directory(directory.path)
 
 
@@ -254,16 +218,15 @@ def build_part(
         OSError: The disk is full, or the files cannot be written.
     """
     index, num_parts = check_part(part)
-    check_dataset(dataset)
     fields = FieldOptions.of(variable, store_dtypes)
-    options = BuildOptions(num_shards, num_workers, fingerprint, fields, progress)
-    if is_stream(dataset):
+    asked = _Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    if asked.is_stream:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
             " only as they arrive: build its store in one process, or give a map-style dataset"
         )
+    directory = asked.directory
     check_length(dataset)
-    directory = StoreDirectory(store_directory(path))
     check_free(directory.path, "`store_dir`")
     make_parent(directory.path)
 
@@ -271,44 +234,34 @@ def build_part(
         # Such as for a job that was queued again after the store was finished.
         if overwrite or not is_store(directory.path):
             return False
-        _reopen(dataset, directory.path, options)
+        _reopen(asked)
         where = directory.path
         _log.warning("part %s of %s: the store at %s is whole", index, num_parts, where)
         return True
 
     if is_finished():
         return
-    # Before a row is read: a dataset may cache rows, which would change its identity.
-    identity = Fingerprint.of(dataset, fingerprint)
-    with Workers(dataset, options.num_workers) as workers:
-        build = _Build.of(workers, directory.path, options, identity)
+    identity = asked.identity()
+    with Workers(dataset, num_workers) as workers:
+        probes = asked.probes(workers)
+        draft = asked.draft(dataset, probes, identity, **{NUM_PARTS: str(num_parts)})
         with directory.locked():
             if is_finished():
                 return
             try:
-                building = Building.begin_part(
-                    build.plan,
-                    identity,
-                    {**build.contents, "num_parts": num_parts},
-                    index,
-                    variable_bytes=variable_bytes(build.plan, build.typical_bytes),
-                    dataset=build.dataset_name,
-                    classes=build.plan.classes,
+                row_bytes = probes.typical_bytes
+                building = Building.begin(
+                    directory.path, draft, resume=True, part=index, row_bytes=row_bytes
                 )
             except PartInUseError as error:
                 raise StoreError(
                     f"part {index} of {num_parts} of the store at {directory.path} is being written"
-                    f" by {error}: give each process a part of its own"
+                    f" by {error.writer}: give each process a part of its own"
                 ) from None
-        with closing(building):
-            try:
-                with explained(directory.path, _THEN):
-                    rows = _rows_of(index, num_parts, build.plan.num_rows)
-                    build.write(building, rows, options.show)
-                    building.sync()
-            except KeyboardInterrupt:
-                _log.warning("interrupted: the same part goes on with the rows that it has written")
-                raise
+        with _going_on(building, _THEN):
+            rows = _rows_of(index, num_parts, draft.num_rows)
+            _write(building, workers, rows, probes, asked.show)
+            building.sync()
 
 
 def finish_store(
@@ -360,17 +313,19 @@ def finish_store(
                 f"{directory.path} exists: replace it by the parts that were written with"
                 f" overwrite=True (--overwrite), or remove {generation}"
             )
-        plan, found = _read_plan(directory.path, generation)
-        _check_parts(plan, generation, found["num_parts"])
-        building = Building(plan, generation)
+        try:
+            draft = read_draft(generation, PARTS)
+            num_parts = int(draft.source[NUM_PARTS])
+        except (OSError, ValueError, KeyError, StoreError) as error:
+            raise StoreError(
+                f"{generation / PARTS} cannot be read: {error}: remove {generation}, and write all"
+                " parts again"
+            ) from error
+        _check_parts(directory.path, draft, generation, num_parts)
+        building = Building(directory.path, draft, generation)
         with explained(directory.path, "then finish the store again"):
-            building.finish(
-                [(row, digest) for row, digest in found["probes"]],
-                {"dataset": found["dataset"]},
-                msgspec.convert(found["fingerprint"], Fingerprint),
-                num_threads=num_threads,
-                show=partial(show_progress, hidden=not progress),
-            )
+            show = partial(show_progress, hidden=not progress)
+            building.finish(num_threads=num_threads, show=show)
     return open_directory(directory.path)
 
 
@@ -409,277 +364,194 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    check_dataset(dataset)
-    num_workers = check_num_workers(num_workers)
-    check_given(fingerprint)
-    if is_stream(dataset):
+    asked = _Asked(dataset, path, None, num_workers, fingerprint, FieldOptions(), progress)
+    if asked.is_stream:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
             " build a store of its own of it, and append that"
         )
-    check_length(dataset)
-    directory = StoreDirectory(store_directory(path))
-    show = partial(show_progress, hidden=not progress)
-    identity = Fingerprint.of(dataset, fingerprint)
+    directory, show, identity = asked.directory, asked.show, asked.identity()
     open_directory(directory.path)  # Before a lock is made where there is nothing.
-    with directory.locked():
+    with directory.locked(), Workers(dataset, num_workers) as workers:
         store = open_directory(directory.path)
-        num_old, classes = store.num_rows, store.manifest.classes
+        num_old, row_bytes = store.num_rows, store.manifest.row_bytes
         num_rows = num_old + len(dataset)
-        plan = StorePlan(directory.path, num_rows, store.num_shards, store.schema, classes)
-        plan.check()
         _log.warning(
             "appending %s rows to %s: the %s of the old version are copied",
             f"{len(dataset):,}",
             directory.path,
             format_bytes(store.manifest.num_bytes),
         )
+        probes = take_probes(workers, len(dataset), store.schema)
+        added = ((num_old + row, digest) for row, digest in probes.digests)
         name = f"{store.manifest.source.get('dataset', 'a table')} + {_class_name(dataset)}"
-        row_bytes, added = store.manifest.row_bytes, list[tuple[int, str]]()
-        with Workers(dataset, num_workers) as workers:
-            prober = partial(_Prober, schema=store.schema)
-            workers.run(prober, probe_rows(len(dataset)), added.append)
-            probes = (
-                *store.manifest.probes,
-                *((num_old + row, digest) for row, digest in sorted(added)),
-            )
-            build = _Build(
-                workers, name[-_MAX_SOURCE:], plan, probes, identity, _ROW_S, row_bytes, num_old
-            )
-            contents = {**build.contents, "appended to": store.manifest.content}
-            building = Building.begin(
-                plan,
-                identity,
-                contents,
-                resume=True,
-                variable_bytes=variable_bytes(plan, row_bytes),
-            )
-            with (
-                closing(building),
-                explained(directory.path, "the store is as it was; the same call then goes on"),
-            ):
-                with show("copying", num_old, row_bytes) as advance:
-                    _copy_rows(store, building, advance)
-                build.write(building, range(num_old, num_rows), show)
-                given = Fingerprint({}, fingerprint) if fingerprint is not None else None
-                source = {"dataset": build.dataset_name}
-                building.finish(probes, source, given, num_threads=num_workers, show=show)
+        draft = Manifest.draft(
+            num_rows,
+            store.num_shards,
+            store.schema,
+            probes=(*store.manifest.probes, *added),
+            fingerprint=identity,
+            classes=store.classes,
+            source={
+                "dataset": name[-_MAX_SOURCE:],
+                ".old rows": store.manifest.content,
+                **_order_of(dataset, store.schema),
+            },
+        )
+        building = Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes)
+        with _going_on(building, "the store is as it was; the same call then goes on"):
+            with Workers(store, num_workers) as copiers:
+                as_stored = probes._replace(row_s=0.0, row_bytes=row_bytes)
+                _write(building, copiers, range(num_old), as_stored, show, "copying")
+            _write(building, workers, range(num_old, num_rows), probes, show, first_row=num_old)
+            given = Fingerprint({}, fingerprint) if fingerprint is not None else None
+            building.finish(num_threads=num_workers, show=show, fingerprint=given)
     return open_directory(directory.path)
 
 
-def _copy_rows(store: Store, building: Building, advance: Advance) -> None:
-    """Write the rows of a store into its next version."""
-    step = max(1, _COPY_BYTES // max(1, store.manifest.row_bytes))
-    with closing(RowWriter(building.path, building.plan.columns, None)) as writer:
-        last_sync = monotonic()
-        for todo in building.missing(range(store.num_rows)):
-            for first in range(todo.start, todo.stop, step):
-                rows = range(first, min(first + step, todo.stop))
-                numbers = np.arange(rows.start, rows.stop, dtype=np.int64)
-                values = []
-                for column, opened in zip(building.plan.columns, store.columns, strict=True):
-                    found = opened.fetch(numbers)
-                    values.append(
-                        Values(found)
-                        if isinstance(found, Tensor)
-                        else Values.of_rows(column.field, found)
-                    )
-                writer.write(rows, values)
-                building.wrote(rows)
-                advance(len(rows))
-                if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                    building.sync()
-                    last_sync = monotonic()
-    building.sync()
-
-
 @dataclass(frozen=True)
-class _Prober:
-    """Reads a row twice. Returns the row and its hash."""
+class _Asked:
+    """What a user asks to be built, checked."""
 
     dataset: Any
-    schema: Schema
+    path: str | Path
+    num_shards: int | None
+    num_workers: int
+    fingerprint: str | None
+    fields: FieldOptions
+    progress: bool
 
-    def __call__(self, row: int) -> tuple[int, str]:
-        first, second = (hash_row(read_row(self.dataset, row, self.schema)) for _ in range(2))
-        if first != second:
-            names = ", ".join(field.name for field in self.schema.fields)
-            raise random_dataset_error(row, names)
-        return row, first
-
-
-@dataclass(frozen=True)
-class _Build:
-    """Rows of a dataset and the store that they go to, as planned before the first is written.
-
-    Args:
-        workers: Read the dataset, or the rows of a stream.
-        dataset_name: The class of what the user has given.
-        plan: The store.
-        probes: Row and hash of the probe rows.
-        fingerprint: The identity of the dataset.
-        row_s: Seconds that a row takes, as a first guess.
-        row_bytes: Bytes of a row, of the largest one that was read.
-        first_row: The row of the store that row 0 of the dataset is.
-        typical_bytes: Bytes of a typical row.
-    """
-
-    workers: Workers
-    dataset_name: str
-    plan: StorePlan
-    probes: tuple[tuple[int, str], ...]
-    fingerprint: Fingerprint
-    row_s: float
-    row_bytes: int
-    first_row: int = 0
-    typical_bytes: float = 0.0
-
-    @classmethod
-    def of(
-        cls, workers: Workers, path: Path, options: BuildOptions, fingerprint: Fingerprint
-    ) -> "_Build":
-        """Read the probe rows, and check that a store can be made of the dataset."""
-        dataset = workers.dataset
-        num_rows = len(dataset)
-        nullable = dict.fromkeys(nullable_columns(dataset), Nullable())
-        fields = replace(options.fields, forms={**nullable, **options.fields.forms})
-        probes = take_probes(workers, num_rows, fields)
-        classes = _class_names(dataset)
-        plan = StorePlan(path, num_rows, options.shards_of(num_rows), probes.schema, classes)
-        plan.check()
-        return cls(
-            workers,
-            _class_name(dataset),
-            plan,
-            probes.digests,
-            fingerprint,
-            probes.row_s,
-            probes.row_bytes,
-            typical_bytes=probes.typical_bytes,
-        )
-
-    @classmethod
-    def of_stream(
-        cls, stream: Any, spool: Spool, path: Path, options: BuildOptions, fingerprint: Fingerprint
-    ) -> "_Build":
-        """Plan to store the rows of a stream."""
-        classes = _class_names(stream)
-        num_shards = options.shards_of(len(spool))
-        plan = StorePlan(path, len(spool), num_shards, spool.schema, classes)
-        plan.check()
-        probes = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
-        name, size = _class_name(stream), spool.row_bytes
-        workers = Workers(spool, 0)
-        return cls(workers, name, plan, probes, fingerprint, 0.0, size, typical_bytes=size)
+    def __post_init__(self) -> None:
+        if (instead := way_out(self.dataset)) is not None:
+            raise TypeError(f"dataset: {instead}")
+        if self.num_shards is not None:
+            check_num_shards(self.num_shards)
+        check_num_workers(self.num_workers)
+        check_given(self.fingerprint)
 
     @property
-    def contents(self) -> dict[str, Any]:
-        """What must be the same in a build that goes on with this one, as JSON values."""
-        dataset = self.workers.dataset
-        # The journal counts rows in the order in which they are read.
-        order = reading_order(source_of(dataset, self.plan.schema), len(dataset))
-        digest = "" if order is None else xxhash.xxh3_64_hexdigest(order.data)
-        return {"probes": [list(probe) for probe in self.probes], "order": digest}
+    def directory(self) -> StoreDirectory:
+        """Where the store is to be."""
+        return StoreDirectory(store_directory(self.path))
 
-    def write(self, building: Building, rows: range, show: ShowProgress) -> None:
-        """Write those of some rows of the store that are missing. The workers end with that."""
-        todo = building.missing(rows)
-        num_done = len(rows) - sum(map(len, todo))
-        with show("storing", len(rows), self.row_bytes, num_done) as advance:
-            self._write(building, todo, advance)
-        self.workers.close()
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is iterated over."""
+        return is_stream(self.dataset)
 
-    def _write(self, building: Building, todo: list[range], advance: Advance) -> None:
-        workers = self.workers
-        make: Callable[[Any], RangeWriter] = partial(
-            RangeWriter,
-            plan=self.plan,
-            building=building.path,
-            journal=building.journal,
-            row_bytes=self.row_bytes,
-            first_row=self.first_row,
+    @property
+    def show(self) -> ShowProgress:
+        """What shows the progress."""
+        return partial(show_progress, hidden=not self.progress)
+
+    def identity(self) -> Fingerprint:
+        """The identity of the dataset, before a row is read, which it may cache."""
+        if not self.is_stream:
+            check_length(self.dataset)
+        return Fingerprint.of(self.dataset, self.fingerprint)
+
+    def probes(self, workers: Workers) -> Probes:
+        """Read the probe rows."""
+        nullable = dict.fromkeys(nullable_columns(self.dataset), Nullable())
+        fields = replace(self.fields, forms={**nullable, **self.fields.forms})
+        return take_probes(workers, len(self.dataset), fields)
+
+    def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
+        """The manifest of the store, before a row is written."""
+        num_rows = len(rows)
+        return Manifest.draft(
+            num_rows,
+            default_shards(num_rows) if self.num_shards is None else int(self.num_shards),
+            probes.schema,
+            probes=probes.digests,
+            fingerprint=identity,
+            classes=_class_names(self.dataset),
+            source={
+                "dataset": _class_name(self.dataset),
+                **_order_of(rows, probes.schema),
+                **more,
+            },
         )
-        last_sync = monotonic()
-        with closing(make(workers.dataset)) as writer:
-            ranges = RowRanges(
-                todo,
-                max_rows=writer.max_rows,
-                num_workers=workers.num_workers,
-                row_s=self.row_s / _SLICE_SPEED if writer.has_arrays else self.row_s,
-            )
-            written: list[range] = []
-
-            def receive(outcome: tuple[range, float]) -> None:
-                nonlocal last_sync
-                rows, duration_s = outcome
-                ranges.note(len(rows), duration_s)
-                written.append(rows)
-                advance(len(rows))
-                if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                    writer.finish()
-                    note()
-                    building.sync()
-                    last_sync = monotonic()
-
-            def note() -> None:
-                for rows in written:
-                    building.wrote(rows)
-                written.clear()
-
-            # A worker process makes its own.
-            make_work = make if workers.num_workers else lambda _: writer.begin
-            try:
-                workers.run(make_work, ranges, receive)
-                writer.finish()
-                note()
-            except BaseException:
-                workers.close(at_once=True)
-                try:
-                    writer.finish()
-                except OSError:
-                    del written[-1:]
-                note()
-                building.sync()
-                raise
 
 
-def _build_all(build: _Build, options: BuildOptions, *, resume: bool) -> None:
-    """Write all rows that are missing, and commit. The lock must be held."""
-    plan = build.plan
-    building = Building.begin(
-        plan,
-        build.fingerprint,
-        build.contents,
-        resume=resume,
-        variable_bytes=variable_bytes(plan, build.typical_bytes),
+def _order_of(dataset: Any, schema: Schema) -> dict[str, str]:
+    """The journal counts rows in the order in which they are read: it must be the same again."""
+    order = reading_order(source_of(dataset, schema), len(dataset))
+    return {} if order is None else {ORDER: xxhash.xxh3_64_hexdigest(order.data)}
+
+
+def _probes_of(spool: Spool) -> Probes:
+    digests = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
+    return Probes(spool.schema, digests, 0.0, spool.row_bytes, spool.row_bytes)
+
+
+def _write(
+    building: Building,
+    workers: Workers,
+    rows: range,
+    probes: Probes,
+    show: ShowProgress,
+    what: str = "storing",
+    first_row: int = 0,
+) -> None:
+    """Write those of some rows that are missing. The workers end with that."""
+    todo, draft = building.missing(rows), building.draft
+    make: Callable[[Any], RangeWriter] = partial(
+        RangeWriter,
+        schema=draft.schema,
+        columns=draft.columns,
+        building=building.path,
+        journal=building.journal,
+        row_bytes=probes.row_bytes,
+        first_row=first_row,
     )
-    is_spooled = isinstance(build.workers.dataset, Spool)
-    is_kept = not is_spooled and (resume or not is_store(plan.path))
+    num_done, last_sync = len(rows) - sum(map(len, todo)), monotonic()
+    with (
+        show(what, len(rows), probes.row_bytes, num_done) as advance,
+        closing(make(workers.dataset)) as writer,
+    ):
+        ranges = RowRanges(
+            todo,
+            max_rows=writer.max_rows,
+            num_workers=workers.num_workers,
+            row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
+        )
+
+        def receive(outcome: tuple[range, float]) -> None:
+            nonlocal last_sync
+            written, duration_s = outcome
+            ranges.note(len(written), duration_s)
+            building.wrote(written)
+            advance(len(written))
+            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                building.sync()
+                last_sync = monotonic()
+
+        try:
+            # A worker process makes its own.
+            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
+        except BaseException:
+            workers.close(at_once=True)
+            building.sync()
+            raise
+    workers.close()
+
+
+@contextmanager
+def _going_on(building: Building, then: str, *, is_kept: bool = True) -> Iterator[None]:
+    """Close a build at its end, and where it fails, say what is kept, or remove it."""
     try:
-        with closing(building), explained(plan.path, _THEN if is_kept else "nothing was changed"):
-            build.write(building, range(plan.num_rows), options.show)
-            building.finish(
-                build.probes,
-                {"dataset": build.dataset_name},
-                build.fingerprint,
-                num_threads=options.num_workers,
-                show=options.show,
-            )
+        with closing(building), explained(building.store, then):
+            yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            kept = f"{building.num_done:,} of {plan.num_rows:,} rows are kept at {building.path}"
-            then = "the same build goes on with them"
-            if not is_kept:
-                kept = (
-                    f"the store at {plan.path} is as it was"
-                    if not is_spooled
-                    else ("nothing is kept of a stream")
-                )
-                then = "build it again"
-            elif not resume:
-                then = "a build without `overwrite` and `fresh` goes on with them"
-            _log.warning("interrupted: %s; %s", kept, then)
-        if not is_kept:  # It would keep the disk full, and no build would go on with it.
+            kept = "nothing of it is kept: build it again"
+            if is_kept:
+                num_rows = building.draft.num_rows
+                kept = f"{building.num_done:,} of {num_rows:,} rows are kept at {building.path}"
+                kept += "; the same build goes on with them, without `overwrite` and `fresh`"
+            _log.warning("interrupted: %s", kept)
+        if not is_kept:
             building.abandon()
         raise
 
@@ -691,34 +563,15 @@ def _class_name(dataset: Any) -> str:
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
-    """The names of a dataset's classes, by label: its attribute ``classes``, as torchvision's
-    datasets have it. None where it is no list of short texts."""
+    """The names of a dataset's classes, by label."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
     return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
 
 
-def check_dataset(dataset: Any) -> None:
-    """Check that an object that a user gives may be a dataset.
-
-    Args:
-        dataset: The object.
-
-    Raises:
-        TypeError: It is not. The message says what to give.
-    """
-    if (instead := way_out(dataset)) is not None:
-        raise TypeError(f"dataset: {instead}")
-
-
 def check_length(dataset: Any) -> None:
-    """Check that a dataset has rows, and says how many.
-
-    Raises:
-        TypeError: It has no length.
-        ValueError: It is empty.
-    """
+    """Check that a dataset has rows, and says how many."""
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -731,32 +584,15 @@ def check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(
-    dataset: Any, directory: Path, options: BuildOptions, check: str = "probes"
-) -> tuple[Store, Fingerprint | None]:
-    """Open the store that is where one was to be built, if it is the one that would be built.
-
-    Args:
-        dataset: The dataset.
-        directory: Directory of the store.
-        options: How it was to be built.
-        check: How the dataset is compared with the store.
-
-    Returns:
-        The store, and the identity of the dataset that is to be recorded in it; see `recognise`.
-
-    Raises:
-        StoreError: It is not one, is damaged, or has other shards or dtypes.
-        SchemaError: The options name a field that there is not.
-        DatasetError: It was built from another dataset.
-    """
+def _reopen(asked: _Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
+    """Open the store that is where one was to be built, if it is the one that would be built."""
+    directory, dtypes = asked.directory.path, asked.fields.dtypes
     store = open_directory(directory)
-    if options.num_shards not in (None, store.num_shards):
+    if asked.num_shards not in (None, store.num_shards):
         raise StoreError(
-            f"num_shards={options.num_shards}: the store at {directory} has {store.num_shards}"
+            f"num_shards={asked.num_shards}: the store at {directory} has {store.num_shards}"
             f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
-    dtypes = options.fields.dtypes
     store.schema.stored_as(dtypes)  # Names of no field are refused.
     for field in store.schema.fields:
         if field.dtype != dtypes.get(field.name, field.sample_dtype):
@@ -767,11 +603,11 @@ def _reopen(
             )
     found = recognise(
         store,
-        dataset,
-        options.fingerprint,
+        asked.dataset,
+        asked.fingerprint,
         check=check,
-        num_workers=options.num_workers,
-        progress=options.show,
+        num_workers=asked.num_workers,
+        progress=asked.show,
     )
     return store, found
 
@@ -785,18 +621,7 @@ def _record(store: Store, fingerprint: Fingerprint) -> None:
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """Check the number of a part, and the number of parts, that a user gives.
-
-    Args:
-        part: The two numbers.
-
-    Returns:
-        The two numbers as Python integers.
-
-    Raises:
-        TypeError: They are not two integers.
-        ValueError: There is no such part.
-    """
+    """Check the number of a part, and the number of parts, that a user gives."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(f"part={part!r}: give the number of the part and that of all, like (0, 8)")
     index, num_parts = (check_integer("part", number) for number in part)
@@ -814,39 +639,15 @@ def _rows_of(index: int, num_parts: int, num_rows: int) -> range:
     return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
 
 
-def _read_plan(path: Path, generation: Path) -> tuple[StorePlan, dict[str, Any]]:
-    """What the parts of a store make, and all that they have recorded of it.
-
-    Raises:
-        StoreError: It cannot be read, or does not fit this version.
-    """
-    try:
-        found = read_parts(generation)
-        schema, classes = read_schema(found), tuple(found["classes"])
-        plan = StorePlan(path, found["num_rows"], found["num_shards"], schema, classes)
-        if any(found.get(key) != value for key, value in plan.to_json().items()):
-            raise ValueError("it was made by another version of lightning_memmap")
-    except (OSError, ValueError, TypeError, KeyError, StoreError) as error:
-        raise StoreError(
-            f"{generation / PARTS} cannot be read: {error}: remove {generation}, and write all"
-            " parts again"
-        ) from error
-    return plan, found
-
-
-def _check_parts(plan: StorePlan, generation: Path, num_parts: int) -> None:
-    """Check that all parts are written, and that no process is writing one.
-
-    Raises:
-        StoreError: Not all of them are. The message names those.
-    """
+def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) -> None:
+    """Check that all parts are written, and that no process is writing one."""
     problems = []
     for index in range(num_parts):
-        rows = _rows_of(index, num_parts, plan.num_rows)
+        rows = _rows_of(index, num_parts, draft.num_rows)
         try:
-            done = read_part(generation, index, plan.num_rows)
+            done = read_part(generation, index, draft.num_rows)
         except PartInUseError as error:
-            problems.append(f"part {index} is being written by {error}")
+            problems.append(f"part {index} is being written by {error.writer}")
             continue
         num_missing = sum(map(len, missing_ranges(done or (), rows.stop, rows.start)))
         if num_missing and done is None:
@@ -858,6 +659,6 @@ def _check_parts(plan: StorePlan, generation: Path, num_parts: int) -> None:
         more = len(problems) - _MAX_NAMED
         named = "; ".join(problems[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
         raise StoreError(
-            f"the store at {plan.path} has {num_parts} parts, and not all are written: {named}."
+            f"the store at {path} has {num_parts} parts, and not all are written: {named}."
             " Run these parts again, with the same dataset and options"
         )

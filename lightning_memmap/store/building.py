@@ -1,59 +1,49 @@
-"""A store that is being written: a generation, a plan, a journal, and a writer in each process.
+"""A store that is being written: a generation, a draft, a journal, and a writer in each process.
 
-``build.json`` says what is built, ``journal`` which rows are on the disk, so that the next build of
-the same can go on from there. The building process and all workers that write share a lock on the
+``build.json`` is the manifest before a row is written, ``journal`` lists the rows that are on the
+disk, so that the next build of the same can go on from there. What begins with a dot in the source
+of a draft is for that comparison alone. The building process and all workers share a lock on the
 journal: while one of them lives, no other process writes into the same files. The processes of a
 build in parts know nothing of each other: each has a journal of its own, which it alone writes.
 """
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
-from functools import cached_property
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from platform import node
 from time import monotonic, sleep
 from typing import Any
 
-import msgspec
-import numpy as np
 import tensordict
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Values
 from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
-from lightning_memmap.store.columns import Column, grow_columns, ragged_files
+from lightning_memmap.store.columns import Column, grow_columns
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
 from lightning_memmap.store.files import (
-    SAFE_FLAGS,
     TEMPORARY,
     OpenFiles,
-    check_own,
-    check_plain,
     claim,
-    open_own,
-    own_directory,
-    read_at_most,
-    read_own,
     sync_path,
 )
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest, check_files
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import merge_ranges, missing_ranges
-from lightning_memmap.store.row_bytes import rows_bytes
 from lightning_memmap.store.workers import exit_if_orphaned, threads
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
@@ -66,93 +56,31 @@ _NUM_SYNCS = 4
 _MAX_OPEN_FILES = 64
 #: The disk begins with so many bytes while others are being read, so that few are left at the end.
 _SYNC_BYTES = 64 * 2**20
-_MAX_KEY_BYTES, _MAX_JOURNAL_BYTES = 64 * 2**20, 256 * 2**20
+_MAX_JOURNAL_BYTES = 256 * 2**20
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
-#: What begins the line in the journal of a part that says which process has it.
+#: In the source of a draft: the order in which rows are read, and the number of parts.
+ORDER, NUM_PARTS = ".order", ".num_parts"
+#: What begins the line in a journal that says which process has it.
 _WRITER = "by "
 _LINE = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15})\n")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StorePlan:
-    """A store that is to be made, the same for all processes that write its rows.
-
-    Args:
-        path: Directory of the store.
-        num_rows: Rows of the store.
-        num_shards: Shards that the rows are divided into.
-        schema: The fields and the nesting of a sample.
-        classes: The names of the dataset's classes, by label.
-    """
-
-    path: Path
-    num_rows: int
-    num_shards: int
-    schema: Schema
-    classes: tuple[str, ...] = ()
-
-    @cached_property
-    def shards(self) -> Shards:
-        """The rows, and the shards that they are divided into."""
-        return Shards(self.num_rows, self.num_shards)
-
-    @cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """The columns of the store before a row is written, in the order of the fields."""
-        try:
-            return grow_columns(self.schema, self.shards)
-        except ValueError as error:
-            raise StoreError(f"no store can be made of this: {error}") from error
-
-    @property
-    def file_bytes(self) -> dict[str, int]:
-        """The size of each file that is made before the first row is written, by its name."""
-        return {name: size for column in self.columns for name, size in column.file_bytes.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """What must be the same in a build that goes on with this one, as JSON values."""
-        return {
-            "num_rows": self.num_rows,
-            "num_shards": self.num_shards,
-            **self.schema.to_json(),
-            "columns": msgspec.to_builtins(ragged_files(self.columns)),
-        }
-
-    def check(self) -> None:
-        """Check that the store can be opened once it is built."""
-        sums = {field.name: ("0" * 16,) * self.num_shards for field in self.schema.fields}
-        Manifest(
-            self.shards, self.schema, self.columns, (), sums, {}, classes=self.classes
-        ).encode()
-
-    def __str__(self) -> str:
-        fields = ", ".join(f"{field.name} {field}" for field in self.schema.fields)
-        return f"{self.num_rows} rows of {fields} at {self.path}"
-
-
 class RowWriter:
-    """Writes rows of a store, in one process.
-
-    The directory stays open, and files are opened relative to it: a process that outlives its build
-    writes into no other.
-
-    Args:
-        building: The generation.
-        columns: Its columns.
-        journal: The name of the journal whose lock is shared, so that the next build knows that
-            this process is alive; None: there is none.
-
-    Raises:
-        OSError: The files cannot be opened.
-    """
+    """Writes rows of a store, in one process."""
 
     def __init__(self, building: Path, columns: Sequence[Column], journal: str | None) -> None:
         self._columns = columns
         self.files = OpenFiles(building, _MAX_OPEN_FILES)
         self._num_waiting = 0
-        self._journal = None if journal is None else _share(journal, self.files.directory)
+        self._journal: int | None = None
+        if journal is not None:
+            self._journal = os.dup(self.files.open(journal))
+            # Without locks on this file system, the build is not resumed; or else it is another's.
+            with suppress(OSError):
+                fcntl.flock(self._journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            exit_if_orphaned()
 
     def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
         """Write rows in any order."""
@@ -173,169 +101,93 @@ class RowWriter:
             self._journal = None
 
 
-def _share(name: str, directory: int) -> int:
-    """Share the lock of a journal, until the descriptor that is returned is closed."""
-    descriptor = os.open(name, os.O_RDWR | SAFE_FLAGS, dir_fd=directory)
-    # Without locks on this file system, the build is not resumed; or else it is another one's.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    exit_if_orphaned()
-    return descriptor
-
-
 class Building:
-    """A store that is being written. Make one with `begin` or `begin_part`, and close it.
-
-    Args:
-        plan: The store.
-        path: Its generation.
-        journal: The name of the journal; see `RowWriter`.
-        descriptor: The open journal, locked.
-        done: The rows that it lists.
-    """
+    """A store that is being written. Make one with `begin`, and close it."""
 
     def __init__(
         self,
-        plan: StorePlan,
+        store: Path,
+        draft: Manifest,
         path: Path,
         journal: str = JOURNAL,
         descriptor: int | None = None,
         done: Iterable[range] = (),
     ) -> None:
-        self.plan, self.path, self.journal = plan, path, journal
+        self.store, self.path, self.journal = store, path, journal
+        self.draft = replace(draft, generation=path.name)
         self._descriptor = descriptor
-        self._done = merge_ranges(done)
+        self._done = list(done)
         self._written: list[range] = []
+        self._writer: RowWriter | None = None
 
     @classmethod
     def begin(
         cls,
-        plan: StorePlan,
-        fingerprint: Fingerprint,
-        contents: Mapping[str, Any],
+        store: Path,
+        draft: Manifest,
         *,
         resume: bool,
-        variable_bytes: int = 0,
+        part: int | None = None,
+        row_bytes: float = 0.0,
     ) -> "Building":
-        """Make the files of a build, or go on with those of an interrupted build of the same. The
-        lock of the store must be held until it is finished.
+        """Make the files of a build, or go on with those of an interrupted build of the same.
+
+        The lock of the store must be held: until it is finished, or for a part for this call alone.
         """
-        directory = StoreDirectory(plan.path)
-        contents = {**plan.to_json(), **contents}
-        for path in directory.unfinished(KEY) if resume else ():
+        directory = StoreDirectory(store)
+        key, journal = (KEY, JOURNAL) if part is None else (PARTS, _journal_of(part))
+        for path in directory.unfinished(key) if resume else ():
             try:
-                building, builder = cls._resume(plan, path, fingerprint, contents)
+                _check_same(read_draft(path, key), draft)
+                _check_own_files(path, draft)
+                descriptor, done, builder = _open_journal(path, journal, draft.num_rows)
             except (OSError, ValueError, RecursionError, StoreError) as error:
+                if isinstance(error, PartInUseError) and part is not None:
+                    raise
+                if part is not None:
+                    raise StoreError(
+                        f"the parts of the store at {store} that were written before are of another"
+                        f" build: {error}. Give all parts the same dataset and options, or remove"
+                        f" {path} to start again. With a fingerprint=... that was given from the"
+                        " first part on, the code of the dataset may change"
+                    ) from error
                 _log.warning("the interrupted build at %s is not resumed: %s", path, error)
                 continue
-            if building.num_done:
+            building = cls(store, draft, path, journal, descriptor, done)
+            if building.num_done and part is None:
                 _log.warning(
                     "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts again",
                     f"{building.num_done:,}",
-                    f"{plan.num_rows:,}",
+                    f"{draft.num_rows:,}",
                     builder,
                 )
             return building
-        directory.discard()
+        if part is None:
+            directory.discard()
         path = directory.begin()
         try:
-            allocate_files(path, plan.columns, plan.path, variable_bytes)
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | SAFE_FLAGS
-            descriptor = os.open(path / JOURNAL, flags, 0o666)
-            _write_key(path, KEY, {**_key(fingerprint), **contents})
+            allocate_files(path, draft.columns, store, draft.num_rows * row_bytes)
+            draft.write(path, key)
+            descriptor, _, _ = _open_journal(path, journal, draft.num_rows)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        with suppress(OSError):  # Without locks on this file system, the build is not resumed.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return cls(plan, path, JOURNAL, descriptor)
-
-    @classmethod
-    def _resume(
-        cls, plan: StorePlan, path: Path, fingerprint: Fingerprint, contents: Mapping[str, Any]
-    ) -> "tuple[Building, str]":
-        """Take over the files of an interrupted build, and say who began it. All must belong to
-        this user, and none of its processes may be alive."""
-        with own_directory(path) as directory:
-            found = _read_key(directory, KEY)
-            if (changed := _difference(found, fingerprint, contents)) is not None:
-                raise StoreError(changed)
-            for name, num_bytes in plan.file_bytes.items():
-                state = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                check_own(name, state)
-                if state.st_size != num_bytes:
-                    raise StoreError(f"{name} has {state.st_size} bytes, expected {num_bytes}")
-            descriptor = open_own(JOURNAL, directory, os.O_RDWR | os.O_APPEND)
-        try:
-            _lock(descriptor)
-            done = _read_ranges(descriptor, plan.num_rows)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(plan, path, JOURNAL, descriptor, done), _printable(found.get("builder"))
-
-    @classmethod
-    def begin_part(
-        cls,
-        plan: StorePlan,
-        fingerprint: Fingerprint,
-        contents: Mapping[str, Any],
-        part: int,
-        *,
-        variable_bytes: int = 0,
-        **more: Any,
-    ) -> "Building":
-        """Go on with one part of a build, whose files the first part makes. The lock of the store
-        must be held, for this call alone.
-        """
-        directory = StoreDirectory(plan.path)
-        contents = {**plan.to_json(), **contents}
-        found = directory.unfinished(PARTS)
-        if not found:
-            path = directory.begin()
-            try:
-                allocate_files(path, plan.columns, plan.path, variable_bytes)
-                _write_key(path, PARTS, {**more, **_key(fingerprint), **contents})
-            except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
-                raise
-        else:
-            path = found[0]
-            try:
-                changed = _difference(read_parts(path), fingerprint, contents)
-            except (ValueError, StoreError, OSError) as error:
-                changed = str(error)
-            if changed is not None:
-                raise StoreError(
-                    f"the parts of the store at {plan.path} that were written before are of another"
-                    f" build: {changed}. Give all parts the same dataset and options, or remove"
-                    f" {path} to start again. With a fingerprint=... that was given from the first"
-                    " part on, the code of the dataset may change"
-                )
-        name = _part_journal(part)
-        with own_directory(path) as opened:
-            descriptor = open_own(name, opened, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        try:
-            try:
-                _lock(descriptor)
-            except StoreError:
-                raise PartInUseError(_last_writer(descriptor)) from None
-            done = _read_ranges(descriptor, plan.num_rows)
-            # No line of rows: it is for the message of another process that wants this part.
-            os.write(descriptor, f"{_WRITER}{_this_process()}\n".encode())
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(plan, path, name, descriptor, done)
+        return cls(store, draft, path, journal, descriptor)
 
     @property
     def num_done(self) -> int:
         """The number of rows that are on the disk."""
-        return sum(map(len, self._done))
+        return sum(map(len, merge_ranges(self._done)))
 
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)
+
+    def write(self, rows: range, values: Iterable[Values]) -> None:
+        """Write rows in this process; see `wrote`."""
+        self._writer = self._writer or RowWriter(self.path, self.draft.columns, None)
+        self._writer.write(rows, values)
+        self.wrote(rows)
 
     def wrote(self, rows: range) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
@@ -346,12 +198,9 @@ class Building:
         # If this fails they are never listed: when asked again, the file system may no longer
         # report the failure.
         rows, self._written = merge_ranges(self._written), []
-        names = (name for name in os.listdir(self.path) if name.endswith(TEMPORARY))
-        paths = [self.path / name for name in {*self.plan.file_bytes, *names}]
         # A disk can take several files at once.
-        if paths:
-            with threads(min(_NUM_SYNCS, len(paths))) as pool:
-                list(pool.map(sync_path, paths))
+        with threads(_NUM_SYNCS) as pool:
+            list(pool.map(sync_path, self.path.iterdir()))
         if self._descriptor is None:
             return
         data = b"".join(b"%d %d\n" % (each.start, len(each)) for each in rows)
@@ -364,69 +213,55 @@ class Building:
             # Half a line, joined with the next one, would name other rows.
             os.ftruncate(self._descriptor, num_bytes)
             raise
-        self._done = merge_ranges((*self._done, *rows))
+        self._done += rows
 
-    def finish(
-        self,
-        probes: Sequence[tuple[int, str]] | None,
-        source: Mapping[str, str],
-        fingerprint: Fingerprint | None,
-        *,
-        num_threads: int,
-        show: ShowProgress,
-    ) -> None:
-        """Make this the store, once all rows are written. The lock must be held."""
-        plan = self.plan
+    def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
+        """Make this the store, once all rows are written. The lock must be held.
+
+        ``changes`` are those of the manifest from its draft.
+        """
         (self.path / _CLAIMED).unlink(missing_ok=True)
         # What was written last is brought to the disk while it is read.
         with threads(1) as thread:
             syncing = thread.submit(self.sync)
-            columns = tuple(column.finish(self.path) for column in plan.columns)
-            sizes = {name: size for each in columns for name, size in each.file_bytes.items()}
-            for name, size in sizes.items():
-                if (found := check_plain(self.path / name)) != size:
-                    raise StoreError(f"{self.path / name} has {found} bytes, and not {size}")
+            columns = tuple(column.finish(self.path) for column in self.draft.columns)
+            manifest = replace(self.draft, columns=columns, **changes)
+            check_files(self.path, manifest)
             with show("checksums", hashed_bytes(columns), 1) as advance:
                 checksums = compute_checksums(
                     self.path, columns, num_threads=max(2, num_threads), advance=advance
                 )
             syncing.result()
-        assert self._descriptor is None or not self.missing(range(plan.num_rows))
+        num_rows = manifest.num_rows
+        assert self._descriptor is None or not self.missing(range(num_rows))
+        opened = [column.open(self.path) for column in columns]
 
         def digest(row: int) -> str:
-            return hash_row([column.read(self.path, row) for column in columns])
+            return hash_row([column.row(row) for column in opened])
 
-        for row, expected in probes or ():
+        for row, expected in manifest.probes:
             if digest(row) != expected:
-                names = ", ".join(field.name for field in plan.schema.fields)
+                names = ", ".join(field.name for field in manifest.schema.fields)
                 self.abandon()
                 raise random_dataset_error(row, names)
-        probes = [(row, digest(row)) for row in probe_rows(plan.num_rows)]
         source = {
-            **source,
+            # What begins with a dot was for the next build alone.
+            **{key: text for key, text in manifest.source.items() if key[0] != "."},
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "lightning_memmap": version("lightning_memmap"),
             # Looking up the version of an installed package takes milliseconds.
             "torch": str(torch.__version__),
             "tensordict": str(tensordict.__version__),
         }
-        manifest = Manifest(
-            plan.shards,
-            plan.schema,
-            columns,
-            tuple(probes),
-            checksums,
-            source,
-            fingerprint,
-            plan.classes,
-            self.path.name,
+        probes = tuple((row, digest(row)) for row in probe_rows(num_rows))
+        StoreDirectory(self.store).commit(
+            replace(manifest, checksums=checksums, probes=probes, source=source)
         )
-        StoreDirectory(plan.path).commit(manifest)
 
     def abandon(self) -> None:
         """Remove what was written, unless it is the store: the disk may fail after the commit."""
         try:
-            current = Manifest.read(self.plan.path).generation
+            current = Manifest.read(self.store).generation
         except StoreNotFoundError:
             current = ""
         except StoreError:
@@ -436,37 +271,38 @@ class Building:
                 remove_tree(self.path)
 
     def close(self) -> None:
-        """Close the journal. Its lock is free once no worker shares it either."""
+        """Close the files. The lock of the journal is free once no worker shares it either."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class PartInUseError(StoreError):
-    """Another process writes a part. The message says which, where it is known."""
+    """A process writes these rows."""
+
+    def __init__(self, writer: str) -> None:
+        super().__init__(f"{writer}, which began it, is still alive")
+        self.writer = writer
 
 
-def read_parts(path: Path) -> dict[str, Any]:
-    """What the first part of a build has recorded, as JSON values, not checked; see `_read_key`."""
-    with own_directory(path) as directory:
-        return _read_key(directory, PARTS)
+def read_draft(generation: Path, key: str) -> Manifest:
+    """Read what is built in a directory of this user."""
+    with closing(OpenFiles(generation, is_own=True)) as files:
+        data = files.read(key, MAX_MANIFEST_BYTES)
+    found = Manifest.decode(data, f"{generation}, not finished,")
+    return replace(found, columns=grow_columns(found.schema, found.shards))
 
 
-def read_part(path: Path, part: int, num_rows: int) -> list[range] | None:
-    """The rows of one part that are on the disk."""
-    try:
-        with own_directory(path) as directory:
-            descriptor = open_own(_part_journal(part), directory, os.O_RDWR)
-    except FileNotFoundError:
+def read_part(generation: Path, part: int, num_rows: int) -> list[range] | None:
+    """The rows of one part that are on the disk; None before it was begun."""
+    if not os.path.lexists(generation / _journal_of(part)):
         return None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PartInUseError(_last_writer(descriptor)) from None
-        return _read_ranges(descriptor, num_rows)
-    finally:
-        os.close(descriptor)
+    descriptor, done, _ = _open_journal(generation, _journal_of(part), num_rows, is_writer=False)
+    os.close(descriptor)
+    return done
 
 
 @contextmanager
@@ -488,10 +324,16 @@ def explained(path: Path, then: str) -> Iterator[None]:
 
 
 def allocate_files(
-    directory: Path, columns: Sequence[Column], path: Path, variable_bytes: int = 0
+    directory: Path, columns: Sequence[Column], path: Path, rows_bytes: float = 0.0
 ) -> None:
-    """Make the files of columns and claim their space, and as much as rows that differ in length
-    are expected to need once they are joined: a full disk is an error now, not late."""
+    """Make the files of columns and claim their space: a full disk is an error now, not late.
+
+    ``rows_bytes`` are those of all rows, as far as is known. Where some differ in length, these
+    will need twice their share, until they are joined.
+    """
+    fixed = [column for column in columns if not column.field.num_variable]
+    fixed_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
+    variable_bytes = max(0, int(rows_bytes) - fixed_bytes) if len(fixed) < len(columns) else 0
     try:
         # Several columns may have a file in common.
         files = {
@@ -540,120 +382,96 @@ def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSErr
     )
 
 
-def _key(fingerprint: Fingerprint) -> dict[str, Any]:
-    return {"builder": _this_process(), "fingerprint": msgspec.to_builtins(fingerprint)}
+def _check_own_files(path: Path, draft: Manifest) -> None:
+    """Check that the files of an unfinished build are plain ones of this user."""
+    with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
+        for name, num_bytes in chain.from_iterable(c.file_bytes.items() for c in draft.columns):
+            if (found := os.fstat(files.open(name)).st_size) != num_bytes:
+                raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
 
 
-def _write_key(path: Path, name: str, key: Mapping[str, Any]) -> None:
-    """Write what is built: all of it or nothing."""
-    temporary = path / (name + TEMPORARY)
-    with open(temporary, "x", encoding="utf-8") as file:
-        json.dump(key, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path / name)
-
-
-def _read_key(directory: int, name: str) -> dict[str, Any]:
-    """Read what is built, not checked, in an open directory of this user."""
-    found = json.loads(read_own(name, directory, _MAX_KEY_BYTES))
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} holds no JSON object")
-    return found
-
-
-def _difference(
-    found: Mapping[str, Any], fingerprint: Fingerprint, contents: Mapping[str, Any]
-) -> str | None:
-    """Say in words how what was found differs from what is to be built; None where it does not."""
-    changed = msgspec.convert(found.get("fingerprint"), Fingerprint).difference(fingerprint)
+def _check_same(found: Manifest, draft: Manifest) -> None:
+    """Check that what was begun is what is to be built. The message is the difference in words."""
+    identity = found.fingerprint or Fingerprint({})
+    changed = identity.difference(draft.fingerprint or Fingerprint({}))
     if changed is not None:
-        return f"since then, {changed}"
-    for key, value in contents.items():
-        if (was := found.get(key)) == value:
-            continue
-        if key == "order":
-            return "its rows are read in another order"
-        if key == "probes":
-            return "rows that are read for comparison have changed"
-        if type(was) is int:
-            return f"it has {key}={was}, and this one {key}={value}"
-        return f"it has other {key}"
-    return None
+        raise StoreError(f"since then, {changed}")
+    one, other = ({**_numbers_of(each), **each.source} for each in (found, draft))
+    for name in sorted({*one, *other} - {"dataset"}):
+        if one.get(name) != other.get(name):
+            if name == ORDER:
+                raise StoreError("its rows are read in another order")
+            named = name.removeprefix(".")
+            raise StoreError(
+                f"it has {named}={one.get(name)}, and this one {named}={other.get(name)}"
+            )
+    if found.schema.to_json() != draft.schema.to_json():
+        raise StoreError("it has other fields")
+    if tuple(found.probes) != tuple(draft.probes):
+        raise StoreError("rows that are read for comparison have changed")
 
 
-def _this_process() -> str:
-    """Name this process, for the message of another one: its number, its machine and the time."""
-    now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-    return f"process {os.getpid()} on {node()} at {now}"
+def _numbers_of(manifest: Manifest) -> dict[str, Any]:
+    return {"num_rows": manifest.num_rows, "num_shards": manifest.num_shards}
 
 
-def _printable(builder: object) -> str:
-    """A process as it has named itself, not checked."""
-    is_line = isinstance(builder, str) and len(builder) < 200 and builder.isprintable()
-    return str(builder) if is_line else "another process"
-
-
-def _part_journal(part: int) -> str:
+def _journal_of(part: int) -> str:
     """The name of the journal of one part of a build. No file of a column has such a name."""
     return f"{JOURNAL}-{part}{TEMPORARY}"
 
 
-def _last_writer(descriptor: int) -> str:
-    """What the process that has the journal of a part has written of itself there."""
-    with open(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        data = read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
-    lines = data.decode(errors="replace").splitlines()
-    found = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
-    return _printable(found[-1] if found else None)
+def _open_journal(
+    generation: Path, name: str, num_rows: int, *, is_writer: bool = True
+) -> tuple[int, list[range], str]:
+    """Open a journal that no process has: the rows that it lists, and who wrote them."""
+    with closing(OpenFiles(generation, is_own=True)) as files:
+        descriptor = os.dup(files.open(name, os.O_APPEND | os.O_CREAT))
+        try:
+            has_lock = _lock(descriptor, _PATIENCE_S if is_writer else 0.0)
+            data = files.read(name, _MAX_JOURNAL_BYTES)
+            if not has_lock:
+                raise PartInUseError(_last_writer(data))
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                # A kill has cut the last line short: the next one must not be joined to it.
+                os.ftruncate(descriptor, len(whole))
+            if is_writer:  # No line of rows: it is for the message of another process.
+                now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+                line = f"{_WRITER}process {os.getpid()} on {node()} at {now}\n"
+                os.write(descriptor, line.encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
+    lines = (_LINE.fullmatch(line) for line in whole.splitlines(keepends=True))
+    pairs = (map(int, found.groups()) for found in lines if found is not None)
+    ranges = [range(first, first + count) for first, count in pairs if first + count <= num_rows]
+    return descriptor, ranges, _last_writer(whole)
 
 
-def _lock(descriptor: int) -> None:
-    """Find that no process has a journal, then share its lock with the workers to come.
+def _lock(descriptor: int, patience_s: float) -> bool:
+    """Lock a journal, once no process has it, and share the lock with the workers to come.
 
     Between the two it is free for a moment: the lock of the store must be held.
     """
-    deadline = monotonic() + _PATIENCE_S
+    deadline = monotonic() + patience_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             if monotonic() > deadline:
-                raise StoreError("a worker process of it is still alive") from None
-        sleep(0.02)
+                return False
+            sleep(0.02)
+        except OSError:
+            if os.fstat(descriptor).st_size:
+                raise
+            return True  # Without locks on this file system, the build is not resumed.
 
 
-def _read_ranges(descriptor: int, num_rows: int) -> list[range]:
-    with open(os.dup(descriptor), "rb") as file:
-        data = read_at_most(file, JOURNAL, _MAX_JOURNAL_BYTES)
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        # A kill has cut the last line short: the next one must not be joined to it.
-        os.ftruncate(descriptor, len(whole))
-    ranges = []
-    for line in whole.splitlines(keepends=True):
-        found = _LINE.fullmatch(line)
-        if found is not None:
-            first, count = map(int, found.groups())
-            if count and first + count <= num_rows:
-                ranges.append(range(first, first + count))
-    return ranges
-
-
-def variable_bytes(plan: StorePlan, row_bytes: float) -> int:
-    """Bytes of the rows of a plan that differ in length, where a row has so many in all."""
-    fixed = [column for column in plan.columns if not column.field.num_variable]
-    if len(fixed) == len(plan.columns):
-        return 0
-    return max(0, int(plan.num_rows * row_bytes) - rows_bytes(fixed, range(plan.num_rows)))
-
-
-def numbers_of(rows: Sequence[int] | Integers, num_rows: int) -> Integers:
-    """Row numbers as an array, checked."""
-    numbers = np.asarray(rows, np.int64)
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_rows):
-        raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
-    return numbers
+def _last_writer(journal: bytes) -> str:
+    """The process that wrote to a journal last, as it has named itself there, not checked."""
+    lines = journal.decode(errors="replace").splitlines()
+    names = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
+    is_known = bool(names) and len(names[-1]) < 200 and names[-1].isprintable()
+    return names[-1] if is_known else "another process"

@@ -13,9 +13,7 @@ size says where each row is; `RaggedColumn.finish` lays them together.
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +23,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
@@ -45,8 +42,6 @@ from lightning_memmap.store.open_columns import (
     MAX_EMPTY_SIZE,
     ItemRows,
     MappedRows,
-    OpenColumn,
-    damaged_index,
     map_rows,
     packed_index,
 )
@@ -62,72 +57,22 @@ FileRange = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Column(ABC):
+class _Column:
     """How one field of one store is kept in files: a frozen value that keeps nothing open.
 
     A column is made when a build begins, and `finish` makes the one that the manifest records.
-
-    Args:
-        field: The field.
-        shards: The rows of the store, and the shards that they are divided into.
-
-    Raises:
-        ValueError: No such column can exist.
     """
 
     field: Field
     shards: Shards
 
-    @property
-    @abstractmethod
-    def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name. There is no file for a field without bytes."""
-
-    @property
-    @abstractmethod
-    def rows_name(self) -> str:
-        """The file in which rows, or their items, lie as they are in memory."""
-
-    @abstractmethod
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident; estimated where rows differ in length
-        and are not those of a shard."""
-
-    @abstractmethod
-    def shard_ranges(self) -> Sequence[Sequence[FileRange]]:
-        """The pieces of files that each shard consists of, in order. Those of all shards cover
-        every byte of every file."""
-
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
-        """Bytes outside of a shard that its rows are found by, as the manifest tells them: name of
-        the file, the first byte, and the bytes."""
+        """Bytes outside of a shard that its rows are found by: file, first byte, and the bytes."""
         return ()
-
-    @abstractmethod
-    def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
-        """Write rows in any order. Several writers may do this at once, each with other rows.
-
-        When this returns, the rows survive a kill of the process. Once ``file_bytes`` and all
-        temporary files have been brought to the disk, they survive a power cut.
-        """
-
-    def finish(self, directory: Path) -> "Column":
-        """Finish the files of a build once all rows are written, and bring them to the disk. After
-        a kill it is done again. Returns the column as the manifest is to record it."""
-        return self
-
-    @abstractmethod
-    def read(self, directory: Path, row: int) -> Tensor:
-        """Read one row from the files, and not through a mapping, in which a disk error would end
-        the process."""
-
-    @abstractmethod
-    def open(self, directory: Path) -> OpenColumn:
-        """Open the column for reading."""
 
 
 @dataclass(frozen=True)
-class FixedColumn(Column):
+class FixedColumn(_Column):
     """The column of a field whose rows all have one shape."""
 
     def __post_init__(self) -> None:
@@ -141,31 +86,31 @@ class FixedColumn(Column):
             raise ValueError(f"{self.shards.num_rows} rows of {self.field} fit into no file")
 
     @property
-    @override
     def rows_name(self) -> str:
+        """The file in which rows, or their items, lie as they are in memory."""
         # Field names contain no path separators: see `schema.fields`.
         return f"{self.field.name}.memmap"
 
     @property
-    @override
     def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name. There is no file for a field without bytes."""
         num_bytes = self.shards.num_rows * self.field.row_bytes
         return {self.rows_name: num_bytes} if num_bytes else {}
 
-    @override
     def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes of all these rows where they are resident."""
         return len(rows) * self.field.row_bytes
 
-    @override
     def shard_ranges(self) -> list[list[FileRange]]:
+        """The pieces of files that each shard consists of, in order: together all bytes."""
         size = self.field.row_bytes
         if not size:
             return [[] for _ in range(self.shards.num_shards)]
         bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
         return [[(self.rows_name, first * size, end * size)] for first, end in pairwise(bounds)]
 
-    @override
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        """Write rows in any order. Several writers may do this at once, each with other rows."""
         size = self.field.row_bytes
         if not size or not len(rows):
             return
@@ -190,17 +135,12 @@ class FixedColumn(Column):
                 part = memory[: len(part)]
             write_all(file, part.view(np.uint8).data, location * size)
 
-    @override
-    def read(self, directory: Path, row: int) -> Tensor:
-        location, size = int(self.shards.locate(np.array(row))), self.field.row_bytes
-        if not size:
-            return torch.empty(self.field.item_shape, dtype=self.field.dtype, device="cpu")
-        with open(directory / self.rows_name, "rb", buffering=0) as file:
-            data = read_exactly(file.fileno(), location * size, size)
-        return torch.from_numpy(data).view(self.field.dtype).view(self.field.item_shape)
+    def finish(self, directory: Path) -> "FixedColumn":
+        """The column once all rows are written, and are in the order in which they are kept."""
+        return self
 
-    @override
-    def open(self, directory: Path) -> OpenColumn:
+    def open(self, directory: Path) -> MappedRows:
+        """Open the column for reading."""
         shape, dtype = (self.shards.num_rows, *self.field.item_shape), self.field.dtype
         if not self.file_bytes:
             return MappedRows(self.shards, torch.empty(shape, dtype=dtype, device="cpu"))
@@ -208,19 +148,8 @@ class FixedColumn(Column):
 
 
 @dataclass(frozen=True)
-class RaggedColumn(Column):
-    """The column of a field whose rows differ in length.
-
-    Args:
-        field: The field.
-        shards: The rows of the store, and the shards that they are divided into.
-        shard_items: Items of each shard, int64 of shape (C,); nothing while the column grows.
-        index_of: Name of another field whose index this one has as well; by default its own.
-
-    Raises:
-        ValueError: The items of the field have no bytes, its name is too long, no file could hold
-            its items, or its rows need an index of their own.
-    """
+class RaggedColumn(_Column):
+    """The column of a field whose rows differ in length."""
 
     shard_items: tuple[int, ...] = ()
     index_of: str = ""
@@ -241,8 +170,8 @@ class RaggedColumn(Column):
         return f"{self.index_of or self.field.name}.index"
 
     @property
-    @override
     def rows_name(self) -> str:
+        """The file in which the items lie as they are in memory."""
         return f"{self.field.name}.values"
 
     @property
@@ -258,8 +187,8 @@ class RaggedColumn(Column):
         return 1 if count == 1 else 1 + count
 
     @property
-    @override
     def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name."""
         num_rows = self.shards.num_rows
         if not self.shard_items:
             return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
@@ -267,8 +196,8 @@ class RaggedColumn(Column):
         num_bytes = sum(self.shard_items) * self.field.item_bytes
         return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
 
-    @override
     def num_bytes(self, rows: range | Integers) -> int:
+        """Bytes of all these rows where they are resident; exact for those of a shard."""
         size, shards = self.field.item_bytes, self.shards
         if not self.shard_items:
             return len(rows) * size
@@ -277,8 +206,8 @@ class RaggedColumn(Column):
             return self.shard_items[first] * size
         return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
 
-    @override
     def shard_ranges(self) -> list[list[FileRange]]:
+        """The pieces of files that each shard consists of, in order: together all bytes."""
         width, size = 8 * self._index_width, self.field.item_bytes
         rows = (*self.shards.starts.tolist(), self.shards.num_rows)
         items = np.cumsum((0, *self.shard_items)).tolist()
@@ -298,8 +227,8 @@ class RaggedColumn(Column):
         end = np.int64(sum(self.shard_items[:shard]))
         return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
 
-    @override
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
+        """Write rows in any order: those written last are the ones that are found."""
         if not len(rows):
             return
         assert values.sizes is not None
@@ -322,8 +251,8 @@ class RaggedColumn(Column):
             places.view(np.uint8),
         )
 
-    @override
     def finish(self, directory: Path) -> "RaggedColumn":
+        """Lay the rows together once all are written. After a kill it is done again."""
         files = OpenFiles(directory)
         try:
             bounds = np.append(self.shards.starts, self.shards.num_rows)
@@ -352,8 +281,7 @@ class RaggedColumn(Column):
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
-        """Where all rows are in the pieces, in the order of the file, some rows at a time: the
-        first of them, and for each row its piece, the first byte in it, and its sizes."""
+        """Where all rows are in the pieces, in the order of the file, some rows at a time."""
         width = 2 + self.field.num_variable
         file = files.open(self._places_name)
         for first in range(0, self.shards.num_rows, LOCATED_ROWS):
@@ -382,28 +310,8 @@ class RaggedColumn(Column):
             yield out
             first, begin = end, int(ends[end - 1])
 
-    @override
-    def read(self, directory: Path, row: int) -> Tensor:
-        location, field = int(self.shards.locate(np.array(row))), self.field
-        width, size = 8 * self._index_width, field.item_bytes
-        with ExitStack() as stack:
-            file = stack.enter_context(open(directory / self._index_name, "rb", buffering=0))
-            before = min(location, 1)
-            data = read_exactly(file.fileno(), (location - before) * width, (1 + before) * width)
-            index = data.view(np.int64).reshape(-1, self._index_width)
-            first, end = [0, *index[:, 0].tolist()][-2:]
-            shape = [end - first] if field.num_variable == 1 else index[-1, 1:].tolist()
-            is_within = 0 <= first <= end <= sum(self.shard_items)
-            if not is_within or min(shape) < 0 or math.prod(shape) != end - first:
-                raise damaged_index(field)
-            if first == end:
-                return torch.empty((*shape, *field.item_shape), dtype=field.dtype, device="cpu")
-            file = stack.enter_context(open(directory / self.rows_name, "rb", buffering=0))
-            values = read_exactly(file.fileno(), first * size, (end - first) * size)
-        return torch.from_numpy(values).view(field.dtype).view(*shape, *field.item_shape)
-
-    @override
-    def open(self, directory: Path) -> "ItemRows":
+    def open(self, directory: Path) -> ItemRows:
+        """Open the column for reading."""
         assert self.shard_items
         num_rows = self.shards.num_rows
         index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
@@ -413,6 +321,9 @@ class RaggedColumn(Column):
         else:
             items = torch.empty(shape, dtype=self.field.dtype, device="cpu")
         return ItemRows(self.field, self.shards, items, index.numpy())
+
+
+Column = FixedColumn | RaggedColumn
 
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:

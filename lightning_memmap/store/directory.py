@@ -11,7 +11,6 @@ users may have put something there. No link is followed, and what is not ours is
 """
 
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -79,11 +78,7 @@ def check_free(directory: Path, argument: str) -> None:
 
 @dataclass(frozen=True)
 class StoreDirectory:
-    """The directory of one store, which need not exist.
-
-    Args:
-        path: The directory.
-    """
+    """The directory of one store, which need not exist."""
 
     path: Path
 
@@ -106,11 +101,8 @@ class StoreDirectory:
         return False
 
     @contextmanager
-    def locked(self, *, timeout_s: float = math.inf) -> Iterator[None]:
-        """Hold the lock for changes; what nobody names is removed first.
-
-        Everyone who may write to the directory may use the lock, no matter who made it.
-        """
+    def locked(self, *, wait: bool = True) -> Iterator[None]:
+        """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
             self.path.mkdir(exist_ok=True)
@@ -118,19 +110,20 @@ class StoreDirectory:
                 check_plain(path)
             lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
             try:
-                lock.acquire(timeout=min(timeout_s, 0.1))
+                lock.acquire(timeout=0.1 if wait else 0)
             except Timeout:
                 # filelock cannot tell a directory without write permission from a lock that is
                 # held.
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 os.close(os.open(path, flags, 0o600))
-                if timeout_s:
-                    _log.warning(
-                        "another process is building the store at %s: waiting for it (it holds %s)",
-                        self.path,
-                        path,
-                    )
-                lock.acquire(timeout=-1 if timeout_s == math.inf else timeout_s)
+                if not wait:
+                    raise
+                _log.warning(
+                    "another process is building the store at %s: waiting for it (it holds %s)",
+                    self.path,
+                    path,
+                )
+                lock.acquire()
         except Timeout:
             raise StoreError(
                 f"another process is writing the store at {self.path}: it holds {path}; wait for it"

@@ -6,8 +6,6 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +23,8 @@ _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _PIECE_BYTES = 2**20
+#: No link is followed, no pipe waited for, and no program that is started has the file.
+_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
@@ -32,7 +32,7 @@ TEMPORARY = ".tmp"
 def open_plain(path: Path) -> int:
     """Open a plain file for reading, without following a link or waiting for a pipe."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | _SAFE_FLAGS)
     except OSError as error:
         # A link, or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -99,8 +99,7 @@ def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
 
 
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a dense leaf on the CPU, in the byte order of this machine: flat, and a view of
-    the leaf where that is contiguous."""
+    """The bytes of a dense leaf on the CPU, in the byte order of this machine."""
     if isinstance(leaf, Tensor):
         # A single element counts as contiguous, whatever its stride is.
         flat = leaf.contiguous().as_strided((leaf.numel(),), (1,))
@@ -130,40 +129,43 @@ def sync_path(path: Path) -> None:
 
 
 class OpenFiles:
-    """Files of one directory, each opened for writing when it is first needed.
+    """Files of one directory, each opened for writing when it is first needed."""
 
-    The directory stays open, and files are opened relative to it and not by its name: a process
-    that outlives its build must not write into the files that the next build makes in the same
-    place.
-
-    Args:
-        directory: The directory. A link is not followed.
-        max_open: The most files to keep open at once; beyond that the oldest one is closed.
-
-    Raises:
-        OSError: The directory cannot be opened.
-    """
-
-    def __init__(self, directory: Path | str, max_open: int = sys.maxsize) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.directory = os.open(directory, flags)
+    def __init__(
+        self, directory: Path | str, max_open: int = sys.maxsize, *, is_own: bool = False
+    ) -> None:
+        self._files: dict[str, int] = {}
+        self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFE_FLAGS)
+        #: Whether all must belong to this user, and to nobody else: a build resumes no others.
+        self._is_own = is_own
+        if is_own and os.fstat(self.directory).st_uid != os.geteuid():
+            self.close()
+            raise StoreError("it belongs to another user")
         #: Distinguishes the files that are made through this object from those of all others.
         self.number = secrets.randbits(63)
         self._max_open = max_open
-        self._files: dict[str, int] = {}
 
     def open(self, name: str, flags: int = 0) -> int:
         """Return the descriptor of a file, valid until the next call."""
         if name not in self._files:
             if len(self._files) >= self._max_open:
                 os.close(self._files.pop(next(iter(self._files))))
-            flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._files[name] = os.open(name, flags, 0o666, dir_fd=self.directory)
+            file = os.open(name, flags | os.O_RDWR | _SAFE_FLAGS, 0o666, dir_fd=self.directory)
+            self._files[name], state = file, os.fstat(file)
+            is_alone = stat.S_ISREG(state.st_mode) and state.st_nlink == 1
+            if self._is_own and not (is_alone and state.st_uid == os.geteuid()):
+                raise StoreError(f"{name} is not a plain file that belongs to this user")
         return self._files[name]
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Read a file from its start to its end."""
+        with open(os.dup(self.open(name)), "rb") as file:
+            file.seek(0)
+            return read_at_most(file, name, max_bytes)
 
     def begin_sync(self) -> None:
         """Let the disk begin with what was written into the files that are open, where the system
-        can do that without waiting. The system alone would wait until memory is short."""
+        can do that without waiting."""
         if _sync_file_range is not None:
             for descriptor in self._files.values():
                 # It is no more than a beginning: what fails is found by `fsync`.
@@ -181,48 +183,6 @@ class OpenFiles:
         if self.directory >= 0:
             os.close(self.directory)
             self.directory = -1
-
-
-# Files that belong to this user, and to nobody else: a build goes on from no others.
-
-#: No link is followed, no pipe waited for, and no program that is started has the file.
-SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-def check_own(name: str, state: os.stat_result) -> None:
-    """Check that something is a plain file of this user, without another name."""
-    if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1 or state.st_uid != os.geteuid():
-        raise StoreError(f"{name} is not a plain file that belongs to this user")
-
-
-@contextmanager
-def own_directory(building: Path) -> Iterator[int]:
-    """Open a directory of this user, and give its descriptor."""
-    directory = os.open(building, os.O_RDONLY | os.O_DIRECTORY | SAFE_FLAGS)
-    try:
-        if os.fstat(directory).st_uid != os.geteuid():
-            raise StoreError("it belongs to another user")
-        yield directory
-    finally:
-        os.close(directory)
-
-
-def open_own(name: str, directory: int, flags: int) -> int:
-    """Open a plain file of this user."""
-    descriptor = os.open(name, flags | SAFE_FLAGS, 0o666, dir_fd=directory)
-    try:
-        check_own(name, os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def read_own(name: str, directory: int, max_bytes: int) -> bytes:
-    """Read a plain file of this user; see `open_own`."""
-    descriptor = open_own(name, directory, os.O_RDONLY)
-    with open(descriptor, "rb") as file:
-        return read_at_most(file, name, max_bytes)
 
 
 def read_at_most(file: IO[bytes], name: str, max_bytes: int) -> bytes:

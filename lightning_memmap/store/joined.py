@@ -24,11 +24,10 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.values import take_rows
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store
 
 #: A file begins at a multiple of this in memory.
@@ -37,19 +36,7 @@ _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
 
 
 class JoinedStore(Store):
-    """Several open stores of the same fields as one.
-
-    The files of a field are mapped one after the other into one range of addresses, so that all
-    rows of the field are one tensor, with a gap of some rows between two stores.
-
-    Args:
-        path: The directory that the stores lie in.
-        stores: The stores by name.
-
-    Raises:
-        SchemaError: They differ in their fields. The message names the first one that differs.
-        StoreError: A file cannot be mapped.
-    """
+    """Several open stores of the same fields as one."""
 
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
         parts = list(stores.values())
@@ -71,6 +58,9 @@ class JoinedStore(Store):
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
         columns = zip(first.schema.fields, *opened, strict=True)
+        self._shards = _InMemory(
+            total, shards.num_shards, places=lambda rows: self.in_memory(self._rows.places(rows))
+        )
         joined = [self._joined(field, each, index) for index, (field, *each) in enumerate(columns)]
         super().__init__(path, manifest, joined)
 
@@ -101,9 +91,6 @@ class JoinedStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return JoinedStore, (self.path, dict(zip(self._names, self.parts, strict=True)))
 
-    def _locate(self, rows: Integers) -> Integers:
-        return self.in_memory(self._rows.places(rows))
-
     def _files_of(self, index: int, begins: Integers) -> list[tuple[Path, int, int]]:
         """The files of a field, as each store gives them, and where they begin in memory."""
         files = [
@@ -120,7 +107,7 @@ class JoinedStore(Store):
         if not variable:
             files = self._files_of(index, firsts * field.row_bytes)
             num_rows = int(firsts[-1]) + self.parts[-1].num_rows
-            return _JoinedColumn(_map(field, files, num_rows), self._locate)
+            return MappedRows(self._shards, _map(field, files, num_rows))
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
@@ -138,19 +125,12 @@ class JoinedStore(Store):
             gap = np.zeros((int(np.diff(self._shifts, prepend=0)[number]), width), np.int64)
             gap[:, 0] = begin
             pieces += [gap, column.index + np.eye(1, width, dtype=np.int64) * begin]
-        return _JoinedItems(
-            field, self.parts[0].manifest.shards, items, np.concatenate(pieces), self._locate
-        )
+        return ItemRows(field, self._shards, items, np.concatenate(pieces))
 
 
 @dataclass(frozen=True)
 class JoinedManifest(Manifest):
-    """What several stores contain.
-
-    Args:
-        parts: The manifest of each.
-        rows: The rows of all stores.
-    """
+    """What several stores contain."""
 
     parts: tuple[Manifest, ...] = ()
     rows: JoinedRows = field(kw_only=True)
@@ -186,30 +166,14 @@ class JoinedManifest(Manifest):
 
 
 @dataclass(frozen=True)
-class _JoinedColumn:
-    """The rows of a field of several stores."""
+class _InMemory(Shards):
+    """All rows, by where they lie in memory."""
 
-    tensor: Tensor
-    locate: Callable[[Integers], Integers]
-
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        return self.fetch(np.array([row]))[0]
-
-    def fetch(self, rows: Integers) -> Tensor:
-        """Copy rows into one batch."""
-        return take_rows(self.tensor, self.locate(rows))
-
-
-@dataclass(frozen=True)
-class _JoinedItems(ItemRows):
-    """Rows of several stores that differ in length."""
-
-    locate: Callable[[Integers], Integers]
+    places: Callable[[Integers], Integers] = field(kw_only=True)
 
     @override
-    def _at_rows(self, rows: Integers) -> Located:
-        return self.at(self.locate(rows))
+    def locate(self, rows: Integers) -> Integers:
+        return self.places(rows)
 
 
 def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Annotated, Any
@@ -19,13 +19,18 @@ import xxhash
 from msgspec import Meta
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows
+from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.spec import MAX_FIELDS
-from lightning_memmap.store.columns import Column, RaggedFiles, ragged_files, stored_columns
+from lightning_memmap.store.columns import (
+    Column,
+    RaggedFiles,
+    grow_columns,
+    ragged_files,
+    stored_columns,
+)
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.row_bytes import rows_bytes, window_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
@@ -51,26 +56,14 @@ _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store contains.
-
-    Args:
-        shards: The rows of the dataset, and the shards that they are divided into.
-        schema: The fields and the nesting of a sample.
-        columns: How each field is kept in files, in the order of the fields.
-        probes: Row and hash of a few rows, by which the dataset is recognised.
-        checksums: XXH3 (64 bits, hexadecimal) of each shard, by field name.
-        source: Where the store came from, for people to read.
-        fingerprint: The identity of the dataset; None in stores that were not built from one.
-        classes: The names of its classes, by label; empty where it has none.
-        generation: The directory of its files, in that of the manifest.
-    """
+    """What a store contains."""
 
     shards: Shards
     schema: Schema
     columns: tuple[Column, ...]
-    probes: tuple[tuple[int, str], ...]
-    checksums: Mapping[str, Sequence[str]]
-    source: Mapping[str, str]
+    probes: tuple[tuple[int, str], ...] = ()
+    checksums: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     classes: tuple[str, ...] = ()
     generation: str = "g-" + "0" * 16
@@ -104,39 +97,46 @@ class Manifest:
         """Bytes of the rows of each shard."""
         columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if pool is not None and isinstance(pool.rows, WindowedRows):
-            return window_bytes(columns, pool, num_data_devices)
+            return _window_bytes(columns, pool, num_data_devices)
         parts = self.shards if pool is None else pool
         sizes = [rows_bytes(columns, parts.rows_of(c)) for c in range(parts.num_shards)]
         return np.array(sizes, np.int64)
 
     @property
     def content(self) -> str:
-        """The contents of the store in one line.
-
-        The line is the same for all stores with the same rows, no matter where and when they were
-        built.
-        """
+        """The contents of the store in one line."""
         schema = self.schema.to_json()
         text = json.dumps({**schema, "checksums": self.checksums}, sort_keys=True)
         digest = xxhash.xxh3_64_hexdigest(text.encode())
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
-    def write(self, directory: Path) -> None:
-        """Write the manifest; its presence is what makes the directory a store."""
+    @classmethod
+    def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
+        """What a store is to contain that is not written yet, and that can be opened then."""
+        shards = Shards(num_rows, num_shards)
+        try:
+            columns = grow_columns(schema, shards)
+        except ValueError as error:
+            raise StoreError(f"no store can be made of this: {error}") from error
+        sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
+        found = cls(shards, schema, columns, checksums=sums, **more)
+        found.encode()
+        return found
+
+    def write(self, directory: Path, name: str = MANIFEST) -> None:
+        """Write the manifest at once; in its place it makes the directory a store."""
         data = self.encode()
-        temporary = directory / (MANIFEST + TEMPORARY)
+        temporary = directory / (name + TEMPORARY)
         # What a killed process has left there, or others have planted, is removed, not written to.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / MANIFEST)
+        os.replace(temporary, directory / name)
 
     def encode(self) -> bytes:
-        """Convert the manifest to the bytes of its file: JSON, which begins with the digest of all
-        that follows.
-        """
+        """Convert the manifest to the bytes of its file."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -231,8 +231,7 @@ class _Header(msgspec.Struct):
 
 
 class _File(msgspec.Struct, kw_only=True):
-    """A manifest as it lies in its file, without its schema. The types limit what a stranger may
-    say."""
+    """A manifest as it lies in its file, without its schema."""
 
     generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]
@@ -299,6 +298,37 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                     f"{path} has {found} bytes, expected {expected}"
                     f" ({manifest.num_rows} rows of {column.field}): build the store again"
                 )
+
+
+def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
+    """Return the bytes of rows over all columns of a store."""
+    return sum(column.num_bytes(rows) for column in columns)
+
+
+def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
+    """Bytes that each shard takes of series that are cut into windows."""
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    step_bytes = series_bytes = 0
+    for column in columns:
+        if column.field.name in line.fields:
+            step_bytes += column.field.step_bytes
+        else:
+            num_rows = column.shards.num_rows
+            series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
+
+    def held_bytes(chosen: Sequence[int]) -> int:
+        counts = spans_of(pool, chosen).counts
+        counts = counts[counts > 0]
+        num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
+        return num_steps * step_bytes + len(counts) * series_bytes
+
+    count = pool.num_shards
+    if pool.is_striped:
+        # In dataset order all shards have windows of all series, and those of a device share them.
+        total = held_bytes(range(count)) * num_data_devices
+        return np.full(count, -(-total // count), np.int64)
+    return np.array([held_bytes([shard]) for shard in range(count)], np.int64)
 
 
 def check_num_shards(num_shards: int) -> int:

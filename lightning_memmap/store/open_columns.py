@@ -6,7 +6,6 @@ The files are mapped, and of a stranger: whatever an index says is checked befor
 import math
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -81,14 +80,9 @@ class MappedRows:
     shards: Shards
     tensor: Tensor
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [int(start) for start in self.shards.starts]
-
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
-        num_shards = self.shards.num_shards
-        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
+        return self.tensor[int(self.shards.locate(np.array(row)))].clone()
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
@@ -113,18 +107,7 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemRows:
-    """Rows that differ in length, in one place in memory. An open column is one.
-
-    The index may come from an untrusted source, and may change while it is mapped: each entry is
-    copied, and checked, before it is used.
-
-    Args:
-        field: Their field.
-        shards: The rows of the store, and the shards that they are divided into.
-        items: The items of all rows, of shape (items, *item shape), on any device.
-        index: Where each row ends in them and, where several dimensions differ, its sizes. int64 of
-            shape (rows, 1 or 1 + number of these).
-    """
+    """Rows that differ in length, in one place in memory. An open column is one."""
 
     field: Field
     shards: Shards
@@ -168,12 +151,8 @@ class ItemRows:
         lengths = np.empty(self.shards.num_rows, np.int64)
         for first in range(0, len(lengths), LOCATED_ROWS):
             rows = np.arange(first, min(first + LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self._at_rows(rows).sizes.prod(axis=1)
+            lengths[rows] = self.at(self.shards.locate(rows)).sizes.prod(axis=1)
         return lengths
-
-    def _at_rows(self, rows: Integers) -> Located:
-        """Find rows, given in dataset order."""
-        return self.at(self.shards.locate(rows))
 
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order."""
@@ -181,7 +160,7 @@ class ItemRows:
 
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
-        starts, sizes = self._at_rows(rows)
+        starts, sizes = self.at(self.shards.locate(rows))
         items = self.items
         return [
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)

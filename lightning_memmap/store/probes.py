@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
@@ -35,7 +36,9 @@ def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
     for leaf in leaves:
         # Otherwise ("ab", "c") would be ("a", "bc").
         digest.update(np.array([leaf.ndim, *leaf.shape], np.int64).data)
-        digest.update(leaf_bytes(leaf).data)
+        # True may be any byte but 0, as in images of one bit, and is 1 in a copy.
+        is_bool = leaf.dtype in (torch.bool, np.bool_)
+        digest.update(leaf_bytes(leaf & True if is_bool else leaf).data)
     return digest.hexdigest()
 
 
@@ -74,8 +77,8 @@ class _PickledSample:
             return None
 
 
-def take_probes(workers: Workers, num_rows: int, options: FieldOptions) -> Probes:
-    """Read each probe row twice and hash it."""
+def take_probes(workers: Workers, num_rows: int, options: FieldOptions | Schema) -> Probes:
+    """Read each probe row twice and hash it. The schema is found by the options, or given."""
     found = list[Probes]()
     workers.run(partial(_Prober, options=options), [num_rows], found.append)
     return found[0]
@@ -108,7 +111,7 @@ class _Prober:
     """Reads the probe rows of a dataset of so many rows."""
 
     dataset: Any
-    options: FieldOptions
+    options: FieldOptions | Schema
 
     def __call__(self, num_rows: int) -> Probes:
         rows, durations = probe_rows(num_rows), list[float]()
@@ -117,7 +120,12 @@ class _Prober:
             start = perf_counter()
             samples.append(read_sample(self.dataset, row))
             durations.append(perf_counter() - start)
-        schema = self._schema(samples, rows, num_rows)
+        options = self.options
+        schema = (
+            options
+            if isinstance(options, Schema)
+            else self._schema(samples, rows, num_rows, options)
+        )
         digests, sizes = [], list[int]()
         for row, sample in zip(rows, samples, strict=True):
             leaves, again = flatten_row(sample, row, schema), read_row(self.dataset, row, schema)
@@ -128,9 +136,11 @@ class _Prober:
             sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
         return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
 
-    def _schema(self, samples: list[Any], rows: list[int], num_rows: int) -> Schema:
+    def _schema(
+        self, samples: list[Any], rows: list[int], num_rows: int, options: FieldOptions
+    ) -> Schema:
         """The schema of the samples, and of more where these do not show what has some names."""
-        schema, wanted = infer_schema(samples, rows, self.options), self.options.names
+        schema, wanted = infer_schema(samples, rows, options), options.names
         found, read = list(samples), list(rows)
         spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
         more = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
@@ -139,7 +149,7 @@ class _Prober:
             new, more = more[: len(found)], more[len(found) :]
             found += [read_sample(self.dataset, row) for row in new]
             read += new
-            schema = infer_schema(found, read, self.options)
+            schema = infer_schema(found, read, options)
         check_known(schema, wanted, len(read))
         return schema
 

@@ -9,16 +9,7 @@ _MIN_RANGE_S = 0.05
 
 
 class RowRanges:
-    """Divides rows into ranges of about a second of work, while earlier ranges are being worked on.
-
-    Iteration yields pairs of first row and number of rows.
-
-    Args:
-        todo: The rows, in ranges of any size.
-        max_rows: The most rows of a range.
-        num_workers: Processes that work on the ranges.
-        row_s: Seconds that a row takes, as a first guess. `note` improves it.
-    """
+    """Divides rows into ranges of about a second of work, while earlier ones are worked on."""
 
     def __init__(
         self, todo: Iterable[range], *, max_rows: int, num_workers: int, row_s: float

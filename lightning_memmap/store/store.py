@@ -324,17 +324,7 @@ class Store:
 
 
 def open_directory(path: str | Path, generation: str | None = None) -> Store:
-    """Open the store in a directory for reading.
-
-    Args:
-        path: Directory of the store.
-        generation: The one that it must be; by default any.
-
-    Raises:
-        StoreNotFoundError: There is no store at this path.
-        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
-            the wrong size, or cannot be read; or the store was replaced by another generation.
-    """
+    """Open the store in a directory for reading."""
     directory = Path(os.path.realpath(path))
     manifest = Manifest.read(directory)
     while True:

@@ -17,32 +17,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field, RowList, Values
-from lightning_memmap.store.building import Building, RowWriter, StorePlan, explained, numbers_of
+from lightning_memmap.store.building import Building, RowWriter, explained
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.directory import StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import TEMPORARY
-from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.store import Store, open_directory
 
 
 def _marks(shards: Shards) -> FixedColumn:
     """A byte for each row, set when it is written. No field's name begins with a dot."""
-    return _Marks(Field(".written", torch.uint8, ()), shards)
-
-
-class _Marks(FixedColumn):
-    """It goes with the build."""
-
-    @property
-    @override
-    def rows_name(self) -> str:
-        return f"{self.field.name}{TEMPORARY}"
+    return FixedColumn(Field(".written", torch.uint8, ()), shards)
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
@@ -55,47 +44,34 @@ def check_place(path: Path, *, overwrite: bool) -> None:
 
 
 class TableBuild:
-    """The build of a table, in one process, which holds the lock until the table is committed.
+    """The build of a table, in one process, which holds the lock until the table is committed."""
 
-    Args:
-        plan: The table.
-        overwrite: Replace a store that is there. The old one stays until the table is whole.
-
-    Attributes:
-        token: `TableWriter` must be given it, so that it writes into these files and no others.
-
-    Raises:
-        StoreError: The path is taken, another process writes to it, or something that other users
-            have put beside it is in the way; or the table would have too many fields or shards.
-        OSError: The disk is too small.
-    """
-
-    def __init__(self, plan: StorePlan, *, overwrite: bool = False) -> None:
-        self._plan = plan
-        plan.check()
-        check_place(plan.path, overwrite=overwrite)
-        plan.path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, draft: Manifest, *, overwrite: bool = False) -> None:
+        self._path, self._draft = path, draft
+        check_place(path, overwrite=overwrite)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(StoreDirectory(plan.path).locked(timeout_s=0))
-            check_place(plan.path, overwrite=overwrite)
-            building = Building.begin(plan, Fingerprint({}), {}, resume=False)
+            stack.enter_context(StoreDirectory(path).locked(wait=False))
+            check_place(path, overwrite=overwrite)
+            building = Building.begin(path, draft, resume=False)
             stack.callback(building.close)
             stack.callback(self._discard)
             self._building, self.token, self._is_finished = building, building.path.name, False
-            with open(self._marks_path, "wb") as file:
-                file.truncate(plan.num_rows)
+            self._marks = building.path / _marks(draft.shards).rows_name
+            with open(self._marks, "wb") as file:
+                file.truncate(draft.num_rows)
             self._cleanup = stack.pop_all()
 
     def finish(self, num_written: int, **source: str) -> Store:
         """Commit the table, once all processes have closed their writers."""
-        plan = self._plan
-        with self._cleanup, explained(plan.path, "nothing was changed"):
+        with self._cleanup, explained(self._path, "nothing was changed"):
             self._check_written(num_written)
-            self._building.wrote(range(plan.num_rows))
+            self._marks.unlink()
+            self._building.wrote(range(self._draft.num_rows))
             show = partial(show_progress, hidden=True)
-            self._building.finish(None, source, None, num_threads=2, show=show)
+            self._building.finish(num_threads=2, show=show, source=source)
             self._is_finished = True
-        return open_directory(plan.path)
+        return open_directory(self._path)
 
     def abandon(self) -> None:
         """Remove what was written, and release the lock. A second call does nothing."""
@@ -105,64 +81,47 @@ class TableBuild:
         if not self._is_finished:
             self._building.abandon()
 
-    @property
-    def _marks_path(self) -> Path:
-        return self._building.path / _marks(self._plan.shards).rows_name
-
     def _check_written(self, num_written: int) -> None:
-        plan = self._plan
-        marks = np.fromfile(self._marks_path, np.uint8)
-        missing = plan.shards.rows_at(np.flatnonzero(marks == 0))
+        num_rows = self._draft.num_rows
+        missing = self._draft.shards.rows_at(np.flatnonzero(np.fromfile(self._marks, "u1") == 0))
         if len(missing):
             raise StoreError(
-                f"{len(missing)} of {plan.num_rows} rows were not written, the first of them is"
+                f"{len(missing)} of {num_rows} rows were not written, the first of them is"
                 f" row {missing.min()}"
             )
-        if num_written != plan.num_rows:
+        if num_written != num_rows:
             raise StoreError(
-                f"{num_written} rows were written, and the table has {plan.num_rows}: some were"
+                f"{num_written} rows were written, and the table has {num_rows}: some were"
                 " written more than once"
             )
 
 
 class TableWriter:
-    """Writes rows into the files of a table that a `TableBuild` has made.
+    """Writes rows into the files of a table that a `TableBuild` has made."""
 
-    Rows are written with ``pwrite``, not through a mapping: otherwise two machines that share a
-    file system would overwrite each other's rows where these share a page.
-
-    Args:
-        plan: The table, the same in all processes.
-        token: The token of the build.
-
-    Attributes:
-        num_written: Rows written so far.
-
-    Raises:
-        StoreError: The files are not there, or are those of another build.
-    """
-
-    def __init__(self, plan: StorePlan, token: str) -> None:
-        self._plan = plan
+    def __init__(self, path: Path, draft: Manifest, token: str) -> None:
+        self._draft = draft
         # The marks last: a row with one has all its values.
-        columns = (*plan.columns, _marks(plan.shards))
+        columns = (*draft.columns, _marks(draft.shards))
         self.num_written = 0
         try:
-            self._writer = RowWriter(plan.path / token, columns, None)
+            self._writer = RowWriter(path / token, columns, None)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreError(
-                f"this process does not see the files of the table at {plan.path}: all processes"
+                f"this process does not see the files of the table at {path}: all processes"
                 " must share one file system there, also those of other machines"
             ) from None
 
     def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
         """Write rows in any order."""
-        if not len(rows):
+        numbers, num_rows = np.asarray(rows, np.int64), self._draft.num_rows
+        if not len(numbers):
             return
-        numbers = numbers_of(rows, self._plan.num_rows)
+        if numbers.min() < 0 or numbers.max() >= num_rows:
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
         values = [
-            Values.of_rows(column.field, leaf) if isinstance(leaf, RowList) else Values(leaf)
-            for column, leaf in zip(self._plan.columns, leaves, strict=True)
+            Values.of_rows(field, leaf) if isinstance(leaf, RowList) else Values(leaf)
+            for field, leaf in zip(self._draft.schema.fields, leaves, strict=True)
         ]
         marks = torch.ones(len(numbers), dtype=torch.uint8)
         self._writer.write(numbers, (*values, Values(marks)))

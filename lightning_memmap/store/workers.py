@@ -41,16 +41,7 @@ _THREAD_BYTES = 16 * 2**20
 
 
 class Workers:
-    """Processes that read a dataset, or with none of them this process.
-
-    They start with the first task, serve all that follow, and end with the ``with`` block. A build
-    has one such block, for what it reads first and for what it writes: to start, a process may have
-    to import torch and to open the dataset's files.
-
-    Args:
-        dataset: The dataset, or what else all tasks need. It is sent to each process once.
-        num_workers: Processes; with 0, this one does all tasks.
-    """
+    """Processes that read a dataset, or with none of them this process."""
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset = dataset
@@ -256,11 +247,7 @@ def _positions() -> dict[int, int]:
 
 
 def _open_anew(positions: dict[int, int]) -> None:
-    """Give this process a position of its own in files that it shares since it was forked.
-
-    Where a dataset holds an open file, processes that move the one position that they share would
-    read each other's rows.
-    """
+    """Give this process a position of its own in files that it shares since it was forked."""
     for descriptor, position in positions.items():
         with suppress(OSError):  # One that may no longer be opened stays shared.
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

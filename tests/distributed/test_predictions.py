@@ -6,7 +6,7 @@ import torch
 
 from lightning_memmap import open_store, verify_store
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.building import StorePlan
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch, launch_any
@@ -62,9 +62,9 @@ def test_ddp_rank_killed_in_the_middle_leaves_the_old_table(tmp_path: Path) -> N
 
 def write_old_table(path: Path) -> None:
     values = torch.tensor([7, 8, 9])
-    plan = StorePlan(path, 3, 2, Schema.from_batch(values))
-    build = TableBuild(plan)
-    writer = TableWriter(plan, build.token)
+    draft = Manifest.draft(3, 2, Schema.from_batch(values))
+    build = TableBuild(path, draft)
+    writer = TableWriter(path, draft, build.token)
     writer.write(range(3), [values])
     writer.close()
     build.finish(3)

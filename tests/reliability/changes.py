@@ -26,7 +26,7 @@ from lightning_memmap.store import (
     pull_store,
     push_store,
 )
-from lightning_memmap.store.building import StorePlan
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.table import TableBuild, TableWriter
@@ -144,9 +144,9 @@ def _stream(_: Subject, attempt: Attempt) -> None:
 
 def _table(_: Subject, attempt: Attempt) -> None:
     rows = torch.tensor(_table_rows(attempt.edition))
-    plan = StorePlan(attempt.path, NUM_ROWS, NUM_SHARDS, Schema.from_batch({"value": rows}))
-    build = TableBuild(plan, overwrite=True)
-    writer = TableWriter(plan, build.token)
+    draft = Manifest.draft(NUM_ROWS, NUM_SHARDS, Schema.from_batch({"value": rows}))
+    build = TableBuild(attempt.path, draft, overwrite=True)
+    writer = TableWriter(attempt.path, draft, build.token)
     half = NUM_ROWS // 2
     for first, end in ((half, NUM_ROWS), (0, half)):
         writer.write(range(first, end), [rows[first:end]])

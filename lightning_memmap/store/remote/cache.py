@@ -54,11 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class CachedShards(RemoteShards):
-    """The shards of one store at a URL, fetched into the cache when they are asked for.
-
-    The version that was opened stays in the cache as long as this object is there. `path` is its
-    directory as it was named then.
-    """
+    """The shards of one store at a URL, fetched into the cache when they are asked for."""
 
     def __init__(self, url: StoreUrl) -> None:
         self._cache, files, self._is_checked = Cache(), RemoteFiles(url), True
@@ -80,13 +76,7 @@ class CachedShards(RemoteShards):
         self._known = self.records()
 
     def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here, of fields by their place in the schema.
-
-        Raises:
-            StoreNotFoundError: The store is gone.
-            StoreError: It cannot be reached, was replaced, or is damaged; or the cache has no room,
-                was removed, or cannot be written.
-        """
+        """Fetch the shards that are not yet here, of fields by their place in the schema."""
         numbers = self.numbers(fields, shards)
         if all(self._known[number] > 0 for number in numbers):
             return
@@ -116,12 +106,7 @@ class CachedShards(RemoteShards):
 
 
 class Cache:
-    """The cache that the environment names, by default that of the user.
-
-    Raises:
-        ValueError: Its size is not one.
-        StoreError: It cannot be made, or others may write to it.
-    """
+    """The cache that the environment names, by default that of the user."""
 
     def __init__(self) -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -171,10 +156,7 @@ class Cache:
             yield
 
     def version(self, url: StoreUrl, manifest: Manifest, *, is_last: bool) -> Path:
-        """Find or make the directory of a version. The lock must be held.
-
-        ``is_last`` says that the server has just given this version.
-        """
+        """Find or make the directory of a version. The lock must be held."""
         directory = self._directory(url, manifest)
         if not _is_whole(directory, manifest):
             if directory.parent.is_symlink():
@@ -217,11 +199,7 @@ class Cache:
         return manifest
 
     def reserve(self, shards: RemoteShards, numbers: Collection[int]) -> None:
-        """Make room for shards, once for all that are needed, and record that they are to come.
-
-        Raises:
-            StoreError: There is no room, and what takes it is in use. Nothing was removed.
-        """
+        """Make room for shards, once for all that are needed, and record that they are to come."""
         with self.locked(), ExitStack() as stack:
             known = shards.records()
             wanted = [number for number in numbers if not known[number]]

@@ -52,12 +52,7 @@ class UnreachableError(StoreError):
 
 
 class RemoteFiles:
-    """The files of one remote directory. Several threads may use it at once.
-
-    All methods raise StoreNotFoundError without such a file, directory or bucket, UnreachableError
-    where nobody answers, and StoreError where access is refused, or the server or the library of
-    its protocol cannot do this.
-    """
+    """The files of one remote directory. Several threads may use it at once."""
 
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
@@ -80,10 +75,7 @@ class RemoteFiles:
         self._path, self._is_web = path.rstrip("/"), "http" in self._system.protocol
 
     def read(self, name: str, start: int, end: int, *, patience_s: float = math.inf) -> bytes:
-        """Read part of a file; fewer bytes where the file ends, or the server gives fewer.
-
-        After ``patience_s``, a read that failed is not tried again.
-        """
+        """Read part of a file; fewer bytes where the file ends, or the server gives fewer."""
         read = self._read_web if self._is_web else self._system.cat_file
         work: Callable[[], bytes] = partial(read, self._at(name), start=start, end=end)
         found = self._tried(work, name, patience_s)
@@ -140,10 +132,7 @@ class RemoteFiles:
         self._tried(partial(write, *given), name)
 
     def replace(self, name: str, data: bytes, beside: str) -> None:
-        """Write a small file at once: whoever reads it finds all of it, or what was there before.
-
-        Where it must be renamed for that, it is written in the directory ``beside`` first.
-        """
+        """Write a small file at once."""
         if self._is_local:
             self.write(f"{beside}/{name}", data)
             os.replace(self._at(f"{beside}/{name}"), self._at(name))

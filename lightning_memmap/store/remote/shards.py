@@ -44,12 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteShards:
-    """The shards of one store at a URL, fetched into the files of a directory.
-
-    Those of all fields are numbered, field by field. Several threads and processes may fetch into
-    one directory. It stays open, and all is opened relative to it: where it is removed, and another
-    made under its name, nothing of that is taken for what was fetched here.
-    """
+    """The shards of one store at a URL, fetched into the files of a directory."""
 
     def __init__(self, files: RemoteFiles, manifest: Manifest, directory: Path) -> None:
         self.files, self.manifest = files, manifest
@@ -100,13 +95,7 @@ class RemoteShards:
                 write_all(files.open(RECORDS), data, 8 * number)
 
     def fetch(self, numbers: Collection[int], what: str, *, hidden: bool) -> None:
-        """Fetch shards, several at once, and show the progress unless it is hidden.
-
-        Raises:
-            StoreNotFoundError: The store is gone.
-            StoreError: It cannot be reached, has changed, or is damaged.
-            OSError: The files here cannot be written.
-        """
+        """Fetch shards, several at once, and show the progress unless it is hidden."""
         # In another order than other processes that fetch the same, so that they share the work.
         order = random.Random(os.getpid()).sample([*numbers], len(numbers))
         stop, num_bytes = Event(), int(self.num_bytes(numbers).sum())
@@ -153,8 +142,7 @@ class RemoteShards:
             self.record([number], sign=1)
 
     def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """Whether a shard has the bytes of its checksum: those here, or if there are none, those of
-        its server. Of damaged bytes here it is then recorded that they are not."""
+        """Whether a shard has the bytes of its checksum."""
         is_here = self._is_here(number)
         pieces = self._read_here(number) if is_here else self._read(number)
         is_right = self._is_right(number, (data for _, _, data in pieces), advance)
@@ -165,12 +153,7 @@ class RemoteShards:
         return is_right
 
     def read_index(self, field: int) -> Integers:
-        """Read where the rows of a field end that differ in length: from the files here, or for
-        shards that are not here, from the server, and not their values.
-
-        Checksums are of a shard's index and values together. So what the server gives is compared
-        with the ends of shards in the manifest, and the rest when a shard is fetched.
-        """
+        """Read where the rows of a field end that differ in length."""
 
         def read(number: int) -> bytes:
             pieces = (self._read_here if self._is_here(number) else self._read)(number, 1)
@@ -200,8 +183,7 @@ class RemoteShards:
         return digest.hexdigest() == self.manifest.checksums[name][shard]
 
     def _read(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
-        """Read the bytes of a shard, or its first pieces, from its server: file, first byte,
-        bytes."""
+        """Read the bytes of a shard, or its first pieces, from its server."""
         try:
             for name, start, end in self.pieces[number][:count]:
                 for first in range(start, end, _READ_BYTES):

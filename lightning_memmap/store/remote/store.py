@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,40 @@ from typing_extensions import override
 
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import CachedShards
-from lightning_memmap.store.store import Store
+from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import threads
 
 
-class RemoteStore(Store):
-    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one.
+def open_store(path: str | Path) -> Store:
+    """Open a store for reading.
 
-    Opening it reads the manifest. Rows are read from the cache: a shard of a field is fetched when
-    a row of it is asked for.
+    Of a store at a URL, the manifest is read now, and each shard when a row of it is needed, once:
+    it is kept in a cache on this machine. The environment variable ``LIGHTNING_MEMMAP_CACHE`` names
+    its directory, by default ``~/.cache/lightning_memmap``, and ``LIGHTNING_MEMMAP_CACHE_SIZE`` the
+    most bytes in it, such as ``500GiB``. Where nobody answers at the URL, or
+    ``LIGHTNING_MEMMAP_OFFLINE`` is ``1``, the store is opened in the version in the cache that its
+    server gave last.
+
+    Args:
+        path: Directory of the store, or its URL, such as ``s3://bucket/stores/train``.
+
+    Returns:
+        The store, its files mapped and no row read.
+
+    Raises:
+        StoreNotFoundError: There is no store at this path.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
+            the wrong size, or cannot be read; or the URL cannot be reached.
+        ValueError: No library knows the protocol of the URL.
     """
+    place = place_of(path)
+    return RemoteStore(place) if isinstance(place, StoreUrl) else open_directory(place)
+
+
+class RemoteStore(Store):
+    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
     def __init__(self, url: StoreUrl) -> None:
         shards = CachedShards(url)
@@ -55,12 +78,7 @@ class RemoteStore(Store):
         return replace(column, index=ends).lengths()
 
     def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
-        """Compare the shards here with their checksums, and read the others from the server.
-
-        Returns:
-            Field and shard of those that are damaged. What was here is fetched again when it is
-            next needed.
-        """
+        """Compare the shards here with their checksums, and read the others from the server."""
         pairs = [
             (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
         ]

@@ -13,7 +13,7 @@ from typing import TypeGuard
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
-from lightning_memmap.store.files import TEMPORARY, sync_path
+from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.manifest import (
     GENERATION,
     MANIFEST,
@@ -183,9 +183,5 @@ def _begin(place: StoreDirectory, manifest: Manifest, name: str) -> Path:
     place.begin(name)
     allocate_files(generation, manifest.columns, place.path)
     make_records(generation, manifest)
-    # Its name says that everything else is there.
-    temporary = generation / (KEY + TEMPORARY)
-    temporary.write_bytes(key)
-    sync_path(temporary)
-    os.rename(temporary, generation / KEY)
+    manifest.write(generation, KEY)  # It says that everything else is there.
     return generation

@@ -20,7 +20,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.row_bytes import rows_bytes
+from lightning_memmap.store.manifest import rows_bytes
 
 CPU = torch.device("cpu")
 ROWS, RANKS, GLOBAL_BATCH = 10**10, 1024, 2**20

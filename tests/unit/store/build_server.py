@@ -17,6 +17,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
+from lightning_memmap.schema import Schema
 from lightning_memmap.store import (
     append_store,
     build,
@@ -31,9 +32,11 @@ from lightning_memmap.store import (
     ranges,
     workers,
 )
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.remote.files import RemoteFiles
+from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
@@ -53,6 +56,7 @@ class Build:
         part: The part that is written; all where it is None.
         finish: Commit the parts.
         append: Append the dataset to the store that is there.
+        table: Write the rows as a table, over what is there.
         pull: The URL of a store that is pulled, in place of a build.
         push: The URL that the store at ``path`` is pushed to, in place of a build.
         fetch: The URL of a store of this dataset that is read, in place of a build.
@@ -82,6 +86,7 @@ class Build:
     part: tuple[int, int] | None = None
     finish: bool = False
     append: bool = False
+    table: bool = False
     pull: str = ""
     push: str = ""
     fetch: str = ""
@@ -231,6 +236,19 @@ def build_and_check(build: Build) -> None:
     if build.append:
         append_store(dataset, build.path, num_workers=build.num_workers, progress=False)
         return
+    if build.table:
+        draft = Manifest.draft(
+            build.num_rows, build.num_shards, Schema.from_batch(numbered.expected())
+        )
+        table = TableBuild(Path(build.path), draft, overwrite=True)
+        writer = TableWriter(Path(build.path), draft, table.token)
+        for rows in (range(30), range(30, build.num_rows)):
+            writer.write(
+                rows, [each[rows.start : rows.stop] for each in numbered.expected().values()]
+            )
+        writer.close()
+        table.finish(writer.num_written)
+        return
     for index in range(build.times):
         if build.finish:
             store = finish_store(build.path, **common)
@@ -251,7 +269,7 @@ def build_and_check(build: Build) -> None:
 def write_ranges_of(num_rows: int) -> None:
     """Let builds of this process write ranges of one size, and list each in the journal as soon as
     it is written, so that a short build has many of them."""
-    range_writer._MAX_ITEM_ROWS = num_rows
+    range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = num_rows, 1
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
     build._JOURNAL_INTERVAL_S = -1.0
 

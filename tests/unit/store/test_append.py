@@ -1,8 +1,5 @@
 """Rows that are appended to a store: a new version, beside which the old one is undisturbed."""
 
-import shutil
-import signal
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from torch.utils.data import ConcatDataset, TensorDataset
 from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
 from tests.datasets import Counting, Numbered, Replaced, holds
-from tests.unit.store.build_server import Build, BuildServer, killed
 
 QUIET: Any = {"progress": False}
 
@@ -134,33 +130,6 @@ def test_append_to_nothing_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         append_store(Numbered(50), tmp_path / "s", **QUIET)
     assert not list(tmp_path.iterdir())
-
-
-def test_append_killed_before_any_change_of_the_file_system_leaves_one_of_the_versions(
-    server: BuildServer, tmp_path: Path
-) -> None:
-    beginning = tmp_path / "beginning"
-    build_store(Numbered(100), beginning / "s", num_shards=3, **QUIET)
-    counts = []
-    for event in range(1000):
-        directory = tmp_path / str(event)
-        shutil.copytree(beginning, directory)
-        append = Build(str(directory / "s"), 60, version=2, append=True)
-        status = server.run(replace(append, kill_at_event=event))
-        store = open_store(directory / "s")
-        counts.append(len(store))
-        if len(store) == 100:
-            assert holds(store, Numbered(100))
-        assert verify_store(directory / "s") == []
-        assert server.run(append) == 0
-        assert len(open_store(directory / "s")) == counts[-1] + 60
-        assert {path.name for path in directory.iterdir()} == {"s"}
-        shutil.rmtree(directory)
-        if status == 0:
-            break
-        assert killed(status), signal.strsignal(-status)
-    assert (counts[0], counts[-1]) == (100, 160)
-    assert counts == sorted(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)

@@ -43,20 +43,13 @@ def sizes(directory: Path) -> dict[str, int]:
 
 
 def test_open_nothing_there_raises_store_not_found(tmp_path: Path) -> None:
-    for path in (tmp_path / "s", tmp_path / "a" / "b"):
-        with pytest.raises(StoreNotFoundError, match=r"no store at .*: build it"):
-            open_store(path)
-    with pytest.raises(FileNotFoundError):
-        open_store(tmp_path / "s")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_open_directory_or_file_that_is_no_store_raises_store_not_found(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").write_text("{}")
-    for name in ("directory", "file", "file/below"):
-        with pytest.raises(StoreNotFoundError, match="no store at"):
-            open_store(tmp_path / name)
+    for name in ("s", "a/b", "directory", "file", "file/below"):
+        for read in (open_store, verify_store):
+            with pytest.raises(StoreNotFoundError, match=r"no store at .*: build it"):
+                read(tmp_path / name)
+    assert issubclass(StoreNotFoundError, FileNotFoundError)
     assert sorted(os.listdir(tmp_path)) == ["directory", "file"]
 
 
@@ -97,7 +90,6 @@ def directory(file: Path) -> None:
     file.mkdir()
 
 
-@pytest.mark.parametrize("name", ["x.memmap", "label.memmap"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -112,8 +104,9 @@ def directory(file: Path) -> None:
     ],
 )
 def test_open_damaged_field_file_is_refused_named_and_left_alone(
-    path: Path, name: str, damage: Callable[[Path], Any], message: str
+    path: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
+    name = "x.memmap"
     damage(files_of(path) / name)
     before = sizes(path)
     for read in (open_store, verify_store):
@@ -150,6 +143,10 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
+        b"[" + b"1," * 300_000,
+        b'"' * 2_000_000,
+        b'{"format": NaN}',
+        b'{"format": 1e999999999}',
     ],
 )
 def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -> None:
@@ -265,39 +262,24 @@ def no_bytes(num_rows: int) -> Callable[[dict[str, Any]], None]:
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "more rows": put("num_rows", value=101),
-    "fewer rows": put("num_rows", value=96),
     "no rows": put("num_rows", value=0),
     "negative rows": put("num_rows", value=-1),
     "too many rows": put("num_rows", value=2**48 + 1),
-    "most rows": put("num_rows", value=2**48),
     "rows as float": put("num_rows", value=100.0),
-    "rows as text": put("num_rows", value="100"),
     "rows as bool": put("num_rows", value=True),
-    "rows as null": put("num_rows", value=None),
-    "more shards": put("num_shards", value=4),
     "fewer shards": put("num_shards", value=2),
-    "no shards": put("num_shards", value=0),
     "too many shards": put("num_shards", value=2**16 + 1),
-    "shards as bool": put("num_shards", value=True),
     "larger shape": put("fields", 0, "shape", value=[5]),
-    "smaller shape": put("fields", 0, "shape", value=[3]),
-    "more dimensions": put("fields", 0, "shape", value=[4, 2]),
     "huge shape": put("fields", 0, "shape", value=[2**39, 2**39]),
     "negative shape": put("fields", 0, "shape", value=[-4]),
-    "two negative sizes": put("fields", 0, "shape", value=[-2, -2]),
-    "shape as text": put("fields", 0, "shape", value="4"),
     "shape of bools": put("fields", 0, "shape", value=[True, 4]),
     "empty and huge shape": empty_shape(2**39, 2**39, 0),
-    "empty and huge shape behind": empty_shape(0, 2**39, 2**39),
     "wider dtype": put("fields", 0, "dtype", value="complex128"),
-    "narrower dtype": put("fields", 0, "dtype", value="int32"),
     "unknown dtype": put("fields", 0, "dtype", value="float8_e4m3fn"),
-    "object dtype": put("fields", 0, "dtype", value="object"),
     "name outside": rename_field("../x"),
     "name and key outside": rename_field("../x", "../x"),
     "absolute name": rename_field("/etc/passwd", "/etc/passwd"),
     "name of another file": rename_field("meta"),
-    "name and key of a missing file": rename_field("other", "other"),
     "name of more than a file name": rename_field("k" * 300, "k" * 300),
     "surrogate as name": rename_field("\ud800", "\ud800"),
     "null byte as name": rename_field("x\0", "x\0"),
@@ -306,38 +288,23 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no structure": drop("structure"),
     "no fields": drop("fields"),
     "empty fields": put("fields", value=[]),
-    "field is null": put("fields", 0, value=None),
-    "structure is a list": put("structure", value=[]),
     "no number of rows": drop("num_rows"),
-    "no number of shards": drop("num_shards"),
     "no checksums": drop("checksums"),
-    "checksums are a list": put("checksums", value=[]),
     "checksums of another field": put("checksums", value={"y": [SUM] * 3, "label": [SUM] * 3}),
-    "checksums of one more field": put("checksums", "y", value=[SUM] * 3),
     "too few checksums": put("checksums", "x", value=[SUM] * 2),
-    "checksums as text": put("checksums", "x", value="abc"),
     "checksums not hexadecimal": put("checksums", "x", value=["0123456789abcdeg"] * 3),
-    "checksums too long": put("checksums", "x", value=[SUM + "0"] * 3),
     "no probes": drop("probes"),
-    "probes as text": put("probes", value="probes"),
     "probe beyond the rows": put("probes", value=[[100, SUM]]),
     "probe before the rows": put("probes", value=[[-1, SUM]]),
-    "probe as bool": put("probes", value=[[True, SUM]]),
-    "probe without hash": put("probes", value=[[1]]),
     "probe with a wrong hash": put("probes", value=[[1, 2]]),
-    "no source": drop("source"),
     "source of a number": put("source", value={"a": 1}),
     "twins of one name": rename_class("namedtuple", "ﬁ", "fi"),
     "name that Python reads as another": rename_class("dataclass", "ﬁ", "b"),
     "debug as name": rename_class("dataclass", "__debug__", "b"),
-    "class as name": rename_class("dataclass", "__class__", "b"),
-    "keyword as name": rename_class("dataclass", "None", "b"),
     "private name of a named tuple": rename_class("namedtuple", "_a", "b"),
-    "number as name": rename_class("dataclass", 1, "b"),
     "class without a name": put("structure", value=structure("dataclass", "", "x", "label")),
     "keyword as class of a tuple": put("structure", value=structure("namedtuple", "if", "x", "y")),
     "terminal codes as class": put("structure", value=structure("dataclass", "\x1b", "x", "y")),
-    "terminal codes as kind": put("fields", 0, "kind", value="\x1b[2J"),
     "markup as kind": put("fields", 0, "kind", value="[/]"),
     "terminal codes as source": put("source", value={"dataset": "\x1b[2J"}),
     "endless source": put("source", value={"dataset": "x" * 5000}),
@@ -368,15 +335,6 @@ def test_open_manifest_that_lies_is_refused_and_nothing_touched(path: Path, kind
     assert sorted(os.listdir(path.parent)) == outside
 
 
-def test_open_manifest_names_a_file_outside_that_fits_is_refused(path: Path) -> None:
-    # The file is there and of the right size: only the name is wrong.
-    shutil.copy(files_of(path) / "x.memmap", path.parent / "x.memmap")
-    for key in (None, "../x"):
-        sign_manifest(path, rename_field("../x", key))
-        with pytest.raises(StoreError, match="cannot be trusted"):
-            open_store(path)
-
-
 def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
     path: Path,
 ) -> None:
@@ -391,25 +349,6 @@ def test_open_manifest_of_more_rows_with_files_that_fit_opens_them_as_they_are(
 def test_open_manifest_beyond_the_size_limit_is_not_read(path: Path) -> None:
     os.truncate(path / MANIFEST, 9 * 2**20)
     with pytest.raises(StoreError, match="is larger than 8388608 bytes"):
-        open_store(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[" + b"[]," * 100_000,
-        b'{"format": "lightning_memmap store", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"format": ' + b"[]," * 100_000,
-        b"[" + b"1," * 300_000,
-        b'"' * 2_000_000,
-        b"[" + b"1" * 5000 + b"]",
-        b'{"format": NaN}',
-        b'{"format": 1e999999999}',
-    ],
-)
-def test_open_manifest_that_costs_much_is_refused(path: Path, text: bytes) -> None:
-    (path / MANIFEST).write_bytes(text)
-    with pytest.raises(StoreError, match=r"manifest .* cannot be trusted"):
         open_store(path)
 
 
@@ -429,19 +368,6 @@ def test_open_manifest_that_lies_is_refused_by_key_and_value(
     sign_manifest(path, LIES[kind])
     with pytest.raises(StoreError, match=message):
         open_store(path)
-
-
-def test_open_manifest_with_brackets_and_quotes_in_strings_is_read(path: Path) -> None:
-    # Only what is outside of strings is counted before parsing.
-    tricky = '"\\' + "[" * 2000 + '\\\\"{},:'
-    sign_manifest(path, put("source", value={f"{key} {tricky}": tricky for key in range(60)}))
-    assert open_store(path).manifest.source[f"0 {tricky}"] == tricky
-
-
-def test_build_with_names_of_brackets_and_quotes_opens(tmp_path: Path) -> None:
-    rows = [{'"[[{': 1, '\\"': 2, "],": 3}] * 3
-    store = build_store(rows, tmp_path / "s", num_shards=1, progress=False)
-    assert list(open_store(store.path)[0]) == ['"[[{', '\\"', "],"]
 
 
 # Nothing is executed

@@ -1,17 +1,13 @@
 """Stores that are built in parts: by processes that know nothing of each other, and are killed."""
 
 import os
-import random
-import shutil
-import signal
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -31,11 +27,10 @@ from lightning_memmap.store import (
 from lightning_memmap.store.directory import PARTS
 from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Counting, Numbered, Replaced, holds
-from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.build_server import Build, BuildServer
 from tests.unit.store.layout import files_of, names_in, parts_path
 
 NUM_ROWS = 600
-OLD = 7
 QUIET: Mapping[str, Any] = {"progress": False}
 VARIABLE = {"tokens": "pad", "records": "pad", "maybe": "nullable"}
 
@@ -111,6 +106,7 @@ def test_part_that_failed_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_ROWS", 2048)
+    monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_BLOCKS", 1)
     numbered = Numbered(40_000)
     broken = Replaced(numbered, {15_000: OSError("unplugged")})
     with pytest.raises(DatasetError, match="row 15000"):
@@ -130,120 +126,6 @@ def test_part_that_failed_goes_on_where_it_stopped(
 def of_part(directory: Path, index: int, num_parts: int, **arguments: Any) -> Build:
     values = {"part": (index, num_parts), "range_rows": 20, **arguments}
     return Build(str(directory / "s"), NUM_ROWS, **values)
-
-
-def of_finish(directory: Path, **arguments: Any) -> Build:
-    return Build(str(directory / "s"), NUM_ROWS, finish=True, **arguments)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_parts_of_processes_killed_at_random_moments_make_the_store(
-    server: BuildServer, tmp_path: Path, num_workers: int
-) -> None:
-    moments, num_parts = random.Random(num_workers), 3
-    builds = [
-        of_part(tmp_path, index, num_parts, delay_s=0.05, num_workers=num_workers)
-        for index in range(num_parts)
-    ]
-    waiting, num_killed = list(range(num_parts)), 0
-    while waiting:
-        pids = {index: server.start(builds[index]) for index in waiting}
-        deadline = monotonic() + moments.uniform(0.05, 0.5)
-        if num_killed < 6:
-            sleep(max(0, deadline - monotonic()))
-            for pid in pids.values():
-                os.kill(pid, signal.SIGKILL)
-                # Its workers: each builder leads a group of its own, once it runs.
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-        statuses = {index: server.wait(pid) for index, pid in pids.items()}
-        num_killed += sum(map(killed, statuses.values()))
-        assert all(status == 0 or killed(status) for status in statuses.values())
-        with pytest.raises(StoreNotFoundError):
-            open_store(tmp_path / "s")
-        waiting = [index for index in waiting if statuses[index] != 0]
-    assert num_killed >= 3
-    assert server.run(of_finish(tmp_path)) == 0
-    build_store(
-        Numbered(NUM_ROWS), tmp_path / "one", num_shards=3, fingerprint="version 0", **QUIET
-    )
-    found, expected = Manifest.read(tmp_path / "s"), Manifest.read(tmp_path / "one")
-    assert found.content == expected.content
-    assert verify_store(tmp_path / "s") == []
-    assert {path.name for path in tmp_path.iterdir()} == {"s", "one"}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_part_killed_before_any_change_of_the_file_system_is_run_again(
-    server: BuildServer, tmp_path: Path, overwrite: bool
-) -> None:
-    beginning = tmp_path / "beginning"
-    beginning.mkdir()
-    if overwrite:
-        assert server.run(Build(str(beginning / "s"), NUM_ROWS, version=OLD)) == 0
-    for event in range(1000):
-        directory = tmp_path / str(event)
-        shutil.copytree(beginning, directory)
-        # The first part makes the files.
-        part = of_part(directory, 0, 2, range_rows=100, overwrite=overwrite)
-        status = server.run(replace(part, kill_at_event=event))
-        if status != 0:
-            assert killed(status)
-            assert server.run(part) == 0
-        assert server.run(replace(part, part=(1, 2))) == 0
-        if overwrite:
-            assert holds(open_store(directory / "s"), Numbered(NUM_ROWS, OLD))
-        assert server.run(of_finish(directory, overwrite=overwrite)) == 0
-        assert {path.name for path in directory.iterdir()} == {"s"}
-        shutil.rmtree(directory)
-        if status == 0:
-            break
-    assert event > 3
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_finish_killed_before_any_change_of_the_file_system_is_run_again(
-    server: BuildServer, tmp_path: Path, overwrite: bool
-) -> None:
-    beginning = tmp_path / "beginning"
-    beginning.mkdir()
-    if overwrite:
-        assert server.run(Build(str(beginning / "s"), NUM_ROWS, version=OLD)) == 0
-    for index in range(2):
-        part = of_part(beginning, index, 2, range_rows=100, overwrite=overwrite)
-        assert server.run(part) == 0
-    versions = []
-    for event in range(1000):
-        directory = tmp_path / str(event)
-        shutil.copytree(beginning, directory)
-        finish = of_finish(directory, overwrite=overwrite)
-        status = server.run(replace(finish, kill_at_event=event))
-        versions.append(version_in(directory / "s"))
-        if status != 0:
-            assert killed(status)
-            if not overwrite:
-                # As by a scheduler that does not know how far the build is.
-                assert server.run(of_part(directory, 0, 2)) == 0
-            assert server.run(finish) == 0
-        assert version_in(directory / "s") == 0
-        assert {path.name for path in directory.iterdir()} == {"s"}
-        shutil.rmtree(directory)
-        if status == 0:
-            break
-    # The kills came before and after the commit, and between them the store was whole.
-    assert versions[0] == (OLD if overwrite else None)
-    assert not overwrite or versions[-2] == 0
-    assert versions == sorted(versions, key=lambda version: version == 0)
-
-
-def version_in(path: Path) -> int | None:
-    """The version of the dataset whose rows a store holds; None where there is no store."""
-    try:
-        store = open_store(path)
-    except StoreNotFoundError:
-        return None
-    (version,) = (each for each in (0, OLD) if holds(store, Numbered(NUM_ROWS, each)))
-    return version
 
 
 # What is refused

@@ -50,6 +50,7 @@ def test_rows_that_could_not_be_written_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     firsts, write = list[int](), FixedColumn.write
 
     def fail_once(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:

@@ -21,12 +21,8 @@ from lightning_memmap.schema import kinds, read_schema
 from lightning_memmap.schema.kinds import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
-    append_store,
-    build_part,
     build_store,
-    finish_store,
     open_store,
-    push_store,
     verify_store,
 )
 from lightning_memmap.store.sources import source_of
@@ -109,14 +105,6 @@ def test_records_are_found_built_verified_and_read(tmp_path: Path, num_workers: 
     # Boxes, labels and scores have one index, and the others one each.
     indices = {path.name for path in store.files.glob("objects.*index")}
     assert indices == {"objects.box.index", "objects.name.index", "objects.mask.index"}
-
-
-def test_store_of_a_store_has_the_same_files(tmp_path: Path) -> None:
-    store = build(tmp_path / "s", Scenes(NUM_ROWS))
-    other = build(tmp_path / "t", store)
-    for name in os.listdir(store.files):
-        if name != "manifest.json":
-            assert (other.files / name).read_bytes() == (store.files / name).read_bytes(), name
 
 
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
@@ -480,22 +468,6 @@ def test_time_that_is_missing_is_none(tmp_path: Path) -> None:
 # Appended, in parts, from a server
 
 
-def test_rows_that_are_appended_in_parts_or_from_a_server_have_their_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = build(tmp_path / "t", Scenes(150))
-    build(tmp_path / "s", Scenes(90))
-    appended = append_store(Subset(Scenes(150), range(90, 150)), tmp_path / "s", progress=False)
-    for part in range(3):
-        build_part(Scenes(150), tmp_path / "p", (part, 3), num_shards=7, progress=False)
-    for store in (appended, finish_store(tmp_path / "p", progress=False)):
-        assert store.manifest.checksums == expected.manifest.checksums
-        assert verify_store(store.path) == []
-    monkeypatch.setenv("LIGHTNING_MEMMAP_CACHE", str(tmp_path / "cache"))
-    push_store(tmp_path / "t", f"file://{tmp_path}/remote", progress=False)
-    assert_holds(open_store(f"file://{tmp_path}/remote"), Scenes(150))
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     "variable", [{"o.n": "nullable"}, {"o": "list", "o.n": {"form": "nullable"}}]
@@ -575,3 +547,11 @@ def test_key_that_no_store_has_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"row 1, .* the dict key 1.5") as raised:
         build(tmp_path / "s", [{"a": {"b": 1}}, {"a": {1.5: 1}}])
     assert str(raised.value).count("rename it in the dataset") == 1
+
+
+def test_store_of_a_store_has_the_same_files(tmp_path: Path) -> None:
+    store = build(tmp_path / "s", Scenes(NUM_ROWS))
+    other = build(tmp_path / "t", store)
+    for name in os.listdir(store.files):
+        if name != "manifest.json":
+            assert (other.files / name).read_bytes() == (store.files / name).read_bytes(), name

@@ -1,7 +1,6 @@
 """Stores at a URL: fetched shard by shard into a cache of bounded size, pushed and pulled."""
 
 import errno
-import io
 import json
 import os
 import pickle
@@ -22,7 +21,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
@@ -283,21 +281,6 @@ def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
             data.teardown()
         assert len(batches[0]) == len(batches[1]) == 8
         assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
-
-
-def test_images_of_a_url_are_decoded(tmp_path: Path) -> None:
-    samples = []
-    for row in range(6):
-        file = io.BytesIO()
-        Image.fromarray(np.full((4, 5, 3), 40 * row, np.uint8)).save(file, "PNG")
-        samples.append({"image": file.getvalue(), "row": row})
-    build_store(samples, tmp_path / "far" / "train", num_shards=3, progress=False)
-    for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
-        data = MemmapDataModule(store_dir=place, batch_size=2, variable={"image": "decode"})
-        data.setup()
-        for batch in data.train_dataloader():
-            assert batch["image"][:, 0, 0, 0].tolist() == (40 * batch["row"]).tolist()
-        data.teardown()
 
 
 def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Path) -> None:
@@ -664,39 +647,6 @@ def test_push_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
             push_store(store.path, url, progress=False)
     push_store(store.path, url, progress=False)
     assert holds(open_store(url), Numbered(50))
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_pull_killed_before_any_change_of_the_file_system_is_run_again(
-    server: BuildServer, tmp_path: Path, overwrite: bool
-) -> None:
-    url = build_store(Numbered(50, 2), tmp_path / "far", num_shards=3, progress=False).path.as_uri()
-    versions = []
-    for event in range(1000):
-        directory = tmp_path / str(event)
-        directory.mkdir()
-        if overwrite:
-            build_store(Numbered(50, 1), directory / "s", num_shards=3, progress=False)
-        pull = Build(str(directory / "s"), 50, pull=url)
-        status = server.run(replace(pull, kill_at_event=event))
-        try:
-            found = open_store(directory / "s")
-        except StoreNotFoundError:
-            versions.append(0)
-        else:
-            versions.append(next(each for each in (1, 2) if holds(found, Numbered(50, each))))
-        assert server.run(pull) == 0
-        assert holds(open_store(directory / "s"), Numbered(50, 2))
-        assert os.listdir(directory) == ["s"]
-        assert len(os.listdir(directory / "s")) == 3  # The manifest, its generation, the lock.
-        assert {*rows_in(directory / "s")} == {"x.memmap", "label.memmap"}
-        shutil.rmtree(directory)
-        if status == 0:
-            break
-        assert killed(status)
-    assert versions[0] == (1 if overwrite else 0)
-    assert versions[-1] == 2
-    assert versions == sorted(versions)
 
 
 def test_pull_of_another_store_needs_overwrite(url: str, tmp_path: Path) -> None:

@@ -147,19 +147,6 @@ def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(
     assert sum(counts) == there.num_bytes
 
 
-def test_version_opened_offline_is_the_last_one_though_the_clock_was_set_back(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = far(tmp_path / "far", 1)
-    assert holds(open_store(there.url), there.dataset)
-    for path in cache.rglob("*"):
-        os.utime(path, (4e9, 4e9))
-    there = far(tmp_path / "far", 2)
-    assert holds(open_store(there.url), there.dataset)
-    monkeypatch.setenv(OFFLINE, "1")
-    assert holds(open_store(there.url), there.dataset)
-
-
 # How much is in it
 
 

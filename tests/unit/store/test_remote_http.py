@@ -7,7 +7,6 @@ import shutil
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,7 +32,6 @@ from lightning_memmap.store.remote.files import OFFLINE
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Numbered, holds
 from tests.models import Points, Regression, make_trainer
-from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.http_server import (
     CHUNKED,
     CUT,
@@ -188,15 +186,6 @@ def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_pat
         push_store(tmp_path / "far" / "train", f"{web.url}/other", progress=False)
 
 
-def test_what_a_protocol_cannot_do_is_not_tried_again(
-    web: FileServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    far = files.RemoteFiles(StoreUrl(f"{web.url}/train"))
-    with pytest.raises(StoreError, match=r"NotImplementedError.* can only be read"):
-        far.remove("manifest.json")
-    assert "trying again" not in caplog.text
-
-
 def test_server_that_lists_nothing_is_told_which_url_to_give(
     web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,11 +195,6 @@ def test_server_that_lists_nothing_is_told_which_url_to_give(
     assert holds(
         pull_store(f"{web.url}/train", tmp_path / "near", progress=False), Numbered(NUM_ROWS)
     )
-
-
-def test_library_that_cannot_use_a_url_says_so() -> None:
-    with pytest.raises(StoreError, match="dir:///nowhere cannot be opened"):
-        open_store("dir:///nowhere")
 
 
 def test_url_that_path_has_shortened_is_refused(tmp_path: Path) -> None:
@@ -316,22 +300,6 @@ def test_training_goes_on_offline_with_the_splits_that_are_in_the_cache(
     assert train(1) == 12
 
 
-def test_split_that_was_not_there_may_be_there_later(
-    web: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{web.url}/val"
-    with pytest.raises(StoreNotFoundError, match="no store at"):
-        open_store(url)
-    with monkeypatch.context() as patch:
-        patch.setenv(OFFLINE, "1")
-        with pytest.raises(StoreNotFoundError, match=rf"no store at .*{OFFLINE} is set"):
-            open_store(url)
-    store(tmp_path / "far" / "val", 1)
-    assert holds(open_store(url), Numbered(NUM_ROWS, 1))
-    monkeypatch.setenv(OFFLINE, "1")
-    assert holds(open_store(url), Numbered(NUM_ROWS, 1))
-
-
 # The cache
 
 
@@ -411,32 +379,6 @@ def test_push_leaves_the_files_of_others_alone(tmp_path: Path) -> None:
         push_store(built.path, (tmp_path / "far").as_uri(), overwrite=overwrite, progress=False)
         assert holds(open_store((tmp_path / "far").as_uri()), Numbered(NUM_ROWS))
         assert [path.read_text() for path in others] == ["mine", "mine"]
-
-
-def test_push_killed_before_any_change_leaves_the_old_store_or_the_new_one(
-    server: BuildServer, tmp_path: Path
-) -> None:
-    for version in (1, 2):
-        store(tmp_path / str(version), version)
-    versions = []
-    for event in range(1000):
-        far = tmp_path / f"far{event}"
-        push_store(tmp_path / "1", far.as_uri(), progress=False)
-        push = Build(str(tmp_path / "2"), NUM_ROWS, push=far.as_uri())
-        status = server.run(replace(push, kill_at_event=event))
-        assert verify_store(far) == []
-        found = open_store(far.as_uri())
-        versions.append(next(v for v in (1, 2) if holds(found, Numbered(NUM_ROWS, v))))
-        assert server.run(push) == 0
-        assert len(list(far.glob("g-*"))) == 1 or versions[-1] == 2
-        assert verify_store(far) == []
-        assert holds(open_store(far.as_uri()), Numbered(NUM_ROWS, 2))
-        if status == 0:
-            break
-        assert killed(status)
-    assert event > 5
-    assert versions[0] == 1
-    assert versions == sorted(versions)
 
 
 @pytest.mark.parametrize("moment", ["an upload", "the manifest", "a removal"])

@@ -18,8 +18,7 @@ import torch
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.building import StorePlan
-from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.table import TableBuild
 from tests.datasets import Numbered, holds
 from tests.unit.store.layout import files_of, is_empty
@@ -239,7 +238,7 @@ def outside(tmp_path: Path, pristine: dict[int, Path]) -> Path:
 
 def table(path: Path) -> Callable[[], Any]:
     schema = Schema.from_batch(torch.zeros(4))
-    return lambda: TableBuild(StorePlan(path, 4, 1, schema)).abandon()
+    return lambda: TableBuild(path, Manifest.draft(4, 1, schema)).abandon()
 
 
 @pytest.mark.parametrize(

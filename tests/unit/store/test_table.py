@@ -1,8 +1,6 @@
 """Tables: rows from several writers in any order, all of them exactly once or no table."""
 
-import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,28 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.building import StorePlan
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
-from tests.preloaded import python
 from tests.unit.store.layout import is_empty, names_in
-
-REPOSITORY = Path(__file__).parents[3]
-OLD, NEW = 1, 2
-
-
-def make_plan(path: Path, batch: Any, num_rows: int, num_shards: int = 4) -> StorePlan:
-    return StorePlan(path / "table", num_rows, num_shards, Schema.from_batch(batch))
 
 
 def numbers(num_rows: int, offset: int = 0) -> Tensor:
     return torch.arange(num_rows) + offset
 
 
+def begin(
+    path: Path, batch: Any, num_rows: int, num_shards: int = 4, num_writers: int = 1, **options: Any
+) -> tuple[TableBuild, list[TableWriter]]:
+    """Begin a table of rows like those of a batch, and let it be written."""
+    path, draft = path / "table", Manifest.draft(num_rows, num_shards, Schema.from_batch(batch))
+    build = TableBuild(path, draft, **options)
+    return build, [TableWriter(path, draft, build.token) for _ in range(num_writers)]
+
+
 def write(path: Path, rows: list[int], num_rows: int = 20, **options: Any) -> None:
     """Write these rows of a table of numbers, each with its own number."""
-    plan = make_plan(path, numbers(1), num_rows)
-    build = TableBuild(plan, **options)
-    writer = TableWriter(plan, build.token)
+    build, (writer,) = begin(path, numbers(1), num_rows, **options)
     writer.write(rows, [torch.tensor(rows)])
     writer.close()
     build.finish(len(rows))
@@ -48,9 +45,7 @@ def test_rows_of_several_writers_in_any_order_are_in_dataset_order(
     tmp_path: Path, num_rows: int, num_shards: int
 ) -> None:
     values = {"x": torch.rand(num_rows, 3), "row": numbers(num_rows)}
-    plan = make_plan(tmp_path, values, num_rows, num_shards)
-    build = TableBuild(plan)
-    writers = [TableWriter(plan, build.token) for _ in range(3)]
+    build, writers = begin(tmp_path, values, num_rows, num_shards, num_writers=3)
     order = list(range(num_rows))
     random.Random(5).shuffle(order)
     for index, first in enumerate(range(0, num_rows, 7)):
@@ -62,18 +57,16 @@ def test_rows_of_several_writers_in_any_order_are_in_dataset_order(
     assert torch.equal(in_dataset_order(store)["row"], values["row"])
     assert torch.equal(in_dataset_order(store)["x"], values["x"])
     assert [int(store[row]["row"]) for row in range(num_rows)] == list(range(num_rows))
-    assert verify_store(plan.path) == []
+    assert verify_store(store.path) == []
     assert store.manifest.source["predictions"] == "a test"
-    left = names_in(plan.path)
+    left = names_in(store.path)
     assert left == ["manifest.json", "row.memmap", "x.memmap"]
 
 
 def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
     dataset = Numbered(37)
     built = build_store(dataset, tmp_path / "built", num_shards=5, progress=False)
-    plan = make_plan(tmp_path, dataset.expected(), 37, 5)
-    build = TableBuild(plan)
-    writer = TableWriter(plan, build.token)
+    build, (writer,) = begin(tmp_path, dataset.expected(), 37, 5)
     writer.write(range(37), list(dataset.expected().values()))
     writer.close()
     table = build.finish(37)
@@ -88,9 +81,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_keeps_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.randint(0, 2**7, (11, 2), generator=torch.Generator().manual_seed(1)).to(dtype)
-    plan = make_plan(tmp_path, values, 11)
-    build = TableBuild(plan)
-    writer = TableWriter(plan, build.token)
+    build, (writer,) = begin(tmp_path, values, 11)
     writer.write(range(11), [values])
     writer.close()
     found = in_dataset_order(build.finish(11))["value"]
@@ -100,9 +91,7 @@ def test_every_dtype_keeps_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None
 
 def test_field_without_bytes_is_kept(tmp_path: Path) -> None:
     values = {"none": torch.empty(6, 0), "row": numbers(6)}
-    plan = make_plan(tmp_path, values, 6)
-    build = TableBuild(plan)
-    writer = TableWriter(plan, build.token)
+    build, (writer,) = begin(tmp_path, values, 6)
     writer.write(range(6), list(values.values()))
     writer.close()
     sample = build.finish(6)[5]
@@ -132,9 +121,7 @@ def test_row_written_twice_leaves_the_old_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [-1, 20])
 def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
-    plan = make_plan(tmp_path, numbers(1), 20)
-    build = TableBuild(plan)
-    writer = TableWriter(plan, build.token)
+    build, (writer,) = begin(tmp_path, numbers(1), 20)
     with pytest.raises(IndexError, match="the table has 20"):
         writer.write([3, row], [numbers(2)])
     writer.abandon()
@@ -145,59 +132,32 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
 def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "notes.txt").touch()
-    plan = make_plan(tmp_path, numbers(1), 20)
     with pytest.raises(StoreError, match="exists and is not a store"):
-        TableBuild(plan, overwrite=True)
+        begin(tmp_path, numbers(1), 20, overwrite=True)
     (tmp_path / "table" / "notes.txt").unlink()
     write(tmp_path, list(range(20)))
     with pytest.raises(StoreError, match="overwrite=True"):
-        TableBuild(plan)
+        begin(tmp_path, numbers(1), 20)
     write(tmp_path, list(range(20)), overwrite=True)
 
 
 def test_second_build_at_one_place_is_refused(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, numbers(1), 20)
-    first = TableBuild(plan)
+    first, _ = begin(tmp_path, numbers(1), 20)
     with pytest.raises(StoreError, match="another process is writing"):
-        TableBuild(plan)
+        begin(tmp_path, numbers(1), 20)
     first.abandon()
-    TableBuild(plan).abandon()
+    begin(tmp_path, numbers(1), 20)[0].abandon()
 
 
 def test_writer_of_a_build_that_is_over_writes_into_no_other(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, numbers(1), 20)
-    first = TableBuild(plan)
-    late = TableWriter(plan, first.token)
+    first, (late,) = begin(tmp_path, numbers(1), 20)
     first.abandon()
+    second, (writer,) = begin(tmp_path, numbers(1), 20)
+    draft = Manifest.draft(20, 4, Schema.from_batch(numbers(1)))
     with pytest.raises(StoreError, match="must share one file system"):
-        TableWriter(plan, first.token)
-    second = TableBuild(plan)
-    with pytest.raises(StoreError, match="must share one file system"):
-        TableWriter(plan, first.token)
-    writer = TableWriter(plan, second.token)
+        TableWriter(tmp_path / "table", draft, first.token)
     writer.write(range(20), [numbers(20)])
     with pytest.raises(FileNotFoundError):
         late.write(range(20), [numbers(20, 500)])
     writer.close()
     assert torch.equal(in_dataset_order(second.finish(20))["value"], numbers(20))
-
-
-def test_process_killed_before_any_change_leaves_the_whole_table_or_what_was(
-    tmp_path: Path,
-) -> None:
-    done = subprocess.run(
-        [python(), "-m", "tests.unit.store.table_writer", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for before, outcomes in zip((0, OLD), json.loads(done.stdout), strict=True):
-        left = [outcome[0] for outcome in outcomes]
-        assert set(left) == {before, NEW}
-        assert left == sorted(left)
-        for _, then, names in outcomes:
-            assert then == NEW
-            assert names == ["table"]

@@ -20,7 +20,7 @@ from lightning_memmap.store import Store, build_store, open_store, range_writer,
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
 from tests.datasets import Counting, Ragged, Replaced
-from tests.unit.store.layout import files_of, names_in
+from tests.unit.store.layout import names_in
 from tests.unit.store.signing import sign_manifest
 
 NUM_ROWS = 300
@@ -313,6 +313,7 @@ def test_build_that_failed_is_resumed(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 100)
+    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
     dataset = Ragged(300)
     broken = Replaced(dataset, {290: ValueError("broken")})
     with pytest.raises(DatasetError, match="row 290"):
@@ -322,22 +323,6 @@ def test_build_that_failed_is_resumed(
     assert len(counting.rows) < 300
     assert_holds(store, dataset)
     assert verify_store(store.path) == []
-
-
-@pytest.mark.parametrize("name", ["sound", "image", "text"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_flipped_bit_is_found(ragged: Path, name: str, kind: str) -> None:
-    file = files_of(ragged) / f"{name}.{kind}"
-    data = bytearray(file.read_bytes())
-    for byte, shard in ((0, 0), (len(data) - 1, 6)):
-        data[byte] ^= 1
-        file.write_bytes(data)
-        (damage,) = verify_store(ragged)
-        assert (damage.field, damage.shard) == (name, shard)
-        data[byte] ^= 1
-    file.write_bytes(data[:-1])
-    with pytest.raises(StoreError, match=rf"{name}\.{kind} has {len(data) - 1} bytes"):
-        open_store(ragged)
 
 
 @pytest.mark.parametrize("place", [0, 40, NUM_ROWS - 1])
@@ -352,8 +337,6 @@ def test_hostile_index_is_refused_before_a_row_is_copied(
     row = int(store.manifest.shards.rows_at(np.array([place]))[0])
     with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
         open_store(store.path)[row]
-    with pytest.raises(StoreError, match="is damaged"):
-        store.manifest.columns[1].read(store.files, row)
 
 
 @pytest.mark.parametrize(
@@ -389,14 +372,6 @@ def test_manifest_whose_variable_columns_are_a_lie_is_refused(ragged: Path, colu
     with_others = lambda body: {**body["columns"], **columns} if columns else {}  # noqa: E731
     sign_manifest(ragged, lambda body: body.update(columns=with_others(body)))
     with pytest.raises(StoreError, match="cannot be trusted"):
-        open_store(ragged)
-
-
-@pytest.mark.parametrize("count", [1, 10**9])
-def test_manifest_with_other_sizes_than_its_files_is_refused(ragged: Path, count: int) -> None:
-    items = {"kind": "variable", "shard_items": [count] * 7}
-    sign_manifest(ragged, lambda body: body["columns"].update(sound=items))
-    with pytest.raises(StoreError, match=r"sound\.values has .* bytes"):
         open_store(ragged)
 
 
