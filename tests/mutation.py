@@ -1,36 +1,41 @@
 """Plants single-line faults in the package, one at a time, and counts those that tests find.
 
-    python -m tests.mutation                 # 60 faults against the tests of their folders
+    python -m tests.mutation                 # 60 faults
     python -m tests.mutation --count 4 --rooms '[sampling]' --seed 1
     python -m tests.mutation --only lightning_memmap/sampling/pool.py:57:order
 
-Each fault is planted in a copy of the repository, so the one that runs this stays as it is. A
-fault that survives would not be noticed, or changes nothing.
+A fault is looked for by the files of tests that name most of what its file defines. Each is planted
+in a copy of the repository, so the one that runs this stays as it is. A fault that survives would
+not be noticed by these tests, or changes nothing.
 """
 
 import ast
+import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+# Imported once, for all the processes that run tests: they are forked.
+import lightning  # noqa: F401
+import pytest
 from jsonargparse import auto_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
-_ORDERS = ["tests/unit/test_mixture.py", "tests/unit/test_folds.py", "tests/unit/test_*_data.py"]
-#: By folder of the package, the tests that should find a fault in it, and which of them.
-ROOMS: dict[str, tuple[list[str], str]] = {
-    "sampling": (["tests/unit/sampling", *_ORDERS], ""),
-    "store": (["tests/unit/store"], "not slow"),
-    "loading": (["tests/unit/loading", *_ORDERS], "not slow"),
-    "strategies": (["tests/strategies"], ""),
+#: By folder of the package, where the tests are that should find a fault in it, and which of them.
+ROOMS = {
+    "sampling": (("tests/unit/sampling", "tests/unit"), ""),
+    "store": (("tests/unit/store",), "not slow"),
+    "loading": (("tests/unit/loading", "tests/unit"), "not slow"),
+    "strategies": (("tests/strategies",), ""),
 }
 #: Methods without which something is read or freed too early, or not seen by others.
 WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "join", "barrier"}
@@ -142,26 +147,63 @@ def drawn(count: int, seed: int, rooms: list[str]) -> list[Fault]:
     return [f for turn in zip_longest(*by_room) for f in turn if f][:count]
 
 
-def failures(copy: Path, room: str, module: str = "", known: list[str] | None = None) -> list[str]:
-    """The tests of a folder, or named after a module, that fail in a copy beside those known to."""
-    patterns, marker = ROOMS[room]
-    paths = [path for pattern in patterns for path in sorted(copy.glob(pattern))]
-    if module:
-        paths = sorted((copy / "tests").rglob(f"test_{module}*.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker]
-    command += [f"--deselect={name}" for name in known or ()] + ["-x"] * (known is not None)
-    command += [str(path.relative_to(copy)) for path in paths]
-    try:
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1800)
-    except subprocess.TimeoutExpired:
-        return ["it hangs"]
-    if done.returncode in (0, 5):  # 5: there are no tests.
-        return []
-    return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE) or [done.stderr]
+def tests_of(fault: Fault, copy: Path, num_files: int) -> list[str]:
+    """The files of tests that name most of what the file of a fault defines, itself included."""
+    path = copy / fault.path
+    text = path.read_text(encoding="utf-8")
+    names = re.findall(r"^ *(?:class|def) (_?[a-zA-Z]\w{3,})", text, re.MULTILINE)
+    pattern = re.compile(rf"\b(?:{'|'.join([path.stem.strip('_'), *names])})\b")
+    counts = {}
+    for folder in ROOMS[fault.room][0]:
+        for test in sorted((copy / folder).glob("test_*.py")):
+            found = pattern.findall(test.read_text(encoding="utf-8"))
+            counts[test] = (test.stem == f"test_{path.stem.strip('_')}", len(set(found)))
+    best = sorted(counts, key=lambda test: counts[test], reverse=True)[:num_files]
+    return [str(test.relative_to(copy)) for test in best if any(counts[test])]
+
+
+def first_failure(copy: Path, tests: list[str], marker: str, timeout_s: float) -> str:
+    """The first test that fails, in a process of its own; nothing if all pass."""
+    if not tests:
+        return ""
+    output = copy / "output.txt"
+    child = os.fork()
+    if not child:
+        os.setsid()
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marker]
+        try:
+            code = int(pytest.main([*options, *tests]))
+        except BaseException:
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "it hangs"
+        time.sleep(0.1)
+    if os.waitstatus_to_exitcode(ended[1]) in (0, 5):  # 5: there are no tests.
+        return ""
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read_text(), re.MULTILINE)
+    return found[0] if found else "it crashes"
 
 
 def main(
-    count: int = 60, seed: int = 0, rooms: list[str] | None = None, only: str | None = None
+    count: int = 60,
+    seed: int = 0,
+    rooms: list[str] | None = None,
+    only: str | None = None,
+    num_files: int = 6,
+    timeout_s: float = 300.0,
 ) -> None:
     """Plant faults, and print what became of them.
 
@@ -170,6 +212,8 @@ def main(
         seed: Draws them.
         rooms: Folders of the package that get faults; all by default.
         only: One fault, as ``path:line:kind``, in place of drawn ones.
+        num_files: Files of tests that look for a fault.
+        timeout_s: Tests that take longer are taken to hang.
     """
     faults = drawn(10**9 if only else count, seed, rooms or list(ROOMS))
     faults = [f for f in faults if only in (None, f"{f.path}:{f.line}:{f.kind}")]
@@ -178,24 +222,24 @@ def main(
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns(".venv", ".git", "build", "runs", "stores", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        rooms = list(dict.fromkeys(f.room for f in faults))
-        known = {room: failures(copy, room) for room in rooms}
-        print("\n".join(f"fails without a fault: {name}" for room in rooms for name in known[room]))
         for fault in faults:
-            path, text = copy / fault.path, (ROOT / fault.path).read_text(encoding="utf-8")
-            lines = text.split("\n")
+            path, text = copy / fault.path, (copy / fault.path).read_text(encoding="utf-8")
+            lines, tests = text.split("\n"), tests_of(fault, copy, num_files)
+            marker = ROOMS[fault.room][1]
             lines[fault.line - 1] = lines[fault.line - 1].replace(fault.before, fault.after)
             path.write_text("\n".join(lines), encoding="utf-8")
-            skipped, module = known[fault.room], path.stem.strip("_")
-            by = failures(copy, fault.room, module, skipped)
-            is_found = bool(by or failures(copy, fault.room, "", skipped))
+            by = first_failure(copy, tests, marker, timeout_s)
             path.write_text(text, encoding="utf-8")
-            found.setdefault(fault.room, []).append(is_found)
-            print(f"{'found' if is_found else 'SURVIVED'} {fault}", flush=True)
-    print("\n| folder | faults | found | share |\n|---|---|---|---|")
-    found["all"] = [each for results in found.values() for each in results]
-    for room, each in found.items():
-        print(f"| {room} | {len(each)} | {sum(each)} | {sum(each) / len(each):.0%} |")
+            if "::" in by and first_failure(copy, [by], marker, timeout_s):
+                by = ""  # It fails without the fault, too.
+            found.setdefault(fault.room, []).append(bool(by))
+            print(f"{'found' if by else 'SURVIVED'} {fault}\n    {by or tests}", flush=True)
+            table = {**found, "all": [each for results in found.values() for each in results]}
+            if len(table["all"]) % 10 == 0 or fault is faults[-1]:
+                print("\n| folder | faults | found | share |\n|---|---|---|---|")
+                for room, each in table.items():
+                    share = f"{sum(each) / len(each):.0%}"
+                    print(f"| {room} | {len(each)} | {sum(each)} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

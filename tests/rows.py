@@ -4,10 +4,12 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,8 +33,9 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.sampling import (
+    Integers,
     Pool,
-    RowSubset,
+    Rows,
     Sampler,
     SamplerFactory,
     SequentialSampler,
@@ -49,6 +52,32 @@ from lightning_memmap.store.series import fields_of, windowed
 CPU = torch.device("cpu")
 
 Loader: TypeAlias = SuperBatchLoader
+
+
+@dataclass(frozen=True)
+class StridedRows:
+    """Every ``count``-th row of a dataset from ``index`` on, or all rows but those."""
+
+    index: int
+    count: int
+    excluded: bool = False
+
+    def of(self, num_rows: int) -> Integers:
+        """Their numbers in a dataset of so many rows."""
+        return np.flatnonzero((np.arange(num_rows) % self.count == self.index) != self.excluded)
+
+    def among(self, rows: StoreRows) -> StoreRows:
+        """These of all rows of a store."""
+        return StoreRows.of(rows.shards, self.of(rows.num_rows))
+
+
+#: Some rows of a store, by their numbers.
+Chosen: TypeAlias = StridedRows | Integers
+
+
+def chosen_of(store: Store, subset: Chosen | None) -> Rows:
+    """Some rows of a store; with None, all."""
+    return store.rows(subset.of(store.num_rows) if isinstance(subset, StridedRows) else subset)
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
@@ -87,7 +116,7 @@ def make_split(
     rank: int = 0,
     size: int = 1,
     window: int | None = None,
-    subset: RowSubset | None = None,
+    subset: Chosen | None = None,
     forms: dict[str, Any] | None = None,
 ) -> SplitRows:
     """The shards of one process on logical CPU devices."""
@@ -97,7 +126,8 @@ def make_split(
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         # Nor how much is read for rows that lie apart.
         warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
-        size_of_split = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
+        rows = chosen_of(store, subset)
+        size_of_split = SplitSize.of("train", store.manifest, topology, rows, window)
         placement = plan_placement(
             {"train": size_of_split},
             topology,
@@ -111,14 +141,15 @@ def split_with(
     store: Store,
     topology: DataTopology,
     residency: tuple[Residency | None, ...],
-    subset: RowSubset | None = None,
+    subset: Chosen | None = None,
     window: int | None = None,
     forms: dict[str, Any] | None = None,
 ) -> SplitRows:
     """The rows of a split of a store, whose shards live where it is said."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
-        size = SplitSize.of("train", store.manifest, topology, store.rows(subset), window)
+        rows = chosen_of(store, subset)
+        size = SplitSize.of("train", store.manifest, topology, rows, window)
     return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 
 
@@ -156,7 +187,7 @@ def make_loader(
     rank: int = 0,
     size: int = 1,
     window: int | None = None,
-    subset: RowSubset | None = None,
+    subset: Chosen | None = None,
     forms: dict[str, Any] | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
@@ -321,7 +352,7 @@ def make_window_loader(
     rank: int = 0,
     size: int = 1,
     residency: str = "mmap",
-    subset: RowSubset | None = None,
+    subset: Chosen | None = None,
     factory: SamplerFactory | None = None,
     fields: tuple[str, ...] = ("value", "time"),
     window: int | None = None,
@@ -333,6 +364,7 @@ def make_window_loader(
     def order(pool: Pool, rows: int) -> Sampler:
         is_whole = window is None and residency != "stream"
         if factory is not None:
+            pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
             fields = fields_of(store, pool.rows)
             return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
         if not shuffle:
@@ -341,7 +373,7 @@ def make_window_loader(
 
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
-    chosen = windowed(store, store.rows(subset), forms)
+    chosen = windowed(store, chosen_of(store, subset), forms)
     measure = partial(largest_window_bytes, store) if residency == "stream" else None
     sized = SplitSize.of("train", store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})

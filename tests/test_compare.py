@@ -44,7 +44,8 @@ def write_config(path: Path, dataset: dict[str, Any], **data: Any) -> Path:
                 **data,
             },
         },
-        "trainer": {"strategy": "memmap_superbatch", "max_epochs": 3, "callbacks": []},
+        "trainer": {"strategy": "memmap_superbatch", "max_epochs": 3, "callbacks": [],
+                    "accelerator": "cpu"},
     }  # fmt: skip
     file = path / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -77,7 +78,7 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     )
     process, _ = start(
         "--config", config, "--variants", "auto,ddp,fsdp", "--repeats", 1, "--steps", 8,
-        "--warmup_steps", 2, "--check_steps", 6, "--accelerator", "cpu", "--out", tmp_path / "out",
+        "--warmup_steps", 2, "--check_steps", 6, "--out", tmp_path / "out",
     )  # fmt: skip
     printed, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, printed
@@ -121,7 +122,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
     config = write_config(tmp_path, dataset)
     process, program = start(
         "--config", config, "--variants", "auto+workers1,auto", "--repeats", 1, "--steps", 10**9,
-        "--check_steps", 6, "--accelerator", "cpu", "--devices", 1, "--out", tmp_path / "out",
+        "--check_steps", 6, "--devices", 1, "--out", tmp_path / "out",
     )  # fmt: skip
     progress = tmp_path / "out" / "variants" / "auto" / "timed1" / "progress"
     deadline = monotonic() + TIMEOUT_S

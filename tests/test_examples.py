@@ -2,30 +2,24 @@
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from examples import gpt, kfold
-from examples.augmentation import MirrorAndTurn, ToTraining
+from examples.augmentation import MirrorAndTurn
 from examples.data import photographs, shapes
 from examples.data.breast_cancer import BreastCancer
 from examples.data.digits import Digits
 from examples.data.photographs import Photos
 from examples.data.shapes import Shapes
 from examples.data.text import Text
-from examples.digits import ShiftAndNormalize
 from examples.folders import made_at_once
-from examples.photos import CropAndNormalize, RandomCropAndFlip, normalize
-from lightning_memmap import MemmapDataModule, open_store
-from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap import open_store
 from tests.preloaded import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,12 +310,6 @@ def test_kfold_config_serves_fit_and_test(tmp_path: Path) -> None:
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dataset", [Digits, Photos, Shapes, Text])
-def test_datasets_unknown_split_is_refused(dataset: Any) -> None:
-    with pytest.raises(ValueError, match="split='dev': choose one of train, val, test"):
-        dataset("dev")
-
-
 # Batch transforms
 
 
@@ -337,25 +325,6 @@ def shapes_batch(rows: int = 12, size: int = 16) -> dict[str, Tensor]:
         "striped": torch.arange(rows) % 2 == 0,
         "kinds": torch.randint(2, (rows, 3), generator=generator, dtype=torch.uint8),
     }
-
-
-@pytest.mark.parametrize(
-    ("transform", "batch"),
-    [
-        (MirrorAndTurn(), shapes_batch()),
-        (ShiftAndNormalize(0.3, 0.4), {"image": shapes_batch()["image"][:, :1]}),
-    ],
-    ids=["MirrorAndTurn", "ShiftAndNormalize"],
-)
-def test_augmentation_same_seed_repeats(transform: Any, batch: dict[str, Tensor]) -> None:
-    kept = {name: leaf.clone() for name, leaf in batch.items()}
-    on_device = DeviceTransform(transform, CPU)
-    first, again, other = on_device(batch, 1), on_device(batch, 1), on_device(batch, 2)
-    for name in first:
-        assert torch.equal(first[name], again[name])
-    assert not torch.equal(first["image"], other["image"])
-    for name, leaf in kept.items():
-        assert torch.equal(batch[name], leaf), f"{name} was changed in place"
 
 
 def aligned_batch(rows: int, height: int, width: int) -> dict[str, Tensor]:
@@ -383,56 +352,6 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
     assert (moved["mask"] != batch["mask"][:, 0]).flatten(1).any(dim=1).float().mean() > 0.9
 
 
-def test_mirror_and_turn_without_free_angle_gives_all_eight_symmetries_exactly() -> None:
-    rows = 200
-    one = shapes_batch(1)
-    batch = {name: leaf.expand(rows, *leaf.shape[1:]) for name, leaf in one.items()}
-    moved = MirrorAndTurn(max_degrees=0)(batch, seeded(0))
-    pairs = {
-        (turns, mirrored): (
-            turned(one["image"][0], turns, mirrored).float(),
-            turned(one["mask"][0], turns, mirrored)[0],
-        )
-        for turns in range(4)
-        for mirrored in (False, True)
-    }
-    found = set()
-    for row in range(rows):
-        matches = [
-            key
-            for key, (image, mask) in pairs.items()
-            if torch.allclose(pixels(moved["image"][row]), image, atol=0.05)
-            and torch.equal(moved["mask"][row], mask.long())
-        ]
-        assert len(matches) == 1, f"row {row} is none of the symmetries"
-        found.update(matches)
-    assert found == set(pairs)
-
-
-def turned(image: Tensor, turns: int, mirrored: bool) -> Tensor:
-    return torch.rot90(image.flip(-1) if mirrored else image, turns, dims=(-2, -1))
-
-
-def test_mirror_and_turn_keeps_labels_and_converts_as_evaluation_does() -> None:
-    batch = shapes_batch()
-    moved, converted = MirrorAndTurn()(batch, seeded(0)), ToTraining()(batch)
-    for name, leaf in converted.items():
-        assert (moved[name].dtype, moved[name].shape) == (leaf.dtype, leaf.shape)
-    assert torch.equal(moved["striped"], batch["striped"].float())
-    assert torch.equal(moved["kinds"], batch["kinds"].float())
-    assert torch.allclose(pixels(converted["image"]), batch["image"].float(), atol=1e-3)
-
-
-def test_shift_and_normalize_moves_each_row_within_its_range() -> None:
-    rows = 300
-    image = torch.zeros(rows, 1, 9, 9, dtype=torch.uint8)
-    image[:, 0, 4, 4] = 255
-    moved = ShiftAndNormalize(0.0, 1.0, max_shift=2)({"image": image}, seeded(0))["image"]
-    assert moved.sum().item() == rows
-    found = {tuple(index[2:]) for index in torch.nonzero(moved).tolist()}
-    assert found == {(y, x) for y in range(2, 7) for x in range(2, 7)}
-
-
 # Segmentation data
 
 
@@ -457,55 +376,6 @@ def test_shapes_are_made_once_and_are_the_same_each_time(
         seen += torch.tensor([sample["striped"], *present.tolist()])
     assert ((seen > 0) & (seen < 20)).all()
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["val"]
-
-
-def test_shapes_are_decoded_only_while_the_store_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(shapes._NUM_ROWS, "val", 20)
-    dataset = Shapes("val", tmp_path / "png")
-    data = MemmapDataModule(train_dataset=dataset, store_dir=tmp_path / "stores", batch_size=20)
-    data.prepare_data()
-    data.setup("fit")
-    images = torch.stack([torch.from_numpy(np.array(dataset[row]["image"])) for row in range(20)])
-    shutil.rmtree(tmp_path / "png")
-    for batch in data.train_dataloader():
-        found = batch["image"].movedim(1, -1)
-        assert found.dtype == torch.uint8
-        assert sorted(found.flatten(1).tolist()) == sorted(images.flatten(1).tolist())
-
-
-def test_shapes_own_folder_is_stored_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    for kind in ("images", "masks"):
-        (folder / "test" / kind).mkdir(parents=True)
-    rows = ["name,striped,circle,cross,triangle"]
-    for row in range(6):
-        Image.new("RGB", (12, 8), (row, 0, 9)).save(folder / "test" / "images" / f"i{row}.png")
-        mask = Image.new("P", (12, 8), row % 4)
-        mask.putpalette(range(12))
-        mask.save(folder / "test" / "masks" / f"i{row}.png")
-        rows.append(f"i{row},{row % 2},0,1,0")
-    (folder / "test" / "labels.csv").write_text("\n".join(rows))
-    data = MemmapDataModule(
-        test_dataset=Shapes("test", folder), store_dir=tmp_path / "store", batch_size=6
-    )
-    data.prepare_data()
-    data.setup("test")
-    (batch,) = data.test_dataloader()
-    assert batch["image"].shape == (6, 3, 8, 12)
-    assert batch["image"][:, 0, 0, 0].tolist() == list(range(6))
-    assert batch["mask"][:, 0, 7, 11].tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch["striped"].tolist() == [False, True] * 3
-    assert batch["kinds"].tolist() == [[0, 1, 0]] * 6
-
-
-def test_shapes_mask_of_colors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes._NUM_ROWS, "val", 1)
-    dataset = Shapes("val", tmp_path)
-    Image.new("RGB", (32, 32)).save(tmp_path / "val" / "masks" / "0000.png")
-    with pytest.raises(ValueError, match=r"0000\.png has mode RGB"):
-        dataset[0]
 
 
 # Photographs
@@ -543,54 +413,12 @@ def is_part_of(patch: Tensor, photo: Tensor) -> bool:
     return any(torch.equal(photo[:, y : y + size, x : x + size], patch) for y, x in places)
 
 
-@pytest.mark.usefixtures("few_photos")
-def test_photos_are_made_once_and_are_the_same_each_time(tmp_path: Path) -> None:
-    first, elsewhere = Photos("val", tmp_path / "one"), Photos("val", tmp_path / "two")
-    times = [(first.root / file).stat().st_mtime_ns for file in first.files]
-    again = Photos("val", tmp_path / "one")
-    assert [(again.root / file).stat().st_mtime_ns for file in again.files] == times
-    for row in range(8):
-        assert torch.equal(first[row]["image"], elsewhere[row]["image"])
-        assert first[row]["label"] == elsewhere[row]["label"]
-    other = Photos("test", tmp_path / "one")
-    assert not any(torch.equal(first[row]["image"], other[row]["image"]) for row in range(8))
-
-
 def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:
     with made_at_once(tmp_path / "made") as mine:
         (mine / "mine").touch()
         (tmp_path / "made").mkdir()
         (tmp_path / "made" / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "theirs"]
-
-
-def test_random_crop_and_flip_gives_a_crop_of_each_image() -> None:
-    rows, size = 200, 3
-    image = torch.randint(256, (rows, 3, 5, 4), dtype=torch.uint8, generator=seeded(1))
-    moved = RandomCropAndFlip(size)({"image": image, "label": torch.arange(rows)}, seeded(0))
-    seen = set()
-    for row in range(rows):
-        matches = [
-            (y, x, mirrored)
-            for y in range(3)
-            for x in range(2)
-            for mirrored in (False, True)
-            for crop in [normalize(image[row, :, y : y + size, x : x + size])]
-            if torch.equal(moved["image"][row], crop.flip(-1) if mirrored else crop)
-        ]
-        assert len(matches) == 1
-        seen |= set(matches)
-    # Every crop, and its mirror image.
-    assert len(seen) == 3 * 2 * 2
-    assert torch.equal(moved["label"], torch.arange(rows))
-
-
-def test_crop_and_normalize_takes_the_middle() -> None:
-    image = torch.zeros(2, 3, 6, 8, dtype=torch.uint8)
-    image[:, :, 1:5, 2:6] = 255
-    cropped = CropAndNormalize(4)({"image": image})["image"]
-    assert cropped.shape == (2, 3, 4, 4)
-    assert (cropped == (255 - 127.5) / 64).all()
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
-#: Names with an underscore that are public: those of Python's named tuples.
-PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
+#: Names with an underscore that are public: those of named tuples, and of what nobody uses.
+PUBLIC = {"_", "_fields", "_make", "_replace", "_asdict"}
 #: By class, what it sets or overrides where the base has no public name; a comment there says so.
 ON_PURPOSE = {
+    "DataParallelStrategy": {"_forward_redirection"},
     "FSDP2Strategy": {"_data_parallel_size", "_tensor_parallel_size"},
     "_ScheduledStage": {"_compute_outputs", "_post_metadata_inference_cleanup"},
     "IndependentStrategy": {"_configure_launcher", "_launcher"},

@@ -10,7 +10,12 @@ from threading import current_thread, main_thread
 
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
+from lightning_memmap.arguments import (
+    BriefParser,
+    imports_for_pages,
+    print_error,
+    refuse_several_configs,
+)
 from lightning_memmap.compare.config import ComparisonOptions
 from lightning_memmap.compare.report import (
     Report,
@@ -103,14 +108,10 @@ def print_report(report: Report, console: Console) -> None:
 
 def _write_html(report: Report, path: Path, console: Console) -> None:
     try:
-        from lightning_memmap.compare.page import render_html
-    except ModuleNotFoundError as error:
-        if error.name != "jinja2":
-            raise
-        console.print(
-            f"no report.html: it needs {error.name}; pip install 'lightning_memmap\\[compare]'",
-            soft_wrap=True,
-        )
+        with imports_for_pages():
+            from lightning_memmap.compare.page import render_html
+    except ValueError as error:
+        console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
         return
     path.write_text(render_html(report), encoding="utf-8")
     console.print(str(path), soft_wrap=True, highlight=False)

@@ -10,10 +10,6 @@ from typing import Any, Literal
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
-#: ``memmap``: the `MemmapDataModule` of the config. ``dataloader``: its plain dataset through
-#: `torch.utils.data.DataLoader`. ``ideal``: one batch, fetched once and replayed.
-LoaderKind = Literal["memmap", "dataloader", "ideal"]
-
 #: Lightning's own strategies that can be compared, by the name that they have here.
 LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
 _NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
@@ -21,7 +17,7 @@ _NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
 _SEPARATE_MODELS = {
     name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
 }
-_LOADER = re.compile(r"workers([0-9]+)|ideal|memmap")
+_LOADER = re.compile(r"workers[0-9]+|ideal|memmap")
 
 
 @dataclass(frozen=True)
@@ -29,14 +25,14 @@ class Variant:
     """One set-up to measure: a strategy and what supplies its rows."""
 
     strategy: str
-    loader: LoaderKind = "memmap"
-    num_workers: int = 0
+    #: ``memmap``: the `MemmapDataModule` of the config. ``workersN``: its plain dataset through
+    #: `torch.utils.data.DataLoader`. ``ideal``: one batch, fetched once and replayed.
+    loader: str = "memmap"
 
     @property
     def name(self) -> str:
         """The variant as ``--variants`` takes it."""
-        loaders = {"memmap": "", "dataloader": f"+workers{self.num_workers}", "ideal": "+ideal"}
-        return self.strategy + loaders[self.loader]
+        return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader}"
 
     @property
     def is_compared(self) -> bool:
@@ -83,8 +79,8 @@ def all_variants() -> tuple[Variant, ...]:
     """The single device with each loader, and every other strategy with the store."""
     return (
         Variant("auto"),
-        Variant("auto", "dataloader", 0),
-        Variant("auto", "dataloader", 2),
+        Variant("auto", "workers0"),
+        Variant("auto", "workers2"),
         Variant("auto", "ideal"),
         *(Variant(name) for name, *_ in STRATEGIES),
         *(Variant(name) for name in LIGHTNING_STRATEGIES if name != "auto"),
@@ -93,8 +89,7 @@ def all_variants() -> tuple[Variant, ...]:
 
 def _parse(name: str) -> Variant:
     strategy, plus, loader = name.partition("+")
-    match = _LOADER.fullmatch(loader)
-    if strategy not in _NAMES or (plus and match is None):
+    if strategy not in _NAMES or (plus and not _LOADER.fullmatch(loader)):
         names = [start + end for start in _NAMES for end in ("", "+ideal", "+workers0")]
         raise ValueError(
             f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
@@ -102,12 +97,12 @@ def _parse(name: str) -> Variant:
             " which may be followed by +workersN (its rows come from a DataLoader with N workers)"
             " or +ideal (one batch replayed)"
         )
-    if match is not None and match[1] is not None:
-        return Variant(strategy, "dataloader", int(match[1]))
-    return Variant(strategy, "ideal" if loader == "ideal" else "memmap")
+    return Variant(strategy, loader or "memmap")
 
 
-RunKind = Literal["prepare", "check", "timed"]
+#: ``check`` trains a few steps and notes rows, losses, weights and bytes; ``timed`` measures time
+#: and memory, and does nothing else.
+RunKind = Literal["check", "timed"]
 
 #: Options of the Trainer that a config may set for all variants. The comparison itself sets the
 #: others, which could make variants differ.
@@ -144,7 +139,6 @@ class ComparisonOptions:
         steps: Steps that are measured in each of them.
         warmup_steps: Steps before those, which are not measured.
         check_steps: Steps that are checked for parity, in a run of their own.
-        accelerator: ``auto``, ``cpu`` or ``cuda``.
         tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
             says for the precision.
         timeout_s: Seconds after which a run is ended, and counts as failed.
@@ -161,7 +155,6 @@ class ComparisonOptions:
     steps: int = 100
     warmup_steps: int = 10
     check_steps: int = 10
-    accelerator: str = "auto"
     tolerance: float | None = None
     timeout_s: float = 1800.0
     out: str = "runs/compare"
@@ -171,8 +164,6 @@ class ComparisonOptions:
             raise ValueError("--config: name the config to run, as for lightning-memmap fit")
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least)
-        if self.accelerator not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"accelerator={self.accelerator!r}: choose auto, cpu or cuda")
         # Written so that NaN raises, too.
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")

@@ -152,8 +152,9 @@ def loaded_data(
     data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
 ) -> L.LightningDataModule:
     """The data module that the Trainer of a variant is given, as the variant's loader says."""
-    if variant.loader == "dataloader":
-        return PlainData(data, global_batch, variant.num_workers, transform_here)
+    if variant.loader.startswith("workers"):
+        num_workers = int(variant.loader.removeprefix("workers"))
+        return PlainData(data, global_batch, num_workers, transform_here)
     return IdealData(data) if variant.loader == "ideal" else data
 
 

@@ -26,11 +26,10 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
+from lightning_memmap.compare.facts import describe_devices, prepare
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
 from lightning_memmap.compare.report import Report, VariantResult
-from lightning_memmap.compare.worker import ConfigCheck
-from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import Launched
 
 RUNS = "variants"
@@ -40,10 +39,6 @@ _LAUNCHER = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-
-
-class ComparisonError(MemmapError):
-    """The comparison cannot begin: model or data cannot be made, or the store not built."""
 
 
 class RunError(Exception):
@@ -90,7 +85,7 @@ def run(
             raise _read_error(out, launched)
         ranks = read_ranks(out)
         found = [rank.rank for rank in ranks]
-        if spec.kind != "prepare" and found != list(range(ranks[0].world_size if ranks else 1)):
+        if found != list(range(ranks[0].world_size if ranks else 1)):
             tail = " | ".join(launched.tail())
             raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
         return ranks
@@ -126,11 +121,8 @@ class Comparison:
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
         self._options, self._console = options, console
         self._config, self._trainer, left_out = shared_config(read_config(options.config))
-        accelerator = options.accelerator
-        if accelerator == "auto":
-            asked = str(self._trainer.get("accelerator", "auto"))
-            has_cuda = torch.cuda.is_available() and asked in ("auto", "gpu", "cuda")
-            accelerator = "cuda" if has_cuda else "cpu"
+        is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        accelerator = "cuda" if is_asked and torch.cuda.is_available() else "cpu"
         precision = str(self._trainer.get("precision", "32-true"))
         given = options.tolerance
         self._runs = Path(options.out).resolve() / RUNS
@@ -162,78 +154,81 @@ class Comparison:
         self._ahead: dict[str, Launched] = {}
 
     def run(self) -> Report:
-        """Do all runs. After Ctrl-C, the report has what is finished."""
-        self._prepare()
-        report, settings, devices = self._report, self._report.settings, self._options.devices
+        """Do all runs. After Ctrl-C, the report, which is not written yet, has what is finished."""
         try:
-            # Counting makes no context on a device: the variants need all of its memory.
-            is_cuda = settings["accelerator"] == "cuda"
-            count = torch.cuda.device_count() if is_cuda else devices
-            for variant, result in self._results.items():
-                result.reason = variant.unsupported_reason(
-                    settings["accelerator"], count, devices, report.model["configures_itself"]
-                )
-                if result.reason:
-                    result.status = "unavailable"
-                    self._note(f"[yellow]{variant.name}: cannot run here: {result.reason}[/]")
-            # The single device with the store is the reference; without it, the first that runs.
-            ordered = sorted(self._pending(), key=lambda each: each != Variant("auto"))
-            # An ideal loader gives one batch again and again: there is nothing to check.
-            runs = [(each, "check") for each in ordered if each.loader != "ideal"]
-            # Variants alternate, so that whatever changes on the machine affects all of them.
-            for repeat in range(1, self._options.repeats + 1):
-                runs += [(each, f"timed{repeat}") for each in self._pending()]
-            for index, (variant, name) in enumerate(runs):
-                if variant in self._pending():
-                    later = (run for run in runs[index + 1 :] if run[0] in self._pending())
-                    self._try(variant, name, next(later, None))
+            self._prepare()
+            self._do_runs()
         except KeyboardInterrupt:
-            report.interrupted = True
+            if not self._report.data:
+                raise
+            self._report.interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
         finally:
             for launched in self._ahead.values():
                 launched.kill_group()
         self._finish()
-        return report
+        return self._report
+
+    def _do_runs(self) -> None:
+        # Counting makes no context on a device: the variants need all of its memory.
+        accelerator, devices = self._report.settings["accelerator"], self._options.devices
+        count = torch.cuda.device_count() if accelerator == "cuda" else devices
+        for variant, result in self._results.items():
+            result.reason = variant.unsupported_reason(
+                accelerator, count, devices, self._report.model["configures_itself"]
+            )
+            if result.reason:
+                result.status = "unavailable"
+                self._note(f"[yellow]{variant.name}: cannot run here: {result.reason}[/]")
+        # An ideal loader gives one batch again and again: there is nothing to check.
+        runs = [(each, "check") for each in self._pending() if each.loader != "ideal"]
+        # The single device with the store is the reference; without it, the first that runs.
+        runs.sort(key=lambda run: run[0] != Variant("auto"))
+        # Variants alternate, so that whatever changes on the machine affects all of them.
+        for repeat in range(1, self._options.repeats + 1):
+            runs += [(each, f"timed{repeat}") for each in self._pending()]
+        for index, (variant, name) in enumerate(runs):
+            if variant in self._pending():
+                later = (run for run in runs[index + 1 :] if run[0] in self._pending())
+                self._try(variant, name, next(later, None))
 
     def _prepare(self) -> None:
-        """Remove an earlier comparison, build the store, and learn what all variants need."""
-        spec, out = self._spec("prepare", "prepare"), self._runs.parent
-        ConfigCheck(spec)  # Before anything is removed.
+        """Build the store, learn what all variants need, and remove an earlier comparison."""
+        report, out, started_s = self._report, self._runs.parent, monotonic()
         is_ours = (out / "report.json").exists() or self._runs.is_dir()
         if out.is_dir() and any(out.iterdir()) and not is_ours:
             raise ValueError(
                 f"out={self._options.out!r} holds something other than a comparison: choose"
                 " another folder"
             )
+        facts = prepare(self._config, self._options.devices, self._options.check_steps)
+        report.environment, report.data = facts["environment"], facts["data"]
+        report.model, self._expected = facts["model"], facts["expected"]
+        report.settings["global_batch"] = report.data["batch_size"] * self._options.devices
         shutil.rmtree(self._runs, ignore_errors=True)
         for name in ("report.json", "report.html"):
             (out / name).unlink(missing_ok=True)
-        try:
-            self._run("store, model and data", spec)
-        except RunError as error:
-            raise ComparisonError(f"{error} (see {Path(spec.out) / 'log.txt'})") from error
-        facts = json.loads((Path(spec.out) / "facts.json").read_text(encoding="utf-8"))
-        report, self._expected = self._report, facts["expected"]
-        report.environment, report.data = facts["environment"], facts["data"]
-        report.model = facts["model"]
-        report.settings["global_batch"] = report.data["batch_size"] * self._options.devices
+        self._note_run("store, model and data", "done", started_s)
 
-    def _spec(self, kind: RunKind, folder: str, variant: Variant | None = None) -> RunSpec:
+    def _spec(self, kind: RunKind, folder: str, variant: Variant) -> RunSpec:
         options, settings, is_timed = self._options, self._report.settings, kind == "timed"
-        mine = {"devices": 1} if variant is None else variant.trainer_options(options.devices)
+        mine = variant.trainer_options(options.devices)
         return RunSpec(
             kind=kind,
             config=self._config,
             trainer={**self._trainer, "accelerator": settings["accelerator"], **mine},
-            variant="" if variant is None else variant.name,
+            variant=variant.name,
             devices=options.devices,
             global_batch=settings["global_batch"],
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
-            transform_is_random=self._report.data.get("transform_is_random", False),
+            transform_is_random=self._report.data["transform_is_random"],
             out=str(self._runs / folder),
         )
+
+    def _launch_ahead(self, folder: str) -> None:
+        """Half of a short run is imports: have the next do them while nothing is timed."""
+        self._ahead[folder] = launch(self._runs / folder)
 
     def _run(self, title: str, spec: RunSpec, started: Launched | None = None) -> list[Rank]:
         """Do a run, and print a line that says what came out."""
@@ -252,9 +247,12 @@ class Comparison:
             outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
             raise
         finally:
-            seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
-            self._note(f"{escape(title):<42} {outcome}  {seconds}")
+            self._note_run(title, outcome, started_s)
         return ranks
+
+    def _note_run(self, title: str, outcome: str, started_s: float) -> None:
+        seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
+        self._note(f"{escape(title):<42} {outcome}  {seconds}")
 
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
@@ -270,9 +268,7 @@ class Comparison:
         started = self._ahead.pop(folder, None)
         try:
             if kind == "check" and later:
-                # Half of a short run is imports. Those of the next disturb nothing that is timed.
-                then = f"{later[0].name}/{later[1]}"
-                self._ahead[then] = launch(self._runs / then)
+                self._launch_ahead(f"{later[0].name}/{later[1]}")
             spec = self._spec(kind, folder, variant)
             title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
             ranks = self._run(title, spec, started)
@@ -314,6 +310,7 @@ class Comparison:
 
     def _finish(self) -> None:
         """Say what became of variants that nothing stopped, and relate speeds to their bounds."""
+        self._report.environment["devices"] = describe_devices()
         for variant, result in self._results.items():
             done, repeats = len(result.rates), self._options.repeats
             if result.status == "pending" and done == repeats:

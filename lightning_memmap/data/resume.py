@@ -10,7 +10,6 @@ from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading import BatchLoader, SuperBatchLoader
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.sampling import StridedRows
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,4 @@ def _subset_text(saved: Mapping[str, Any] | None) -> str:
         return "all rows"
     if isinstance(rows := saved.get("rows"), Mapping):
         return f"{rows.get('length')} rows of digest {rows.get('digest')}"
-    try:
-        subset = StridedRows(**saved)
-    except (TypeError, ValueError):
-        return f"rows={dict(saved)!r}, which names no fold and no part"
-    kind = f"KFold({subset.count}, shuffle=False)" if subset.excluded else f"Parts({subset.count})"
-    return f"subset={kind}, member={subset.index}"
+    return f"the rows {dict(saved)!r}"

@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step from the shards of all data devices."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -95,6 +95,8 @@ class SuperBatchLoader:
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
         self._resume: LoaderState | None = None
+        #: Gives the rows of the next epoch: a store that was being built may be finished.
+        self.renewed: Callable[[], SplitRows | None] | None = None
         self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
         self._serve(rows)
 
@@ -258,7 +260,8 @@ class SuperBatchLoader:
 
         Raises:
             ValueError: The data devices of all processes do not divide the shards, some would have
-                no row, or no step would have its full size under ``drop_last``.
+                no row, no step would have its full size under ``drop_last``, or the order is made
+                for steps of another size.
         """
         topology = replace(self._rows.topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
@@ -267,6 +270,13 @@ class SuperBatchLoader:
                 f"{size} processes for a store of {order.num_positions} rows in"
                 f" {order.num_shards} shards: without a Trainer, the processes must divide the"
                 " shards, and each must have a row; build the store with another num_shards"
+            )
+        only = order.pool.global_batch
+        if only not in (None, self.batch_size * count):
+            raise ValueError(
+                f"{size} processes for batches of {only} rows of one training set"
+                " (by_batch=True): use a Trainer, whose processes the data module knows, or"
+                " by_batch=False"
             )
         loader = copy.copy(self)
         loader._serve(replace(self._rows, topology=topology))
@@ -439,6 +449,8 @@ class SuperBatchLoader:
             RuntimeError: The rows were freed.
             ValueError: The loader cannot go on where a saved one stood.
         """
+        if self.renewed is not None and (rows := self.renewed()) not in (None, self._rows):
+            self._serve(rows)
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()

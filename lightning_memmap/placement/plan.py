@@ -2,17 +2,16 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
-    Integers,
     Pool,
     ReadWindows,
     Rows,
@@ -26,6 +25,7 @@ from lightning_memmap.sampling import (
     striping,
 )
 from lightning_memmap.sizes import format_bytes
+from lightning_memmap.store.manifest import Manifest
 
 
 class Residency(str, Enum):
@@ -50,30 +50,6 @@ _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 Measure: TypeAlias = Callable[[ReadWindows, Sequence[int], frozenset[str] | None], int]
 
 
-class Sized(Protocol):
-    """What a plan needs to know of a store."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the store."""
-
-    @property
-    def num_shards(self) -> int:
-        """Shards that the store was written with."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields, on average."""
-
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
-        """Bytes of the rows of each shard."""
-
-
 @dataclass(frozen=True)
 class SplitSize:
     """A split, divided into shards for a topology, and its size."""
@@ -88,7 +64,7 @@ class SplitSize:
     def of(
         cls,
         split: str,
-        store: Sized,
+        store: Manifest,
         topology: DataTopology,
         rows: Rows | None = None,
         window: int | None = None,
@@ -144,11 +120,6 @@ class SplitSize:
     def num_rows(self) -> int:
         """Rows of the split."""
         return self.pool.num_rows
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over the fields of this process, on average and rounded up."""
-        return -(-sum(self.shard_bytes) // self.num_rows)
 
 
 def _counts(num_shards: int) -> str:

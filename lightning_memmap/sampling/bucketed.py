@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import call_text, check_integer
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
@@ -77,12 +77,7 @@ class Bucketed(SamplerFactory):
         """The length of each row of the dataset."""
         if isinstance(self.lengths, str):
             return fields.lengths(self.lengths)
-        given = np.asarray(self.lengths)
-        if given.shape != (fields.num_rows,):
-            raise ValueError(
-                f"Bucketed: lengths of shape {given.shape}, and the dataset has {fields.num_rows}"
-                " rows: give one for each, or the name of a field"
-            )
+        given = one_by_row("Bucketed: lengths", self.lengths, fields.num_rows)
         if not np.issubdtype(given.dtype, np.integer):
             raise TypeError(f"Bucketed: lengths of {given.dtype}: give integers")
         wrong = np.flatnonzero(given < 0)

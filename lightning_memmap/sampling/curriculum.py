@@ -68,17 +68,6 @@ class Curriculum(SamplerFactory):
         return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
 
     @override
-    def for_batches(self, global_batch: int) -> "Curriculum":
-        return Curriculum(
-            {
-                epoch: stage.for_batches(global_batch)
-                if isinstance(stage, SamplerFactory)
-                else stage
-                for epoch, stage in self.stages.items()
-            }
-        )
-
-    @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
         """Make the sampler; see `SamplerFactory.make`.
 
@@ -123,6 +112,8 @@ class CurriculumSampler(Sampler):
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
         count, column, zero = int(self.pool.counts[shard]), np.array([shard]), np.zeros(1, np.int64)
+        if not count:
+            return np.zeros(0, np.int64)
         offsets = order.grid(epoch, 0, count - 1, column, zero)
         held, used = self.pool.begins, order.pool.begins
         if held is not None and used is not None:

@@ -70,16 +70,8 @@ class SamplerFactory(ABC):
 
     #: The names of the training stores that it mixes; empty for one store without a name.
     stores: tuple[str, ...] = ()
-    #: Whether the order depends on the rows of a global batch.
+    #: Whether the order depends on the rows of a global batch; see `Pool`.
     by_batch: bool = False
-
-    def for_batches(self, global_batch: int) -> "SamplerFactory":
-        """What makes the order for global batches of so many rows; this one where all are alike.
-
-        Args:
-            global_batch: Rows of a step over all devices.
-        """
-        return self
 
     @abstractmethod
     def make(self, pool: Pool, seed: int, fields: Fields) -> Sampler:
@@ -93,6 +85,17 @@ class SamplerFactory(ABC):
         Returns:
             A sampler over this pool, or over a pool of other shards of its rows.
         """
+
+
+def one_by_row(name: str, given: Any, num_rows: int) -> NDArray[Any]:
+    """What is given for each row of a dataset, of shape (num_rows,)."""
+    found = np.asarray(given)
+    if found.shape != (num_rows,):
+        raise ValueError(
+            f"{name} of shape {found.shape}, and the dataset has {num_rows} rows: give one for"
+            " each, or the name of a field"
+        )
+    return found
 
 
 def made_sampler(

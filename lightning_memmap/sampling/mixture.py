@@ -1,7 +1,6 @@
 """Several training sets in given shares."""
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from reprlib import repr as short_repr
@@ -71,18 +70,11 @@ class Mixture(SamplerFactory):
             raise TypeError(f"by_batch={by_batch!r}: give True or False")
         self.shares, self.num_samples, self.by_batch = shares, num_samples, by_batch
         self.stores = tuple(shares)
-        self._global_batch: int | None = None
 
     @override
     def __repr__(self) -> str:
         counts = {"shares": self.shares, "num_samples": self.num_samples}
         return call_text("Mixture", **counts, by_batch=self.by_batch or None)
-
-    @override
-    def for_batches(self, global_batch: int) -> "Mixture":
-        made = copy(self)
-        made._global_batch = global_batch if self.by_batch else None
-        return made
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "MixtureSampler":
@@ -114,23 +106,20 @@ class Mixture(SamplerFactory):
         count = pool.num_rows if self.num_samples is None else self.num_samples
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         shares /= shares.sum()
-        batch = self._global_batch
+        batch = pool.global_batch if self.by_batch else None
         if batch is None and self.by_batch:
-            raise ValueError(
-                f"{self!r}: make it of for_batches(...), which says how large they are"
-            )
-        if batch is None:
-            counts = _rounded(count * shares, count)
-        else:
-            num_batches = max(1, count // batch)
-            counts = [each * batch for each in _rounded(num_batches * shares, num_batches)]
-            for name, share, each in zip(joined.stores, shares, counts, strict=True):
-                if share and not each:
-                    raise ValueError(
-                        f"{self!r}: of the {num_batches} batches of an epoch, which have"
-                        f" {batch} rows each, none would be of {name!r}: give it a larger share,"
-                        " or more and smaller batches, by num_samples and batch_size"
-                    )
+            raise ValueError(f"{self!r}: give it a pool with the global_batch")
+        # Of batches of one set each, a set has whole ones.
+        unit = batch or 1
+        num_units = max(1, count // unit)
+        counts = [each * unit for each in _rounded(num_units * shares, num_units)]
+        for name, share, each in zip(joined.stores, shares, counts, strict=True):
+            if batch is not None and share and not each:
+                raise ValueError(
+                    f"{self!r}: of the {num_units} batches of an epoch, which have {batch} rows"
+                    f" each, none would be of {name!r}: give it a larger share, or more and smaller"
+                    " batches, by num_samples and batch_size"
+                )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
         return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
 

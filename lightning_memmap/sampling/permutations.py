@@ -263,10 +263,9 @@ class _Cipher:
 
 def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
     """Random numbers of shape (num_rows, length), with their index in the row in the last bits."""
-    width = np.uint64(length.bit_length())
+    width = length.bit_length()
     keys = bits.random_raw(num_rows * length).reshape(num_rows, length)
-    keys >>= width
-    keys <<= width
+    keys &= ~np.uint64(2**width - 1)
     keys |= np.arange(length, dtype=np.uint64)
     return keys
 

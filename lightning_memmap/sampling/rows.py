@@ -7,7 +7,7 @@ on a line, which shards may be pieces of: it follows the files as far as all row
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,76 +21,6 @@ from lightning_memmap.sampling.shards import Integers, Shards, firsts_of
 #: Up to so many windows, a table of 4 bytes for each has its series: a search takes several times
 #: as long as copying a short window.
 _TABLE_WINDOWS = 2**23
-
-
-class RowSubset(ABC):
-    """Some rows of a dataset: a frozen value."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """What tells it from other subsets, as JSON values."""
-
-    @abstractmethod
-    def num_rows(self, num_rows: int) -> int:
-        """Rows of the subset of a dataset of so many rows."""
-
-    @abstractmethod
-    def rows(self, numbers: Integers) -> Integers:
-        """The dataset rows that the rows of the subset are, int64 of shape (B,)."""
-
-
-@dataclass(frozen=True)
-class StridedRows(RowSubset):
-    """Every ``count``-th row of a dataset from ``index`` on, or all rows but those."""
-
-    index: int
-    count: int
-    excluded: bool = False
-
-    def __post_init__(self) -> None:
-        if self.count < 1 + self.excluded:
-            raise ValueError(f"count={self.count}: at least {1 + self.excluded} parts are needed")
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"index={self.index}: the parts are 0 to {self.count - 1}")
-
-    @property
-    @override
-    def identity(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @override
-    def num_rows(self, num_rows: int) -> int:
-        part = -(-(num_rows - self.index) // self.count)
-        return num_rows - part if self.excluded else part
-
-    @override
-    def rows(self, numbers: Integers) -> Integers:
-        if not self.excluded:
-            return numbers * self.count + self.index
-        rounds, left = np.divmod(numbers, self.count - 1)
-        return rounds * self.count + left + (left >= self.index)
-
-
-@dataclass(frozen=True)
-class ChosenRows(RowSubset):
-    """Rows that are listed one by one, in this order: at least one, and none twice."""
-
-    chosen: Numbers
-
-    @property
-    @override
-    def identity(self) -> dict[str, Any]:
-        return {"rows": self.chosen.identity}
-
-    @override
-    def num_rows(self, num_rows: int) -> int:
-        return len(self.chosen)
-
-    @override
-    def rows(self, numbers: Integers) -> Integers:
-        found: Integers = self.chosen.array[numbers]
-        return found
 
 
 class Rows(ABC):
@@ -114,8 +44,10 @@ class Rows(ABC):
     def places(self, numbers: Integers) -> Integers:
         """Where rows lie in the files, counted in rows, int64 of shape (B,)."""
 
-    #: Whether the line is the files: row 0 of it lies at place 0, and so on.
-    is_in_files = True
+    @property
+    def is_in_files(self) -> bool:
+        """Whether the line is the files: row 0 of it lies at place 0, and so on."""
+        return True
 
     @abstractmethod
     def line(self, numbers: Integers) -> Integers:
@@ -140,63 +72,40 @@ class Rows(ABC):
 
 @dataclass(frozen=True)
 class StoreRows(Rows):
-    """The rows of a store, which lie in its files as its shards say."""
+    """The rows of a store, or some of them, which are treated as if they alone had been stored."""
 
     shards: Shards
+    #: The rows that are chosen, in their order, each once; None for all.
+    chosen: Numbers | None = None
+
+    @classmethod
+    def of(cls, shards: Shards, rows: Integers | None = None) -> "StoreRows":
+        """The rows of these numbers, each once; by default all."""
+        return cls(shards, None if rows is None else Numbers(rows))
 
     @property
     @override
     def num_rows(self) -> int:
-        return self.shards.num_rows
+        return self.shards.num_rows if self.chosen is None else len(self.chosen)
 
     @property
     @override
     def identity(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "subset": None}
-
-    @override
-    def places(self, numbers: Integers) -> Integers:
-        return self.shards.locate(numbers)
-
-    @override
-    def line(self, numbers: Integers) -> Integers:
-        return self.shards.locate(numbers)
-
-    @override
-    def on_line(self, index: Integers) -> Integers:
-        return self.shards.rows_at(index)
-
-
-@dataclass(frozen=True)
-class PickedRows(Rows):
-    """Some rows of a store, which are treated as if they alone had been stored."""
-
-    of: StoreRows
-    subset: RowSubset
-    is_in_files = False
-
-    @cached_property
-    def _num_rows(self) -> int:
-        return self.subset.num_rows(self.of.num_rows)
+        subset = None if self.chosen is None else {"rows": self.chosen.identity}
+        return {"num_rows": self.num_rows, "subset": subset}
 
     @property
     @override
-    def num_rows(self) -> int:
-        return self._num_rows
-
-    @property
-    @override
-    def identity(self) -> dict[str, Any]:
-        subset = self.subset.identity
-        return {**self.of.identity, "num_rows": self.num_rows, "subset": subset}
+    def is_in_files(self) -> bool:
+        return self.chosen is None
 
     @override
     def places(self, numbers: Integers) -> Integers:
-        return self.of.places(self.subset.rows(numbers))
+        return self.shards.locate(self.dataset_rows(numbers))
 
     @cached_property
     def _alone(self) -> Shards:
-        return Shards(self.num_rows, self.of.shards.num_shards)
+        return Shards(self.num_rows, self.shards.num_shards)
 
     @override
     def line(self, numbers: Integers) -> Integers:
@@ -208,7 +117,10 @@ class PickedRows(Rows):
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
-        return self.of.dataset_rows(self.subset.rows(numbers))
+        if self.chosen is None:
+            return numbers
+        found: Integers = self.chosen.array[numbers]
+        return found
 
 
 @dataclass(frozen=True)
@@ -216,13 +128,12 @@ class JoinedRows(Rows):
     """The rows of several stores, numbered one store after the other, as their files lie too."""
 
     stores: tuple[str, ...]
-    parts: tuple[Rows, ...]
-    sizes: tuple[int, ...]
+    parts: tuple[StoreRows, ...]
     is_lined = True
 
     @property
-    def is_in_files(self) -> bool:  # type: ignore[override]
-        """Whether the line is the files."""
+    @override
+    def is_in_files(self) -> bool:
         return all(part.is_in_files for part in self.parts)
 
     @property
@@ -238,7 +149,7 @@ class JoinedRows(Rows):
     @cached_property
     def firsts(self) -> Integers:
         """The first row of each store, and its first place, int64 of shape (stores,)."""
-        return firsts_of(np.array(self.sizes, np.int64))
+        return firsts_of(np.array([part.shards.num_rows for part in self.parts]))
 
     @property
     @override
@@ -273,7 +184,7 @@ class JoinedRows(Rows):
 
     @cached_property
     def _chosen_firsts(self) -> Integers:
-        return firsts_of(np.array(self.chosen_sizes, np.int64))
+        return firsts_of(np.array(self.chosen_sizes))
 
     def _each(self, numbers: Integers, method: str, firsts: Integers) -> Integers:
         """What the parts say of their rows, each counted from its place among some firsts."""

@@ -184,7 +184,7 @@ class Sampler(Identified):
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
             is_right = found.shape == (count,) and found.dtype.kind in "iu"
             # A negative number is a huge one without a sign.
-            if not is_right or (count and found.astype(np.uint64, copy=False).max() >= size):
+            if not is_right or (count and found.view(f"u{found.itemsize}").max() >= size):
                 raise ValueError(
                     f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
                     f" {found!r}: return {count} integers from 0 to {size - 1}, the offset within"

@@ -4,7 +4,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from lightning_memmap.errors import check_integer
 
@@ -108,6 +111,9 @@ class BatchSchedule:
 
 
 Span = tuple[int, int]
+_Count = Annotated[int, Meta(ge=0)]
+#: `SkippedSteps` as plain values.
+_Saved = tuple[tuple[tuple[_Count, _Count], ...], tuple[tuple[_Count, _Count, _Count], ...]]
 
 
 @dataclass(frozen=True)
@@ -148,18 +154,14 @@ class SkippedSteps:
     def read(cls, saved: Any) -> "SkippedSteps":
         """What a checkpoint holds; see `as_lists`."""
         try:
-            steps, positions = ([tuple(each) for each in part] for part in saved)
-            is_right = all(
-                len(each) == size and min(each) >= 0 and each[-2] < each[-1]
-                for part, size in ((steps, 2), (positions, 3))
-                for each in part
-            )
-            is_right &= all(type(number) is int for each in (*steps, *positions) for number in each)
-        except (TypeError, ValueError):
-            is_right = False
-        if not is_right:
-            raise ValueError(f"skipped={saved!r}: it is no list of steps and their positions")
-        return cls(tuple(steps), tuple(positions))
+            found = cls(*msgspec.convert(saved, _Saved))
+            if any(each[-2] >= each[-1] for each in (*found.steps, *found.positions)):
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"skipped={saved!r}: it is no list of steps and their positions"
+            ) from None
+        return found
 
     def as_lists(self) -> list[list[list[int]]]:
         """These as plain values."""

@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
 from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import random_bits
-from lightning_memmap.sampling.rows import ChosenRows, RowSubset, StridedRows
 from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.sampling.shards import Integers
 
 #: The part of the random bits of a seed from which rows are divided; orders use the lower ones.
 _BITS = 2**63
@@ -40,7 +39,7 @@ class Selection(ABC):
         return split
 
     @abstractmethod
-    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
         """The rows of a split.
 
         Args:
@@ -49,7 +48,7 @@ class Selection(ABC):
             fields: The fields of its store.
 
         Returns:
-            The rows.
+            Their numbers in the dataset, in the order that they are to have: int64, each once.
 
         Raises:
             ValueError: There are no such rows.
@@ -102,7 +101,7 @@ class Subset(Selection):
         return call_text("Subset", **found, where=self._where)
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
         what = f"subset of {split}"
         if self._field is None:
             return chosen_rows(self._rows, fields.num_rows, what)
@@ -110,8 +109,7 @@ class Subset(Selection):
         rows = np.flatnonzero(given)
         known = fields.values(self._field, rows)
         if self._where is not None:
-            among = chosen_rows(self._where(known), len(rows), what)
-            return ChosenRows(Numbers(rows[among.chosen.array]))
+            return rows[chosen_rows(self._where(known), len(rows), what)]
         values = np.ravel(np.asarray(self._values)).tolist()
         found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
         found[rows] = np.isin(known, [value for value in values if value is not None])
@@ -137,8 +135,9 @@ class Parts(Selection):
         return call_text("Parts", num_parts=self.num_members)
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        return StridedRows(member, self._num_parts)
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
+        rows = np.arange(member, fields.num_rows, self._num_parts, dtype=np.int64)
+        return chosen_rows(rows, fields.num_rows, f"subset of {split}")
 
 
 class _HoldingOut(Selection):
@@ -155,14 +154,15 @@ class _HoldingOut(Selection):
         return "train" if split == "val" else split
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        held_out = self._held_out(member, fields)
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
+        held_out = np.zeros(fields.num_rows, np.bool_)
+        held_out[self._held_out(member, fields)] = True
         rows = held_out if split == "val" else ~held_out
-        return chosen_rows(rows, fields.num_rows, f"rows of {split}")
+        return chosen_rows(rows, fields.num_rows, f"subset of {split}")
 
     @abstractmethod
-    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
-        """A mask of the rows to validate on."""
+    def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
+        """The rows to validate on: their numbers, or a mask."""
 
     def _dealt(self, fields: Fields, shuffle: bool = True) -> NDArray[np.int64]:
         """All rows in random order, those with one value of the field one after the other."""
@@ -171,7 +171,18 @@ class _HoldingOut(Selection):
             keys = random_bits(self._seed, 0, _BITS).random_raw(fields.num_rows)
         if self._stratify is None:
             return np.argsort(keys, kind="stable")
-        return np.lexsort((keys, fields.values(self._stratify)))
+        return np.lexsort((keys, self._values("stratify", self._stratify, fields)))
+
+    def _values(self, name: str, field: str, fields: Fields) -> NDArray[Any]:
+        """The values of a field by which rows are divided."""
+        missing = np.flatnonzero(~fields.given(field))
+        if len(missing):
+            raise ValueError(
+                f"{type(self).__name__}: {name}={field!r}: it is None in {len(missing)} of"
+                f" {fields.num_rows} rows, the first of which is row {missing[0]}: store a value of"
+                " your own in its place, such as -1, or a dataset of the other rows alone"
+            )
+        return fields.values(field)
 
 
 class RandomSplit(_HoldingOut):
@@ -222,7 +233,7 @@ class RandomSplit(_HoldingOut):
         return call_text("RandomSplit", **found, seed=self._seed)
 
     @override
-    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
+    def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
         given, num_rows = self._validation, fields.num_rows
         share = max(1, min(round(given * num_rows), num_rows - 1))
         count = given if isinstance(given, int) else share
@@ -232,13 +243,13 @@ class RandomSplit(_HoldingOut):
             return self._held_out_groups(self._group, count, fields)
         # Every value has its share of the evenly spaced ranks, up to one.
         ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
-        held_out = np.zeros(num_rows, np.bool_)
-        held_out[self._dealt(fields)] = np.diff(ranks) == 1
+        held_out: Integers = self._dealt(fields)[np.diff(ranks) == 1]
         return held_out
 
-    def _held_out_groups(self, field: str, count: int, fields: Fields) -> NDArray[np.bool_]:
+    def _held_out_groups(self, field: str, count: int, fields: Fields) -> NDArray[Any]:
         """A mask of whole groups with about so many rows: one group at least, and not all."""
-        _, groups, sizes = np.unique(fields.values(field), return_inverse=True, return_counts=True)
+        values = self._values("group", field, fields)
+        _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
         if len(sizes) < 2:
             raise ValueError(
                 f"RandomSplit: group={field!r}: all rows have one value, and none would be trained"
@@ -247,9 +258,7 @@ class RandomSplit(_HoldingOut):
         bits = random_bits(self._seed, 0, _BITS)
         order = np.argsort(bits.random_raw(len(sizes)), kind="stable")
         found = np.abs(np.cumsum(sizes[order])[:-1] - count)
-        is_held_out = np.zeros(len(sizes), np.bool_)
-        is_held_out[order[: int(np.argmin(found)) + 1]] = True
-        return is_held_out[groups]
+        return np.isin(groups, order[: int(np.argmin(found)) + 1])
 
 
 class Holdout(_HoldingOut):
@@ -281,11 +290,8 @@ class Holdout(_HoldingOut):
         return repr(self._subset).replace("Subset", "Holdout", 1)
 
     @override
-    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
-        found = self._subset.subset("val", member, fields)
-        held_out = np.zeros(fields.num_rows, np.bool_)
-        held_out[found.rows(np.arange(found.num_rows(fields.num_rows)))] = True
-        return held_out
+    def _held_out(self, member: int, fields: Fields) -> Integers:
+        return self._subset.subset("val", member, fields)
 
 
 class KFold(_HoldingOut):
@@ -323,19 +329,11 @@ class KFold(_HoldingOut):
         return call_text("KFold", **found, stratify=self._stratify, seed=self._seed)
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> RowSubset:
-        if self._shuffle or self._stratify is not None:
-            return super().subset(split, member, fields)
-        return StridedRows(member, self._num_folds, excluded=split == "train")
-
-    @override
-    def _held_out(self, member: int, fields: Fields) -> NDArray[np.bool_]:
-        held_out = np.zeros(fields.num_rows, np.bool_)
-        held_out[self._dealt(fields, self._shuffle)[member :: self._num_folds]] = True
-        return held_out
+    def _held_out(self, member: int, fields: Fields) -> Integers:
+        return self._dealt(fields, self._shuffle)[member :: self._num_folds]
 
 
-def chosen_rows(given: Any, num_rows: int, what: str) -> ChosenRows:
+def chosen_rows(given: Any, num_rows: int, what: str) -> Integers:
     """Rows that are listed one by one, or marked in a mask."""
     found = np.asarray(given)
     if found.ndim != 1:
@@ -359,4 +357,4 @@ def chosen_rows(given: Any, num_rows: int, what: str) -> ChosenRows:
                 f"{what}: row {twice[0]} is given twice; for rows that come more often than others"
                 " use sampler=Weighted(...)"
             )
-    return ChosenRows(Numbers(rows))
+    return rows

@@ -18,12 +18,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from platform import node
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import tensordict
 import torch
 
@@ -142,7 +142,7 @@ class Building:
                 _check_own_files(path, draft)
                 descriptor, done, builder = _open_journal(path, journal, draft.num_rows)
             except (OSError, ValueError, RecursionError, StoreError) as error:
-                if isinstance(error, PartInUseError) and part is not None:
+                if part is not None and isinstance(error, PartInUseError):
                     raise
                 if part is not None:
                     raise StoreError(
@@ -183,15 +183,20 @@ class Building:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)
 
-    def write(self, rows: range, values: Iterable[Values]) -> None:
-        """Write rows in this process; see `wrote`."""
+    def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
+        """Write rows in this process, in any order; see `wrote`."""
         self._writer = self._writer or RowWriter(self.path, self.draft.columns, None)
         self._writer.write(rows, values)
         self.wrote(rows)
 
-    def wrote(self, rows: range) -> None:
+    def wrote(self, rows: range | Integers) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
-        self._written.append(rows)
+        if isinstance(rows, range):
+            self._written.append(rows)
+            return
+        rows = np.sort(rows)
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        self._written += [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
     def sync(self) -> None:
         """Bring what was written to the disk, and list it in the journal."""
@@ -293,7 +298,8 @@ def read_draft(generation: Path, key: str) -> Manifest:
     with closing(OpenFiles(generation, is_own=True)) as files:
         data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
-    return replace(found, columns=grow_columns(found.schema, found.shards))
+    columns = grow_columns(found.schema, found.shards)
+    return replace(found, columns=columns, generation=generation.name)
 
 
 def read_part(generation: Path, part: int, num_rows: int) -> list[range] | None:
@@ -385,7 +391,7 @@ def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSErr
 def _check_own_files(path: Path, draft: Manifest) -> None:
     """Check that the files of an unfinished build are plain ones of this user."""
     with closing(OpenFiles(path, _MAX_OPEN_FILES, is_own=True)) as files:
-        for name, num_bytes in chain.from_iterable(c.file_bytes.items() for c in draft.columns):
+        for name, num_bytes in draft.file_bytes.items():
             if (found := os.fstat(files.open(name)).st_size) != num_bytes:
                 raise StoreError(f"{name} has {found} bytes, expected {num_bytes}")
 
@@ -442,10 +448,24 @@ def _open_journal(
         except BaseException:
             os.close(descriptor)
             raise
-    lines = (_LINE.fullmatch(line) for line in whole.splitlines(keepends=True))
+    return descriptor, _listed(whole, num_rows), _last_writer(whole)
+
+
+def _listed(journal: bytes, num_rows: int) -> list[range]:
+    """The rows that the lines of a journal list."""
+    lines = (_LINE.fullmatch(line) for line in journal.splitlines(keepends=True))
     pairs = (map(int, found.groups()) for found in lines if found is not None)
-    ranges = [range(first, first + count) for first, count in pairs if first + count <= num_rows]
-    return descriptor, ranges, _last_writer(whole)
+    return [range(first, first + count) for first, count in pairs if first + count <= num_rows]
+
+
+def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
+    """How many rows of an unfinished build are on the disk, and of how many; None without one."""
+    for generation in StoreDirectory(store).unfinished(KEY):
+        num_rows = read_draft(generation, KEY).num_rows
+        with closing(OpenFiles(generation, is_own=True)) as files:
+            journal = files.read(JOURNAL, _MAX_JOURNAL_BYTES)
+        return sum(map(len, merge_ranges(_listed(journal, num_rows)))), num_rows
+    return None
 
 
 def _lock(descriptor: int, patience_s: float) -> bool:

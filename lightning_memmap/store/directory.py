@@ -34,6 +34,8 @@ from lightning_memmap.store.manifest import (
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
 JOURNAL = "journal"
+#: What a build shares with those who read its rows meanwhile, in its generation.
+SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 _log = logging.getLogger(__name__)
@@ -89,15 +91,9 @@ class StoreDirectory:
     @property
     def needs_lock(self) -> bool:
         """Whether an interrupted build has left something that this process may clear away."""
-        if not os.access(self.path, os.W_OK):
-            return False
         with suppress(StoreError):
-            current = Manifest.read(self.path).generation
-            others = [path for path in self._generations() if path.name != current]
-            left = (self.path / current / KEY, self.path / _UNFINISHED_MANIFEST)
-            return any(map(os.path.lexists, left)) or not all(
-                os.path.lexists(path / PARTS) for path in others
-            )
+            if os.access(self.path, os.W_OK):
+                return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
         return False
 
     @contextmanager
@@ -105,6 +101,7 @@ class StoreDirectory:
         """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(exist_ok=True)
             if os.path.lexists(path):
                 check_plain(path)
@@ -128,6 +125,11 @@ class StoreDirectory:
             raise StoreError(
                 f"another process is writing the store at {self.path}: it holds {path}; wait for it"
             ) from None
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(
+                f"no store can be made at {self.path}: {error.filename} is not a directory; choose"
+                " another one"
+            ) from error
         except (OSError, RuntimeError) as error:
             # filelock raises RuntimeError where this thread has the lock already.
             raise StoreError(
@@ -165,9 +167,17 @@ class StoreDirectory:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove old generations, and in the current one what its build needed."""
-        with suppress(OSError):  # It is not there, or this process may not remove it.
-            (self.path / _UNFINISHED_MANIFEST).unlink()
+        """Remove what nobody needs."""
+        for path in list(self._left()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):  # It is not there, or this process may not remove it.
+                    path.unlink()
+
+    def _left(self) -> Iterator[Path]:
+        """Old generations, and what the build of the current one may have left in it."""
+        yield self.path / _UNFINISHED_MANIFEST
         try:
             current = Manifest.read(self.path).generation if is_store(self.path) else ""
         except OtherVersionError:
@@ -176,11 +186,10 @@ class StoreDirectory:
             return  # Whose files these are cannot be told.
         for path in self._generations():
             if path.name == current:
-                for left in (path / JOURNAL, *path.glob(f"*{TEMPORARY}"), path / PARTS, path / KEY):
-                    with suppress(OSError):
-                        left.unlink(missing_ok=True)
+                temporary = path.glob(f"*{TEMPORARY}")
+                yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
             elif not any(os.path.lexists(path / key) for key in (KEY, PARTS)):
-                shutil.rmtree(path, ignore_errors=True)
+                yield path
 
     def _generations(self) -> list[Path]:
         """The generations that belong to this user, or to the owner of the directory, who could put

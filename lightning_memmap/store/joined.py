@@ -19,13 +19,13 @@ from lightning_memmap.sampling import (
     Integers,
     JoinedRows,
     Pool,
-    RowSubset,
     Shards,
+    StoreRows,
     WindowedRows,
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.files import replaced
+from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
 from lightning_memmap.store.store import Store
@@ -65,15 +65,14 @@ class JoinedStore(Store):
         super().__init__(path, manifest, joined)
 
     @override
-    def rows(self, subset: RowSubset | None = None) -> JoinedRows:
+    def rows(self, subset: Integers | None = None) -> JoinedRows:
         assert subset is None, "rows are chosen from each store by itself"
         return self.chosen([None] * len(self.parts))
 
-    def chosen(self, subsets: Sequence[RowSubset | None]) -> JoinedRows:
+    def chosen(self, subsets: Sequence[Integers | None]) -> JoinedRows:
         """Some rows of each of the stores, or all."""
-        rows = [part.rows(subset) for part, subset in zip(self.parts, subsets, strict=True)]
-        sizes = tuple(part.num_rows for part in self.parts)
-        return JoinedRows(self._names, tuple(rows), sizes)
+        shards = [part.manifest.shards for part in self.parts]
+        return JoinedRows(self._names, tuple(map(StoreRows.of, shards, subsets)))
 
     @property
     @override
@@ -107,7 +106,7 @@ class JoinedStore(Store):
         if not variable:
             files = self._files_of(index, firsts * field.row_bytes)
             num_rows = int(firsts[-1]) + self.parts[-1].num_rows
-            return MappedRows(self._shards, _map(field, files, num_rows))
+            return _JoinedRows(self._shards, _map(field, files, num_rows))
         # The same once more, for the items: fields of as many items have them at the same places.
         unit = replace(field, shape=field.item_shape)
         sizes = [len(column.items) for column in variable]
@@ -176,6 +175,14 @@ class _InMemory(Shards):
         return self.places(rows)
 
 
+class _JoinedRows(MappedRows):
+    """Rows of several stores in one tensor."""
+
+    @override
+    def row(self, row: int) -> Tensor:
+        return self.fetch(np.array([row]))[0]
+
+
 def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:
     """How many rows more than those before it lie before each part in memory."""
     # A part begins at a multiple of so many rows that each field begins with a page.
@@ -203,8 +210,10 @@ def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) ->
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         reserved = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags, prot=protection), np.uint8)
         for path, first, size in files:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_plain(path)
             try:
+                if os.fstat(file).st_size < size:
+                    raise replaced(path)
                 place = reserved.ctypes.data + first
                 private = mmap.MAP_PRIVATE | _MAP_FIXED
                 if library.mmap(place, size, protection, private, file, 0) == _MAP_FAILED:

@@ -84,6 +84,11 @@ class Manifest:
         return rows_bytes(self.columns, range(self.num_rows))
 
     @property
+    def file_bytes(self) -> dict[str, int]:
+        """The size of each file by its name, of which several columns may have one in common."""
+        return {name: size for column in self.columns for name, size in column.file_bytes.items()}
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)

@@ -6,6 +6,7 @@ The files are mapped, and of a stranger: whatever an index says is checked befor
 import math
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -80,9 +81,14 @@ class MappedRows:
     shards: Shards
     tensor: Tensor
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(start) for start in self.shards.starts]
+
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
-        return self.tensor[int(self.shards.locate(np.array(row)))].clone()
+        num_shards = self.shards.num_shards
+        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""

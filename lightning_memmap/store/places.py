@@ -4,8 +4,6 @@ import os
 import re
 from pathlib import Path
 
-from lightning_memmap.errors import StoreError
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S")
 #: What `Path` makes of one.
 _SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
@@ -61,14 +59,3 @@ def store_directory(path: str | Path) -> Path:
     except UnicodeEncodeError as error:
         raise ValueError(f"path={path!r}: torch maps files with names in UTF-8 only") from error
     return directory
-
-
-def make_parent(directory: Path) -> None:
-    """Make the directory in which a store is to lie, where it is missing."""
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise StoreError(
-            f"no store can be made at {directory}: {error.filename} is not a directory; choose"
-            " another one"
-        ) from error

@@ -1,6 +1,6 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
@@ -60,8 +60,9 @@ class RangeWriter:
         self.has_arrays = self._source is not None
         #: The most rows of a range.
         self.max_rows = _MAX_ITEM_BLOCKS * self._max_item_rows
-        if self.has_arrays:
-            self.max_rows = self._rows_of(_SLICE_BYTES)
+        if self.has_arrays:  # Rows of a store are copied.
+            is_copied = isinstance(self._source, _StoredRows)
+            self.max_rows = self._rows_of(_ITEM_BYTES if is_copied else _SLICE_BYTES)
         if self.has_arrays and any(field.num_variable for field in schema.fields):
             self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
         self._writer = RowWriter(building, columns, journal)
@@ -78,11 +79,15 @@ class RangeWriter:
         rows: range | Integers = range(begin, begin + num_rows)
         if self._order is not None:
             rows = self._order[begin : begin + num_rows]
+        self.write_rows(rows)
+        return range(first, first + num_rows), perf_counter() - start
+
+    def write_rows(self, rows: range | Integers) -> None:
+        """Write rows of the dataset, in any order."""
         if not self._write_slices(rows):
-            for index in range(0, num_rows, self._max_item_rows):
+            for index in range(0, len(rows), self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
             self._writing.result()
-        return range(first, first + num_rows), perf_counter() - start
 
     def _write(self, rows: range | Integers, values: Sequence[Values]) -> None:
         first = self._first_row
@@ -128,14 +133,19 @@ class RangeWriter:
                 if place is not None and values.data.data_ptr() != place.data_ptr():
                     place.copy_(values.data)
             pieces.append(found)
+        self._writing.result()
+        self._writing = self._thread.submit(self._write_pieces, rows, memory, pieces)
+
+    def _write_pieces(
+        self, rows: range | Integers, memory: Mapping[str, Tensor], pieces: list[list[Values]]
+    ) -> None:
         whole = [
             Values(memory[field.name][: len(rows)])
             if field.name in memory
             else join_values([piece[index] for piece in pieces])
-            for index, field in enumerate(fields)
+            for index, field in enumerate(self._schema.fields)
         ]
-        self._writing.result()
-        self._writing = self._thread.submit(self._write, rows, whole)
+        self._write(rows, whole)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers, PickedRows, Rows, RowSubset, StoreRows
+from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Schema
 from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column
@@ -89,10 +89,9 @@ class Store:
         """
         return [column.tensor for column in self.columns]
 
-    def rows(self, subset: RowSubset | None = None) -> Rows:
-        """What an order orders: the rows of the store, or some of them."""
-        rows = StoreRows(self.manifest.shards)
-        return rows if subset is None else PickedRows(rows, subset)
+    def rows(self, subset: Integers | None = None) -> Rows:
+        """What an order orders: the rows of the store, or those of some numbers."""
+        return StoreRows.of(self.manifest.shards, subset)
 
     @property
     def has_gaps(self) -> bool:
@@ -141,7 +140,7 @@ class Store:
         if len(missing):
             raise ValueError(
                 f"field {field!r}: it is None in {len(missing)} of {len(rows)} rows, the first of"
-                f" which is row {missing[0]}, and None is no value to weight or stratify by: store"
+                f" which is row {missing[0]}, and None is no value to weight rows by: store"
                 " a value of your own in its place, such as -1, or use the other rows alone, with"
                 f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
             )

@@ -49,14 +49,13 @@ class TableBuild:
     def __init__(self, path: Path, draft: Manifest, *, overwrite: bool = False) -> None:
         self._path, self._draft = path, draft
         check_place(path, overwrite=overwrite)
-        path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(StoreDirectory(path).locked(wait=False))
             check_place(path, overwrite=overwrite)
             building = Building.begin(path, draft, resume=False)
             stack.callback(building.close)
-            stack.callback(self._discard)
-            self._building, self.token, self._is_finished = building, building.path.name, False
+            stack.callback(building.abandon)  # It spares what is committed.
+            self._building, self.token = building, building.path.name
             self._marks = building.path / _marks(draft.shards).rows_name
             with open(self._marks, "wb") as file:
                 file.truncate(draft.num_rows)
@@ -70,16 +69,11 @@ class TableBuild:
             self._building.wrote(range(self._draft.num_rows))
             show = partial(show_progress, hidden=True)
             self._building.finish(num_threads=2, show=show, source=source)
-            self._is_finished = True
         return open_directory(self._path)
 
     def abandon(self) -> None:
         """Remove what was written, and release the lock. A second call does nothing."""
         self._cleanup.close()
-
-    def _discard(self) -> None:
-        if not self._is_finished:
-            self._building.abandon()
 
     def _check_written(self, num_written: int) -> None:
         num_rows = self._draft.num_rows

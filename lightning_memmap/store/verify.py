@@ -84,9 +84,8 @@ def verify_store(
 
 def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
     """List what lies in the directory of a store without being part of it, or of a build."""
-    known = set().union(*(column.file_bytes for column in manifest.columns))
     names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
-    inside = set(os.listdir(directory / manifest.generation)) - known
+    inside = set(os.listdir(directory / manifest.generation)) - manifest.file_bytes.keys()
     return sorted(
         {*(names - {MANIFEST, ".lock"}), *(f"{manifest.generation}/{name}" for name in inside)}
     )

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -78,7 +77,8 @@ class Workers:
                 if not waiting:
                     return
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
+                # Those that failed come last: what the others have done is kept.
+                for future in sorted(done, key=lambda each: each.exception() is not None):
                     receive(future.result())
         except BrokenProcessPool as error:
             raise DatasetError(
@@ -96,7 +96,7 @@ class Workers:
                 self.num_workers,
                 multiprocessing.get_context(),
                 _begin,
-                (self.dataset, _positions()),
+                (self.dataset,),
             )
         return self._pool
 
@@ -177,7 +177,7 @@ _dataset: Any = None
 _made: tuple[int, Callable[[Any], Any]] = (0, _as_it_is)
 
 
-def _begin(dataset: Any, positions: dict[int, int]) -> None:
+def _begin(dataset: Any) -> None:
     """What a worker process does first."""
     global _dataset
     end_with_starter()
@@ -185,13 +185,12 @@ def _begin(dataset: Any, positions: dict[int, int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if multiprocessing.get_start_method() == "fork":
-        _open_anew(positions)
+        _open_anew()
     _dataset = dataset
 
 
 def _work(number: int, make: bytes, task: Any) -> Any:
     global _made
-    exit_if_orphaned()
     try:
         with _our_errors():
             if number != _made[0]:
@@ -204,18 +203,13 @@ def _work(number: int, make: bytes, task: Any) -> Any:
 def end_with_starter() -> None:
     """Have this worker process killed when the process that started it ends."""
     global _starter
-    parent = multiprocessing.parent_process()
-    assert parent is not None
     _starter = os.getppid()
-    if sys.platform == "linux":
-        # The signal comes when the thread that started this process ends. It waits for the tasks.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The signal does not come if that thread ended before this call.
-    if _starter != parent.pid and multiprocessing.get_start_method() != "forkserver":
-        os.kill(os.getpid(), signal.SIGKILL)
+    # The signal comes when the thread that started this process ends. It waits for the tasks.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It does not come if that thread ended before this call.
     exit_if_orphaned()
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
-    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+    Thread(target=_end_after, args=(_parent().sentinel,), daemon=True).start()
 
 
 def _end_after(sentinel: int) -> None:
@@ -225,33 +219,25 @@ def _end_after(sentinel: int) -> None:
 
 def exit_if_orphaned() -> None:
     """End this process if it is a worker and the process that started it is gone."""
-    parent = multiprocessing.parent_process()
-    if _starter is not None and (
-        os.getppid() != _starter or parent is None or not parent.is_alive()
-    ):
+    if _starter is not None and not (os.getppid() == _starter and _parent().is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _positions() -> dict[int, int]:
-    """Where this process stands in the files that it has open for reading alone, by descriptor."""
-    found: dict[int, int] = {}
-    if sys.platform != "linux":
-        return found
+def _parent() -> Any:
+    """The process that started this worker, which may be the child of a fork server."""
+    return multiprocessing.parent_process()
+
+
+def _open_anew() -> None:
+    """Give this process a position of its own in files that it shares since it was forked."""
+    # Where a dataset holds an open file, processes that move the one position that they share would
+    # read each other's rows. No process moves it before it has its own.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # The listing's own is closed by now.
+        with suppress(OSError):  # One that may no longer be opened stays shared.
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             if is_file and flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY:
-                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return found
-
-
-def _open_anew(positions: dict[int, int]) -> None:
-    """Give this process a position of its own in files that it shares since it was forked."""
-    for descriptor, position in positions.items():
-        with suppress(OSError):  # One that may no longer be opened stays shared.
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            own = os.open(f"/proc/self/fd/{descriptor}", flags)
-            os.lseek(own, position, os.SEEK_SET)
-            os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
-            os.close(own)
+                own = os.open(f"/proc/self/fd/{descriptor}", flags)
+                os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+                os.close(own)

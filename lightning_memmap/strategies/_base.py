@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -205,12 +205,32 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
-class OneNode:
-    """A strategy on one machine."""
+class OneNode(SingleDeviceStrategy):
+    """A strategy on one machine, one of whose devices is the root device of this process."""
 
     strategy_name: str
     #: What an error says of several machines; ``{}`` stands for the name of the strategy.
     several_nodes: ClassVar[str]
+    _parallel_devices: Sequence[torch.device] = ()
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of the Trainer; it sets them."""
+        return list(self._parallel_devices)
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        """Take over the devices of the Trainer."""
+        self._parallel_devices = tuple(devices)
+        self.check_devices()
+
+    def check_devices(self) -> None:
+        """Check what devices were given, now that those of the Trainer are known."""
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
 
     @property
     def num_nodes(self) -> int:
@@ -226,7 +246,7 @@ class OneNode:
             )
 
 
-class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
+class OneProcess(SuperBatchMixin, OneNode):
     """One process on one machine, with the Trainer's devices as data devices, or devices given."""
 
     several_nodes = (
@@ -241,7 +261,6 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
         if data_devices is not None and not data_devices:
             raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
-        self._parallel_devices: list[torch.device] = []
         self._cluster_environment: ClusterEnvironment | None = None
 
     @property
@@ -261,24 +280,8 @@ class OneProcess(SuperBatchMixin, OneNode, SingleDeviceStrategy):
             )
         self._cluster_environment = environment
 
-    @property
     @override
-    def root_device(self) -> torch.device:
-        return self._parallel_devices[0] if self._parallel_devices else super().root_device
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of the Trainer; it sets them. The first one is the root device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        """Take over the devices of the Trainer."""
-        self._parallel_devices = list(devices)
-        self.check_devices()
-
     def check_devices(self) -> None:
-        """Check the data devices, now that those of the Trainer are known."""
         for device in self.data_devices:
             check_device(device)
 
@@ -310,3 +313,9 @@ def _device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "meta") and device.index is None:
         device = torch.device(device.type, 0)
     return device
+
+
+def module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module, those of submodules included."""
+    yield from module.parameters()
+    yield from module.buffers()

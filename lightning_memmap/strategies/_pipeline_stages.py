@@ -3,7 +3,7 @@
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 from lightning_memmap.errors import UnsuitableModuleError, with_article
+from lightning_memmap.strategies._base import module_tensors
 from lightning_memmap.strategies._pipeline_state import broadcast_nested
 from lightning_memmap.strategies.microbatch import MicroBatches
 
@@ -133,7 +134,7 @@ def cut_module(
 
 
 def keep_local(
-    module: L.LightningModule, stages: Sequence[nn.Module], layout: Layout, device: torch.device
+    module: Any, stages: Sequence[Any], layout: Layout, device: torch.device
 ) -> dict[int, nn.Module]:
     """Move the stages of this process to its device, and return them by index."""
     # The parameters and buffers of all others go to the meta device: they have a name and a shape
@@ -154,25 +155,26 @@ def keep_local(
             # If a tensor of it is on the meta device, all are reset by reset_parameters.
             _materialize_distributed_module(stage, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
-        for index, stage in enumerate(stages):
-            if index not in local:
-                _apply(stage, lambda tensor: tensor if id(tensor) in kept else tensor.to("meta"))
-    module.pipeline_split = split  # type: ignore[assignment]
+        with _same_parameters():
+            for index, stage in enumerate(stages):
+                if index not in local:
+                    stage._apply(lambda t: t if id(t) in kept else t.to("meta"))
+    module.pipeline_split = split
     for each in (module, *local.values()):
-        # `Module.to` would refuse what is on the meta device.
-        _apply(each, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        # What `to` is made of, which would refuse what is on the meta device.
+        each._apply(lambda t: t if t.is_meta else t.to(device))
     # Lightning has no public way to set the attribute without moving parameters.
     _update_properties(module, device=device)
     return local
 
 
-def _apply(module: Any, function: Callable[[Tensor], Tensor]) -> None:
-    """`nn.Module.to` with any function; parameters stay the same objects, and tied ones tied."""
+@contextmanager
+def _same_parameters() -> Iterator[None]:
+    """Let `Module._apply` keep parameters the same objects, and tied ones tied."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # There is no public name for what `to`, `half` and `to_empty` are made of.
-        module._apply(function)
+        yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
@@ -242,12 +244,6 @@ def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[
     # In every schedule the first process has the first stage, and the last one the last.
     needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
     return frozenset(needed.get(layout.pipeline_rank, ()))
-
-
-def module_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a module, those of submodules included."""
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 class StagePipeline:

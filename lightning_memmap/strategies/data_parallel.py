@@ -1,6 +1,6 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,21 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import make_trainer_proxy
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import OneProcess
-from lightning_memmap.strategies._part_results import PartLog, counted_in_copies, merge_logs
+from lightning_memmap.strategies._part_results import (
+    PartLog,
+    counted_in_copies,
+    make_trainer_proxy,
+    merge_logs,
+)
 from lightning_memmap.strategies._replicas import Replicas, check_module, run_replicas
 from lightning_memmap.strategies.microbatch import MicroBatches
-
-#: By the name of a step, the context of a precision plugin in which it runs.
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 
 
 class DataParallelStrategy(OneProcess):
@@ -118,6 +114,9 @@ class DataParallelStrategy(OneProcess):
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
         self._replicas, self._last = Replicas(module, self.data_devices), ""
+        if not self._is_alone:
+            # By this, Lightning runs the steps of a module that is wrapped.
+            self.model, self._forward_redirection = self._replicas, self._step  # type: ignore[assignment]
         self._threads = ThreadPoolExecutor(len(self.data_devices), "replica")
         self._trainers = [
             make_trainer_proxy(trainer, partial(self._log_of, index))
@@ -133,6 +132,7 @@ class DataParallelStrategy(OneProcess):
             self._threads.shutdown()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
+            self.model = self.lightning_module
         self._replicas = self._threads = None
         self._logs = self._trainers = self._stepped = []
         super().teardown()
@@ -166,39 +166,21 @@ class DataParallelStrategy(OneProcess):
         self.post_backward(closure_loss)
         return closure_loss
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", super().training_step, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validation_step", super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test_step", super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", super().predict_step, *args, **kwargs)
-
-    def _step(self, name: str, alone: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self, replicas: Replicas, module: Any, name: str, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a step of this name in all replicas. To Lightning it is one call with all rows."""
-        if self._is_alone:
-            return alone(*args, **kwargs)
-        batch, *rest = args
-        with getattr(self.precision_plugin, _CONTEXTS[name])():
-            if not isinstance(batch, MicroBatches):
-                batch = MicroBatches.split(batch, self.data_devices)
-            self._logs = [PartLog(rows) for rows in batch.rows]
-            trainer: Any = self.module.trainer
-            try:
-                outputs = self._run_replicas(name, batch, *rest, **kwargs)
-            finally:
-                self.module.trainer = trainer
-            # None in a stage that logs nothing.
-            if trainer._results is not None:
-                merge_logs(self._logs, trainer._results, self.module, self)
+        if not isinstance(batch, MicroBatches):
+            batch = MicroBatches.split(batch, self.data_devices)
+        self._logs = [PartLog(rows) for rows in batch.rows]
+        trainer: Any = module.trainer
+        try:
+            outputs = self._run_replicas(name, batch, *args, **kwargs)
+        finally:
+            module.trainer = trainer
+        # None in a stage that logs nothing.
+        if trainer._results is not None:
+            merge_logs(self._logs, trainer._results, module, self)
         is_training = name == "training_step"
         return _training_output(outputs, batch) if is_training else batch.merge(outputs)
 
@@ -210,7 +192,7 @@ class DataParallelStrategy(OneProcess):
         # announces all of these changes: while it trains, the replicas always follow.
         replicas.pull(with_values=name == "training_step" or name != self._last)
         self._last = name
-        modules = replicas.modules(count)
+        modules = replicas.first(count)
         for module, trainer in zip(modules, self._trainers, strict=False):
             module.trainer = trainer
         schedulers: list[Any] = [config.scheduler for config in self.lr_scheduler_configs]

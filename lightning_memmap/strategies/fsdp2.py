@@ -138,26 +138,16 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             prefetch=prefetch,
         )
 
-    @property
     @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node, one for each of its processes."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = devices
-        for device in devices or ():
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        for device in self.parallel_devices or ():
             check_device(device)
             if self._options.cpu_offload and device.type != "cuda":
                 raise ValueError(
                     f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
                     " memory anyway; use GPUs, or omit it"
                 )
-
-    @override
-    def set_world_ranks(self) -> None:
-        super().set_world_ranks()
         self._options.check_processes(self.num_nodes * self.num_processes)
         self._compute_dtype()
 

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -54,7 +53,7 @@ _POLL_S = 0.1
 _PATIENCE_S = 5.0
 
 
-class IndependentStrategy(OneNode, SingleDeviceStrategy):
+class IndependentStrategy(OneNode):
     """Trains members that exchange nothing: the folds of a k-fold, an ensemble, a model per site.
 
     The program runs once for each member, in its own process on its own device. Each member has
@@ -103,7 +102,6 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
         self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
         self._raise_on_failure = raise_on_failure
-        self._devices: list[torch.device] = []
         self._members: _Members | None = None
 
     @property
@@ -123,7 +121,7 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
     @property
     def num_members(self) -> int:
         """Members of the run: as given, or else the Trainer's devices."""
-        return self._count or len(self._devices) or 1
+        return self._count or len(self.parallel_devices) or 1
 
     @property
     def results(self) -> MemberResults | None:
@@ -136,18 +134,13 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        if not self._devices:
+        if not (devices := self.parallel_devices):
             return super().root_device
-        return self._devices[self.member % len(self._devices)]
+        return devices[self.member % len(devices)]
 
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of all members; the Trainer sets them."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._devices = list(devices)
+    @override
+    def check_devices(self) -> None:
+        devices = self.parallel_devices
         if self._count is not None and self._count < len(devices):
             raise ValueError(
                 f"num_members={self._count} with Trainer(devices={len(devices)}): some devices"
@@ -213,6 +206,8 @@ class IndependentStrategy(OneNode, SingleDeviceStrategy):
 class _Members(_SubprocessScriptLauncher):
     """Runs the stages of one member; in the process of member 0, starts the others before."""
 
+    #: `IndependentStrategy` has an error of its own for notebooks.
+    is_interactive_compatible = True
     # Of the whole program, however many Trainers it makes.
     _others: ClassVar[dict[int, Launched]] = {}
     _first_root: ClassVar[Path | None] = None
@@ -229,11 +224,6 @@ class _Members(_SubprocessScriptLauncher):
         self._raise_on_failure = raise_on_failure
         self._stage = ""
         self._call = 0
-
-    @property
-    @override
-    def is_interactive_compatible(self) -> bool:
-        return self._num_members == 1 or not self._is_first
 
     @override
     def launch(

@@ -1,7 +1,6 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap.placement import check_device
+from lightning_memmap.strategies._base import module_tensors
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 
@@ -146,13 +147,16 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
     return best(len(loads), num_stages)[1]
 
 
-def move_stages(module: nn.Module, stages: Sequence[Stage]) -> None:
+def move_stages(module: Any, stages: Sequence[Stage]) -> None:
     """Move each stage to its device and the rest of the module to the first one."""
-    with _without_stages(module, stages):
-        module.to(stages[0].device)
-    for stage in stages:
-        for layer in stage.layers:
-            layer.to(stage.device)
+    root = stages[0].device
+    layers = [(layer, stage.device) for stage in stages for layer in stage.layers]
+    staged = {id(tensor) for layer, _ in layers for tensor in module_tensors(layer)}
+    # What `to` is made of; and Lightning has no public way to set the attribute without it.
+    module._apply(lambda tensor: tensor if id(tensor) in staged else tensor.to(root))
+    _update_properties(module, device=root)
+    for layer, device in layers:
+        layer.to(device)
 
 
 def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
@@ -228,30 +232,29 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
 
 
 def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
-    """Check that no layer and no parameter is in two stages, or both in a stage and outside."""
-    stage_of: dict[nn.Module, tuple[int, str]] = {}
-    for index, stage in enumerate(cut):
-        for name, layer in stage:
-            for child in layer.modules():
-                other, other_name = stage_of.setdefault(child, (index, name))
-                if other != index:
-                    raise ValueError(
-                        f"{other_name} in stage {other} and {name} in stage {index} are, or share,"
-                        " one layer: a layer can only be on one device"
-                    )
+    """Check that no parameter is in two stages, or both in a stage and outside."""
+    inside = {child for stage in cut for _, layer in stage for child in layer.modules()}
+    found: list[tuple[int | None, str, nn.Parameter]] = [
+        (index, f"{name}.{own}", parameter)
+        for index, stage in enumerate(cut)
+        for name, layer in stage
+        for own, parameter in layer.named_parameters()
+    ]
+    found += [
+        (None, f"{name}.{own}".lstrip("."), parameter)
+        for name, child in module.named_modules()
+        if child not in inside
+        for own, parameter in child.named_parameters(recurse=False)
+    ]
     owners: dict[nn.Parameter, tuple[int | None, str]] = {}
-    for module_name, child in module.named_modules():
-        stage_index = stage_of[child][0] if child in stage_of else None
-        for name, parameter in child.named_parameters(recurse=False):
-            full = f"{module_name}.{name}" if module_name else name
-            other_index, other_name = owners.setdefault(parameter, (stage_index, full))
-            if other_index != stage_index:
-                raise ValueError(
-                    f"{other_name} ({_stage_name(other_index)}) and {full}"
-                    f" ({_stage_name(stage_index)}) are one parameter, which can only be on one"
-                    " device: put both layers into one stage with model_parallel_stages, or untie"
-                    " them"
-                )
+    for index, name, parameter in found:
+        other, other_name = owners.setdefault(parameter, (index, name))
+        if other != index:
+            raise ValueError(
+                f"{other_name} ({_stage_name(other)}) and {name} ({_stage_name(index)}) are one"
+                " parameter, which can only be on one device: put both layers into one stage with"
+                " model_parallel_stages, or untie them"
+            )
 
 
 def _stage_name(index: int | None) -> str:
@@ -260,22 +263,3 @@ def _stage_name(index: int | None) -> str:
 
 def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
     return sum(p.nbytes for p in nn.ModuleList(layers).parameters())
-
-
-@contextmanager
-def _without_stages(module: nn.Module, stages: Sequence[Stage]) -> Iterator[None]:
-    """Replace the layers of the stages by placeholders within the context."""
-    layers = {layer for stage in stages for layer in stage.layers}
-    found = [
-        (parent, name, child)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if child in layers
-    ]
-    for parent, name, _ in found:
-        setattr(parent, name, nn.Identity())
-    try:
-        yield
-    finally:
-        for parent, name, child in found:
-            setattr(parent, name, child)

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import with_article
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.strategies._base import RowWeighted
+from lightning_memmap.strategies._base import RowWeighted, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     Layout,
@@ -34,7 +34,6 @@ from lightning_memmap.strategies._pipeline_stages import (
     check_schedule,
     cut_module,
     keep_local,
-    module_tensors,
     train_fields,
 )
 from lightning_memmap.strategies._pipeline_state import (

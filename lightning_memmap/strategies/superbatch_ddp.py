@@ -51,19 +51,9 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         self._root_holds_data = root_holds_data
         super().__init__(prefetch=prefetch, **kwargs)
 
-    @property
     @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node, over all of its processes."""
-        return self._node_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        """Take over the devices of the Trainer."""
-        self._node_devices = devices
-        if devices is None:
-            return
-        size = self._devices_per_process
+    def set_world_ranks(self) -> None:
+        devices, size = self.parallel_devices or [], self._devices_per_process
         if len(devices) % size:
             raise ValueError(
                 f"data_devices_per_process={size}: it does not divide Trainer(devices="
@@ -76,6 +66,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             )
         for device in devices:
             check_device(device)
+        super().set_world_ranks()
 
     @property
     @override

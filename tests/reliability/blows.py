@@ -100,11 +100,7 @@ def _kill_worker(under_way: Forked, delay_s: float, rng: random.Random) -> bool:
 
 def calls_of(beginnings: Path, scratch: Path, name: str) -> list[tuple[str, int]]:
     """The system calls of a change that concern its files: name, and how many of this name a
-    thread has made before.
-
-    Raises:
-        RuntimeError: The change fails already.
-    """
+    thread has made before."""
     attempt = Attempt(begin(beginnings, scratch, name), overwrite=name == "overwrite")
     log = scratch / "calls"
     expected_rows(NUM_ROWS, NEW)

@@ -45,16 +45,7 @@ _KILLED_AT_ROW = 215
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try of a change in a directory.
-
-    Args:
-        directory: The directory: the store is its ``s``, the store at the URL its ``far``.
-        edition: Edition that the arguments of the dataset tell.
-        fingerprint: What the user calls the dataset; None: nothing.
-        overwrite: Replace a store of another dataset.
-        num_workers: Processes that read.
-        files: What the dataset reads.
-    """
+    """One try of a change in a directory."""
 
     directory: Path
     edition: int = NEW
@@ -174,17 +165,7 @@ def _fetch(_: Subject, attempt: Attempt) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """A kind of change.
-
-    Args:
-        title: Its name in the table.
-        run: Makes it, in this process.
-        stores: The edition of each store that is there before, by the name of its directory.
-        is_build: Whether it is a build, which another build may follow, and which has workers.
-        place: Where the store is that is changed: the name of a directory; "cache": the rows of a
-            URL are read through a cache.
-        begun: A change that has begun before.
-    """
+    """A kind of change."""
 
     title: str
     run: Callable[[Subject, Attempt], None]
@@ -210,11 +191,7 @@ class Change:
         return [*expected_rows(NUM_ROWS, OLD), *added] if self.run is _append else added
 
     def prepare(self, directory: Path) -> None:
-        """Make what it starts from.
-
-        Raises:
-            RuntimeError: That fails already.
-        """
+        """Make what it starts from."""
         directory.mkdir(parents=True)
         for place, edition in self.stores.items():
             make = _table if self.run is _table else _build
@@ -284,11 +261,7 @@ def look(
     versions: Sequence[list[Any] | None],
     where: str,
 ) -> int | None:
-    """Compare a store with the rows that it may hold, where None is no store.
-
-    Returns:
-        Which of them it holds; None where something is wrong.
-    """
+    """Compare a store with the rows that it may hold, where None is no store."""
     ending = call(_version_of, subject, path, versions)
     if not outcome.add_ending(ending, f"opening what {where} left"):
         return None

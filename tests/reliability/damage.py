@@ -175,11 +175,7 @@ def _is_found(outcome: Outcome, subject: Subject, path: Path, what: str) -> bool
 
 
 def _open_read_verify(subject: Subject, path: Path) -> int:
-    """Use a store as its owner would.
-
-    Returns:
-        How much damage `verify` finds, after all rows were read.
-    """
+    """Use a store as its owner would."""
     store = subject.open(path)
     for row in range(len(store)):
         store[row]

@@ -41,14 +41,7 @@ VARIABLE: dict[str, Callable[[int], Any]] = {
 @dataclass
 class Files:
     """What stands for the files that a dataset reads: shared by all of a process, and by none of
-    the arguments that a dataset is made with.
-
-    Args:
-        edition: Edition of the content.
-        pause_s: How long a row takes.
-        slow_from: From this row on, rows take ``slow_pause_s``.
-        slow_pause_s: See ``slow_from``.
-    """
+    the arguments that a dataset is made with."""
 
     edition: int = 0
     pause_s: float = 0.0
@@ -62,12 +55,7 @@ files = Files()
 class Edited(Dataset[dict[str, Any]]):
     """Rows like those of `Numbered`, with records and masked text: each kind of file that a store
     has, and no more, since a build is killed at each of its calls. All but the probe rows tell the
-    edition: that of the arguments, plus that of `files`.
-
-    Args:
-        num_rows: Rows of the dataset.
-        edition: Edition that can be seen from the arguments.
-    """
+    edition: that of the arguments, plus that of `files`."""
 
     def __init__(self, num_rows: int, edition: int = 0) -> None:
         self.num_rows = num_rows

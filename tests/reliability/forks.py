@@ -33,14 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that ended a call.
-
-    Args:
-        name: Its class.
-        ours: Whether it is an error of this package.
-        is_os_error: Whether it is an OSError: the disk or the file system refused something.
-        text: The traceback.
-    """
+    """An exception that ended a call."""
 
     name: str
     ours: bool
@@ -50,14 +43,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a call in a process of its own came to its end.
-
-    Args:
-        status: Exit status of the process, or minus the signal that ended it. None: it hung, and
-            was killed.
-        value: What the function returned, or `Raised`. None where the process was killed.
-        output: What the process and its workers printed.
-    """
+    """How a call in a process of its own came to its end."""
 
     status: int | None
     value: Any
@@ -75,14 +61,7 @@ class Ending:
 
 
 class Forked:
-    """A call under way in a forked process.
-
-    Args:
-        function: What to call.
-        arguments: Its arguments.
-        memory_bytes: Address space that the call may take beyond that of this process; None: any.
-        trace: Arguments of ``strace``, which sees the system calls of the call from its start.
-    """
+    """A call under way in a forked process."""
 
     def __init__(
         self,
@@ -205,14 +184,7 @@ def adopt_orphans() -> None:
 
 
 def wait_for_orphans(limit_s: float) -> list[int]:
-    """Wait until no process is left of the calls that have ended.
-
-    Args:
-        limit_s: How long to wait.
-
-    Returns:
-        The processes that are still there. They are killed then.
-    """
+    """Wait until no process is left of the calls that have ended."""
     deadline = monotonic() + limit_s
     while left := orphans():
         if monotonic() > deadline:

@@ -24,14 +24,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tested. A test of the checks themselves puts something faulty here.
-
-    Args:
-        build: `build_store`.
-        open: `open_store`.
-        verify: `verify_store`.
-        limit_s: A build that takes longer hangs.
-    """
+    """What is tested. A test of the checks themselves puts something faulty here."""
 
     build: Callable[..., Store] = build_store
     open: Callable[[Path], Store] = open_store
@@ -41,14 +34,7 @@ class Subject:
 
 @dataclass
 class Outcome:
-    """What came of one case.
-
-    Attributes:
-        faults: What went wrong, with a sentence each.
-        notes: What else is worth counting.
-        runs: How often something was tried.
-        seconds: How long it took.
-    """
+    """What came of one case."""
 
     faults: list[tuple[Fault, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -60,16 +46,7 @@ class Outcome:
         self.faults.append((fault, text))
 
     def add_ending(self, ending: Ending, what: str, *, allowed: bool = False) -> bool:
-        """Note what is wrong with the end of a call.
-
-        Args:
-            ending: How the call ended.
-            what: The call, for the message.
-            allowed: Whether it may raise an error of this package, or an OSError.
-
-        Returns:
-            Whether the call returned.
-        """
+        """Note what is wrong with the end of a call."""
         if ending.hung:
             self.add(Fault.HANG, f"{what} did not end\n{ending.output}")
         elif ending.status != 0:

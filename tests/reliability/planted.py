@@ -22,13 +22,7 @@ _STRANGER = 65534
 
 @dataclass(frozen=True)
 class Plant:
-    """Something planted.
-
-    Args:
-        name: What it is.
-        put: Put it at a path, where nothing is, given a directory elsewhere that is to stay as
-            it is.
-    """
+    """Something planted."""
 
     name: str
     put: Callable[[Path, Path], Any]

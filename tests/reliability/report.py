@@ -21,11 +21,7 @@ _HEADER = ["kind", "runs", *(fault.value for fault in Fault), "time (s)"]
 
 
 class Report:
-    """What came of all cases.
-
-    Args:
-        outcomes: The cases that an earlier run has finished.
-    """
+    """What came of all cases."""
 
     def __init__(self, outcomes: Iterable[tuple[Case, Outcome]] = ()) -> None:
         self._outcomes = dict(outcomes)
@@ -43,11 +39,7 @@ class Report:
         return sum(len(outcome.faults) for outcome in self._outcomes.values())
 
     def rows(self, *, by_change: bool = False) -> list[list[str]]:
-        """The rows of the table: kind, runs, one count of each fault, seconds.
-
-        Args:
-            by_change: One row for each change of a store, whichever way it was broken off.
-        """
+        """The rows of the table: kind, runs, one count of each fault, seconds."""
         titles: dict[str, list[str]] = {}
         for name, kind in KINDS.items():
             is_change = name.startswith(BROKEN_OFF)
@@ -77,11 +69,7 @@ class Report:
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def write(self, page: Path, command: str) -> None:
-        """Put the table into a page, between two marks.
-
-        Raises:
-            ValueError: The page has no such marks.
-        """
+        """Put the table into a page, between two marks."""
         text = page.read_text(encoding="utf-8")
         if BEGIN not in text or END not in text:
             raise ValueError(f"{page} has no place for the table: {BEGIN!r} and {END!r}")
@@ -114,11 +102,7 @@ def _processor() -> str:
 
 
 class Log:
-    """Finished cases, a line each, so that a run that was interrupted can go on.
-
-    Args:
-        path: The file; None: nothing is noted.
-    """
+    """Finished cases, a line each, so that a run that was interrupted can go on."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

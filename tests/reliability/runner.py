@@ -21,9 +21,5 @@ def fork_from_here() -> None:
 
 
 def runners(num_jobs: int) -> ProcessPoolExecutor:
-    """A pool of such processes, to run cases in.
-
-    Args:
-        num_jobs: Number of processes.
-    """
+    """A pool of such processes, to run cases in."""
     return ProcessPoolExecutor(num_jobs, mp_context=fork_server(), initializer=fork_from_here)

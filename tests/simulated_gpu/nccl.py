@@ -13,8 +13,8 @@ Those of real groups pass torch's dispatcher, since they are in C++. Those here 
 dispatch mode is active, such as that of ``compare``, it is shown the same call on a group in C++,
 which sends nothing.
 
-Not simulated: time, deadlocks by the order of calls on several groups, time-outs, aborts, several
-nodes.
+Not simulated: collectives that no test uses, time, deadlocks by the order of calls on several
+groups, time-outs, aborts, several nodes.
 """
 
 import ctypes
@@ -370,22 +370,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         if tensor.numel():
             self._inner.allgather([[_bytes(part) for part in parts]], [_bytes(tensor)]).wait()
 
-    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        received = torch.empty(sum(part.nbytes for part in outputs), dtype=torch.uint8)
-        sizes = [part.nbytes for part in outputs]
-        self._inner.alltoall_base(
-            received,
-            torch.cat([_bytes(part) for part in inputs]),
-            sizes,
-            [part.nbytes for part in inputs],
-            dist.AllToAllOptions(),
-        ).wait()
-        for target, part in zip(outputs, received.split_with_sizes(sizes), strict=True):
-            _bytes(target).copy_(part)
-
-    def _chunk(self, tensor: Tensor) -> Tensor:
-        return tensor.chunk(self.size())[self.rank()]
-
     # Collectives. torch names their arguments.
 
     @_dispatched
@@ -404,18 +388,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return self._run("allreduce", given, given, move, opts)
 
     allreduce_coalesced = allreduce
-
-    @_dispatched
-    def reduce(self, tensors: Any, opts: Any) -> NCCLWork:
-        is_root = opts.rootRank == self.rank()
-
-        def move(inputs: list[Tensor], outputs: list[Tensor]) -> None:
-            for source, target in zip(inputs, outputs, strict=True):
-                total = source.clone()
-                self._reduced(total, opts.reduceOp)
-                target.copy_(total if is_root else source)
-
-        return self._run("reduce", tensors, tensors, move, opts)
 
     @_dispatched
     def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> NCCLWork:
@@ -459,55 +431,15 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     @_dispatched
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
-        def move(given: list[Tensor], made: list[Tensor]) -> None:
-            for index, source in enumerate(given):
-                parts = [made[rank * len(given) + index] for rank in range(self.size())]
-                self._gathered(parts, source)
-
-        flat = [tensor for of_rank in outputs for tensor in of_rank]
-        return self._run("allgather_coalesced", inputs, flat, move, opts, result=outputs)
-
-    @_dispatched
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
-        def move(given: list[Tensor], made: list[Tensor]) -> None:
-            whole = torch.cat(given)
-            self._reduced(whole, opts.reduceOp)
-            made[0].copy_(whole.split_with_sizes([len(part) for part in given])[self.rank()])
-
-        return self._run("reduce_scatter", inputs[0], outputs, move, opts)
-
-    def _scatter_singles(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
-        def move(given: list[Tensor], made: list[Tensor]) -> None:
-            for source, target in zip(given, made, strict=True):
-                self._reduced(source, opts.reduceOp)
-                if target.numel():
-                    target.copy_(self._chunk(source))
-
-        return self._run("reduce_scatter_base", inputs, outputs, move, opts)
-
-    @_dispatched
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
-        return self._scatter_singles(outputs, inputs, opts)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    @_dispatched
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> NCCLWork:  # noqa: A002
-        return self._scatter_singles([output], [input], opts)
+        def move(given: list[Tensor], made: list[Tensor]) -> None:
+            self._reduced(given[0], opts.reduceOp)
+            if made[0].numel():
+                made[0].copy_(given[0].chunk(self.size())[self.rank()])
+
+        return self._run("reduce_scatter_base", [input], [output], move, opts)
 
     _reduce_scatter_base = reduce_scatter_single
-
-    @_dispatched
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
-        is_root = opts.rootRank == self.rank()
-
-        def move(given: list[Tensor], made: list[Tensor]) -> None:
-            others = made or [torch.empty_like(given[0]) for _ in range(self.size())]
-            self._gathered(others, given[0])
-
-        targets = outputs[0] if is_root else []
-        return self._run("gather", inputs, targets, move, opts, result=outputs)
 
     @_dispatched
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
@@ -518,37 +450,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             self._inner.scatter([_bytes(made[0])], parts, opts).wait()
 
         return self._run("scatter", inputs[0] if is_root else [], outputs, move, opts)
-
-    @_dispatched
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
-        def move(given: list[Tensor], made: list[Tensor]) -> None:
-            self._exchanged(made, given)
-
-        return self._run("alltoall", inputs, outputs, move, opts)
-
-    @_dispatched
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002
-        output_sizes: Any = None,
-        input_sizes: Any = None,
-        opts: Any = None,
-    ) -> NCCLWork:
-        def parts(flat: Tensor, tensor: Tensor, rows: Any) -> list[Tensor]:
-            if not rows:
-                return list(flat.split_with_sizes([len(flat) // self.size()] * self.size()))
-            row = tensor.numel() // max(1, len(tensor))
-            return list(flat.split_with_sizes([count * row for count in rows]))
-
-        def move(inputs: list[Tensor], made: list[Tensor]) -> None:
-            self._exchanged(
-                parts(made[0], output, output_sizes), parts(inputs[0], input, input_sizes)
-            )
-
-        return self._run("alltoall_base", [input], [output], move, opts)
-
-    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> NCCLWork:
         device = getattr(opts, "device", None) or self._device
@@ -582,9 +483,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             return wait
 
         return self._run("recv", [], tensors, move, is_message=True)
-
-    def recv_anysource(self, tensors: Any, tag: int) -> NCCLWork:
-        raise RuntimeError("ProcessGroupNCCL does not support recvAnysource (simulated)")
 
     def _flush(self, num_left: int = 0) -> None:
         while len(self._sends) > num_left:

@@ -116,7 +116,7 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
     assert recorder.num_bytes == num_bytes
-    modules = replicas.modules(4)
+    modules = replicas.first(4)
     for first, second in zip(modules[0].parameters(), modules[2].parameters(), strict=True):
         assert first is second
     for index in range(2):

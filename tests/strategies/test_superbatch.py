@@ -1,9 +1,6 @@
 """What is particular to ``memmap_superbatch``: its devices, its batches, its configs."""
 
-import os
-import subprocess
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import lightning as L
@@ -15,10 +12,8 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
-from tests.preloaded import python
 from tests.rows import CPU, NumberedRows, joined, make_loader, rows_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN, VAL = Points(63), Points(20, 100)
 
 
@@ -210,113 +205,3 @@ def test_superbatch_transfer_hook_of_the_data_module_runs(
         module, datamodule=datamodule
     )
     assert module.rows == marks
-
-
-#: A program's own module and dataset, in the folder that the command is run from.
-PROGRAM = """
-from pathlib import Path
-
-import lightning as L
-import torch
-from torch.utils.data import Dataset
-
-
-class Line(Dataset):
-    def __init__(self, num_rows: int):
-        self.x = torch.linspace(-1, 1, num_rows)[:, None]
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], 2 * self.x[index]
-
-
-class Slope(L.LightningModule):
-    def __init__(self, lr: float = 0.5):
-        super().__init__()
-        self.lr = lr
-        self.net = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return torch.nn.functional.mse_loss(self.net(x), y)
-
-    def on_train_end(self):
-        devices = ",".join(str(device) for device in self.trainer.strategy.data_devices)
-        name = type(self.trainer.strategy).__name__
-        print(f"trained {self.trainer.global_step} steps under {name} with data on {devices}")
-        print(f"slope {self.net.weight.item():.2f}")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-"""
-
-CONFIG = """
-seed_everything: 1
-model:
-  class_path: program.Slope
-data:
-  class_path: lightning_memmap.MemmapDataModule
-  init_args:
-    train_dataset:
-      class_path: program.Line
-      init_args:
-        num_rows: 64
-    store_dir: stores
-    batch_size: 4
-trainer:
-  accelerator: cpu
-  max_epochs: 10
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-"""
-
-BY_NAME = """
-  strategy: memmap_superbatch
-  devices: 4
-"""
-
-BY_CLASS = """
-  devices: 1
-  strategy:
-    class_path: lightning_memmap.strategies.SuperBatchStrategy
-    init_args:
-      data_devices: [cpu, cpu]
-      prefetch: 2
-"""
-
-
-def run_command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``lightning-memmap`` as a user does: another process, in the user's folder."""
-    return subprocess.run(
-        [python(), "-m", "lightning_memmap", *arguments],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-class TestCommand:
-    @pytest.mark.parametrize(
-        ("strategy", "expected"),
-        [
-            (BY_NAME, "trained 40 steps under SuperBatchStrategy with data on cpu,cpu,cpu,cpu"),
-            (BY_CLASS, "trained 80 steps under SuperBatchStrategy with data on cpu,cpu\n"),
-        ],
-        ids=["name", "class_path"],
-    )
-    def test_fit_from_yaml_trains(self, tmp_path: Path, strategy: str, expected: str) -> None:
-        (tmp_path / "program.py").write_text(dedent(PROGRAM))
-        (tmp_path / "run.yaml").write_text(CONFIG + strategy)
-        done = run_command(tmp_path, "fit", "--config", "run.yaml")
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
-        assert "slope 2.00" in done.stdout
-        assert "Placement of shards" in done.stdout
-        assert (tmp_path / "stores" / "train" / "manifest.json").is_file()

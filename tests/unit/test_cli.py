@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import StoreNotFoundError
@@ -56,15 +55,6 @@ class TestBuild:
         assert store[7]["row"] == 7
         assert "60 rows" in command.out
         assert "12 shards" in command.out
-
-    def test_build_with_workers_stores_the_dataset(self, command: Command, tmp_path: Path) -> None:
-        assert command("build", tmp_path / "made", *POINTS, "--num_workers", 1) == 0
-        assert open_store(tmp_path / "made")[59]["row"] == 59
-
-    def test_build_again_finds_it_built(self, command: Command, store_path: Path) -> None:
-        before = (store_path / "manifest.json").stat().st_ino
-        assert command("build", store_path, *POINTS) == 0
-        assert (store_path / "manifest.json").stat().st_ino == before
 
     def test_build_of_another_dataset_needs_overwrite(
         self, command: Command, store_path: Path
@@ -133,10 +123,6 @@ class TestAppend:
         assert "85 rows" in command.out
         assert open_store(store_path)[60]["row"] == 0
 
-    def test_append_to_nothing_is_refused(self, command: Command, tmp_path: Path) -> None:
-        assert command("append", tmp_path / "none", *POINTS) == 2
-        assert "no store at" in command.err
-
 
 class TestPushAndPull:
     @pytest.fixture(autouse=True)
@@ -173,14 +159,6 @@ class TestPushAndPull:
         assert command("pull", url + "/none", tmp_path / "other") == 2
         assert "none" in command.err
 
-    def test_verify_of_a_url_checks_every_shard(
-        self, command: Command, store_path: Path, tmp_path: Path
-    ) -> None:
-        url = (tmp_path / "far").as_uri()
-        assert command("push", store_path, url) == 0
-        assert command("verify", url) == 0
-        assert f"{url}: all 72 checksums match" in command.out
-
 
 class TestInfo:
     def test_info_names_rows_shards_and_fields(self, command: Command, store_path: Path) -> None:
@@ -212,11 +190,6 @@ class TestInfo:
         assert command("info", tmp_path / "s") == 0
         assert "(None,)" in command.out
         assert "2 on average" in command.out
-
-    def test_info_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
-        assert command("info", tmp_path / "none") == 2
-        assert command.err.startswith("error: no store at")
-        assert command.out == ""
 
     @pytest.mark.parametrize("task", ["info", "verify", "plan"])
     def test_store_with_a_name_like_markup_is_shown_under_it(
@@ -253,14 +226,6 @@ class TestVerify:
         assert command.out.count("is damaged") == 2
         assert "match" not in command.out
 
-    def test_verify_of_a_damaged_store_with_a_name_like_markup_names_it(
-        self, command: Command, store_path: Path
-    ) -> None:
-        path = like_markup(store_path)
-        flip_byte(files_of(path) / "x.memmap", 0)
-        assert command("verify", path) == 1
-        assert f"field 'x', shard 0 is damaged ({path}" in command.out
-
     def test_verify_names_files_that_are_not_part_of_the_store(
         self, command: Command, store_path: Path
     ) -> None:
@@ -270,26 +235,6 @@ class TestVerify:
         assert f"{store_path}: meta.json is not part of the store" in command.out
         assert "a?[2Jb is not part of the store" in command.out
         assert "checksums match" in command.out
-
-    def test_verify_of_splits_goes_on_after_a_damaged_one(
-        self, command: Command, tmp_path: Path
-    ) -> None:
-        for split in ("train", "val"):
-            build_store(Points(60), tmp_path / split, progress=False)
-        flip_byte(files_of(tmp_path / "train") / "row.memmap", 0)
-        assert command("verify", tmp_path) == 1
-        assert "field 'row', shard 0 is damaged" in command.out
-        assert f"{tmp_path / 'val'}: all 72 checksums match" in command.out
-
-    def test_verify_of_a_truncated_file_says_so(self, command: Command, store_path: Path) -> None:
-        with open(files_of(store_path) / "x.memmap", "r+b") as file:
-            file.truncate(100)
-        assert command("verify", store_path) == 2
-        assert "x.memmap has 100 bytes, expected 1920" in command.err
-
-    def test_verify_of_nothing_says_so(self, command: Command, tmp_path: Path) -> None:
-        assert command("verify", tmp_path) == 2
-        assert "no store at" in command.err
 
 
 def like_markup(path: Path) -> Path:
@@ -371,13 +316,6 @@ class TestPlan:
         ]
         assert "The fewest devices that hold the data: 4" in command.out
 
-    def test_plan_of_the_present_directory_names_it(
-        self, command: Command, store_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(store_path)
-        assert command("plan", ".", "--devices", "1") == 0
-        assert f"2.6 KiB of {store_path.name} on devices" in command.out
-
     def test_plan_names_the_fewest_devices_that_hold_the_data(
         self, command: Command, store_path: Path
     ) -> None:
@@ -445,29 +383,6 @@ class TestPlan:
         assert command.table() == []
 
 
-class TestConfig:
-    def test_config_accepts_residency_window_and_forms(self, tmp_path: Path) -> None:
-        config = tmp_path / "stream.yaml"
-        forms = {"image": "jagged", "label": {"form": "pad", "value": -1}}
-        options = {"residency": "stream", "shuffle_window": 8, "variable": forms}
-        config.write_text(yaml.safe_dump({"data": {"init_args": options}}))
-        root = Path(__file__).parents[2]
-        # In another process, since the examples import packages that change the environment.
-        program = subprocess.run(
-            [
-                *(python(), "-m", "lightning_memmap", "fit", "--print_config"),
-                *("--config", "examples/configs/digits.yaml", "--config", str(config)),
-            ],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert program.returncode == 0, program.stderr
-        found = yaml.safe_load(program.stdout)["data"]["init_args"]
-        assert {name: found[name] for name in options} == options
-
-
 class TestProgram:
     @pytest.mark.parametrize("arguments", [("nothing",), ("info",), ("info", "a", "b")])
     def test_bad_arguments_are_refused(self, command: Command, arguments: tuple[str, ...]) -> None:
@@ -475,20 +390,11 @@ class TestProgram:
         assert "error" in command.err
         assert command.out == ""
 
-    def test_no_subcommand_is_refused(self, command: Command) -> None:
-        assert command() == 2
-        assert "subcommand" in command.err
-
     def test_help_lists_datasets_to_choose_from(self, command: Command) -> None:
         importlib.import_module("lightning_memmap.compare.rows")  # As a comparison does.
         assert command("build", "--help") == 0
         assert "ColumnDataset" in command.out
         assert "PlainRows" not in command.out
-
-    def test_help_lists_the_subcommands(self, command: Command) -> None:
-        assert command("--help") == 0
-        for name in ("build", "info", "verify", "plan"):
-            assert name in command.out
 
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
         done = subprocess.run(

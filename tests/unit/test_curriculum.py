@@ -9,10 +9,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.sampling import (
     Curriculum,
     KFold,
@@ -136,6 +134,17 @@ def test_rows_are_those_of_a_selection(tmp_path: Path, selected: Any, residency:
     assert {*drawn[0]} <= {*shuffled[0]} < {*range(ROWS)}
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_shards_may_have_no_rows(tmp_path: Path, window: int | None) -> None:
+    sampler = Curriculum({0: Weighted(np.arange(10) + 1), 1: None})
+    data = make_data(
+        tmp_path, train_dataset=Points(10), sampler=sampler, batch_size=4, shuffle_window=window
+    )
+    first, second = epochs_of(data, 2)
+    assert len(first) == 10
+    assert sorted(second) == [*range(10)]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
@@ -187,32 +196,6 @@ def test_shares_and_windows_change_too(tmp_path: Path, residency: str) -> None:
         assert [(row, step) for (_, row), step in names] == seen
         found = Counter(store for (store, _), _ in names)
         assert found["a"] == pytest.approx(200 * expected["a"], abs=1)
-
-
-def test_config_has_a_curriculum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_data(tmp_path, sampler=Curriculum({0: Weighted("row"), 1: None}))
-    rows = epochs_of(data, 2)
-    factory = {"class_path": "lightning_memmap.sampling.Weighted", "init_args": {"weights": "row"}}
-    curriculum = {
-        "class_path": "lightning_memmap.sampling.Curriculum",
-        "init_args": {"stages": {0: factory, 1: None}},
-    }
-    options = {"store_dir": str(tmp_path / "stores"), "batch_size": 12, "seed": 5}
-    config = {
-        "data": {
-            "class_path": "lightning_memmap.MemmapDataModule",
-            "init_args": {**options, "sampler": curriculum},
-        }
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    for epoch in (0, 1):
-        capsys.readouterr()
-        arguments = ["--epoch", str(epoch), "--step", "2", "--devices", "1", "--json"]
-        with pytest.raises(SystemExit) as end:
-            main(["rows", "--config", str(path), *arguments])
-        assert end.value.code == 0, capsys.readouterr().err
-        assert str(rows[epoch][24:36])[1:-1] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,30 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader, load_split
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
-from lightning_memmap.sampling import KFold, Parts, Pool, RowSubset, SequentialSampler, StridedRows
+from lightning_memmap.sampling import KFold, Parts, Pool, SequentialSampler
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined, loader_over, rows_in
+from tests.rows import (
+    CPU,
+    Chosen,
+    StridedRows,
+    check_save_and_resume,
+    chosen_of,
+    epoch_rows,
+    joined,
+    loader_over,
+    rows_in,
+)
 
 ROWS = 101
 EPOCH = 1
 
 
 def make_loader(
-    store: Store, subset: RowSubset | None, num_devices: int, residency: str
+    store: Store, subset: Chosen | None, num_devices: int, residency: str
 ) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
-    pool = Pool.of(store.rows(subset), 12)
+    pool = Pool.of(chosen_of(store, subset), 12)
     size = SplitSize(SequentialSampler(pool), tuple((pool.sizes * 14).tolist()), window=1)
     placement = SplitPlacement(size, (Residency(residency),) * 12)
     split = load_split(store, DataTopology((CPU,) * num_devices), placement)
@@ -42,7 +52,7 @@ SUBSETS = [StridedRows(index, 5, excluded) for index in (0, 4) for excluded in (
     "subset", [*SUBSETS, StridedRows(1, 2), StridedRows(2, 4, excluded=True)], ids=str
 )
 def test_rows_of_a_subset_come_in_the_order_of_a_store_of_them_alone(
-    numbered_store: Callable[..., Store], subset: RowSubset, residency: str, num_devices: int
+    numbered_store: Callable[..., Store], subset: StridedRows, residency: str, num_devices: int
 ) -> None:
     chosen = [row for row in range(ROWS) if (row % subset.count == subset.index) != subset.excluded]
     for num_shards in (12, 7):

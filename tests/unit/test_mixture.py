@@ -21,15 +21,14 @@ from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
+    Curriculum,
     JoinedRows,
     Mixture,
-    PickedRows,
     Pool,
     RandomSplit,
     SequentialSampler,
     Shards,
     StoreRows,
-    StridedRows,
     Subset,
 )
 from lightning_memmap.schema import Windows
@@ -37,7 +36,7 @@ from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
 from tests.models import make_trainer
-from tests.rows import loader_over, make_split
+from tests.rows import StridedRows, loader_over, make_split
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -62,23 +61,6 @@ def set_up(data: MemmapDataModule) -> MemmapDataModule:
     data.prepare_data()
     data.setup("fit")
     return data
-
-
-def test_rows_of_several_stores_are_samples_as_their_datasets_give_them(tmp_path: Path) -> None:
-    rows = [
-        {"boxes": [{"x": row}] * (row % 3), "age": None if row % 2 else row} for row in range(9)
-    ]
-    variable = {"boxes": "list", "age": "nullable"}
-    stores = {
-        name: build_store(part, tmp_path / name, num_shards=3, progress=False, variable=variable)
-        for name, part in (("a", rows[:4]), ("b", rows[4:]))
-    }
-
-    joined = JoinedStore(tmp_path, stores)
-
-    assert [joined[row] for row in range(9)] == rows
-    # Another process opens its stores again.
-    assert [pickle.loads(pickle.dumps(joined))[row] for row in range(9)] == rows
 
 
 @pytest.mark.parametrize("is_joined_before", [True, False])
@@ -106,29 +88,6 @@ def test_store_that_is_replaced_once_it_is_open_is_never_mixed_with_the_new_one(
         make_split(joined, residency="stream", window=5)
 
 
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-def test_rows_come_as_often_as_their_shares_say(tmp_path: Path, residency: str) -> None:
-    data = set_up(make_data(tmp_path, residency=residency))
-    total: Counter[int] = Counter()
-    for epoch in range(30):
-        steps = epoch_of(data, epoch)
-        counts = Counter(chain.from_iterable(steps))
-        assert sum(counts.values()) == SAMPLES
-        for code, (name, size) in enumerate(SIZES.items(), 1):
-            expected = SAMPLES * SHARES[name] / size
-            for row in range(size):
-                assert int(expected) <= counts[100 * code + row] <= int(expected) + 1
-            # All steps have their share, since the shards do.
-            for step in steps:
-                found = sum(number // 100 == code for number in step)
-                assert abs(found - 12 * SHARES[name]) <= 2
-        total += counts
-    for code, (name, size) in enumerate(SIZES.items(), 1):
-        found = sum(count for number, count in total.items() if number // 100 == code)
-        assert found == pytest.approx(30 * SAMPLES * SHARES[name], abs=30)
-        assert len({number for number in total if number // 100 == code}) == size
-
-
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     num_shards=st.integers(1, 7),
@@ -150,7 +109,8 @@ def test_joined_store_is_its_stores(
         )
         for code, size in enumerate(sizes)
     }
-    joined = JoinedStore(path, stores)
+    # Another process opens its stores again.
+    joined = pickle.loads(pickle.dumps(JoinedStore(path, stores)))
     rows = [row for store in stores.values() for row in store]  # type: ignore[attr-defined]
     assert len(joined) == len(rows) == sum(sizes)
     order = np.random.default_rng(seed).permutation(len(rows))
@@ -252,6 +212,18 @@ def test_share_of_0_is_left_out(tmp_path: Path) -> None:
         assert seen == {1: 39, 3: 39}
 
 
+@pytest.mark.parametrize("is_curriculum", [False, True])
+def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
+    tmp_path: Path, is_curriculum: bool
+) -> None:
+    mixture = Mixture(SHARES, SAMPLES, by_batch=True)
+    sampler = Curriculum({0: mixture, 1: mixture}) if is_curriculum else mixture
+    loader: Any = set_up(make_data(tmp_path, sampler=sampler)).train_dataloader()
+    assert loader.loader.of_process(0, 1).global_batch == loader.loader.global_batch
+    with pytest.raises(ValueError, match=r"2 processes for batches of \d+ rows of one .*by_batch"):
+        loader.loader.of_process(0, 2)
+
+
 @pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_window": 3}])
 def test_command_shows_set_and_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
@@ -278,12 +250,6 @@ def test_command_shows_set_and_row(
     assert end.value.code == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
-    with pytest.raises(SystemExit):
-        main([*command, "--show", str(tmp_path / "rows.html")])
-    a, row = found["rows"][0]
-    page = (tmp_path / "rows.html").read_text()
-    first = page[page.index(f"<b>row {a}:{row}, data device 0</b>") :].partition("</figure>")[0]
-    assert f">{second[0]}<" in first
 
 
 @pytest.mark.parametrize(
@@ -349,8 +315,8 @@ def test_rows_are_selected_from_each_set(tmp_path: Path, residency: str) -> None
 
 
 def test_selected_rows_come_in_the_order_of_the_sets_in_dataset_order() -> None:
-    first = PickedRows(StoreRows(Shards(5, 3)), StridedRows(1, 2))
-    pool = Pool.of(JoinedRows(("a", "b"), (first, StoreRows(Shards(9, 3))), (5, 9)), 3)
+    first = StridedRows(1, 2).among(StoreRows(Shards(5, 3)))
+    pool = Pool.of(JoinedRows(("a", "b"), (first, StoreRows(Shards(9, 3)))), 3)
     order = SequentialSampler(pool)
     expected = [1, 3, *range(5, 14)]
     assert order.dataset_rows(0, range(11)).tolist() == expected
@@ -370,24 +336,6 @@ def test_windows_over_rows_that_are_selected_from_a_set(tmp_path: Path) -> None:
     apart = {name: TorchSubset(each, allowed[name]) for name, each in sets.items()}
     one = found(tmp_path / "one", sets, subset={"train/a": Subset([30, 7, 21])})
     assert one == found(tmp_path / "other", apart)
-
-
-def test_epoch_of_selected_rows_is_resumed_and_that_of_others_refused(tmp_path: Path) -> None:
-    def make(rows: range) -> Any:
-        subset = {"train/a": Subset(rows)}
-        return set_up(make_data(tmp_path, subset=subset)).train_dataloader()
-
-    loader = make(range(9))
-    steps = [checked_numbers(batch) for batch in loader]
-    saved = make(range(9))
-    next(iter(saved))
-    again = make(range(9))
-    again.load_state_dict(saved.state_dict())
-    assert [checked_numbers(batch) for batch in again] == steps[1:]
-    other = make(range(1, 10))
-    other.load_state_dict(saved.state_dict())
-    with pytest.raises(ValueError, match="another row order"):
-        next(iter(other))
 
 
 def test_sets_of_other_fields_are_refused(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import re
-from collections import Counter
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading import runs
 from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
-from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Subset, Weighted
+from lightning_memmap.sampling import Curriculum, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
-from tests.datasets import SAMPLES, SHARES, checked_numbers
-from tests.rows import NumberedRows, read_in_blocks, rows_of
+from tests.datasets import SAMPLES, SHARES
+from tests.rows import NumberedRows, read_in_blocks
 from tests.unit.test_mixture import epoch_of, make_data, set_up
 
 MIXTURE = Mixture(SHARES, SAMPLES)
@@ -58,72 +56,6 @@ def test_streamed_mixture_has_the_rows_of_every_residency(
     assert found[0] == found[1] == found[2]
     assert found[0][0] != found[0][1]
     assert sum(map(len, found[0][0])) == SAMPLES
-
-
-def one_store(path: Path, sampler: Any, **options: Any) -> MemmapDataModule:
-    defaults: dict[str, Any] = {"batch_size": 12, "num_shards": 12, "seed": 5}
-    rows = NumberedRows(200)
-    store_dir = path / "numbers"
-    return set_up(
-        MemmapDataModule(rows, store_dir=store_dir, sampler=sampler, **{**defaults, **options})
-    )
-
-
-FACTORIES = {
-    "weighted": Weighted(np.random.default_rng(0).random(200) ** 3),
-    "bucketed": Bucketed(np.arange(200) * 7 % 50, 12, num_buckets=3),
-    "curriculum": Curriculum({0: Weighted(np.arange(200)), 2: None}),
-}
-
-
-def steps_of(data: MemmapDataModule, epoch: int) -> list[list[int]]:
-    loader: Any = data.train_dataloader()
-    loader.set_epoch(epoch)
-    return [rows_of(batch) for batch in loader]
-
-
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("window", [2, 7, 1000])
-def test_streamed_rows_are_those_of_every_residency(stores: Path, name: str, window: int) -> None:
-    factory = FACTORIES[name]
-    whole = one_store(stores, factory)
-    made = [
-        one_store(stores, factory, residency=residency, shuffle_window=window)
-        for residency in ("mmap", "stream", "host")
-    ]
-    for epoch in (0, 1, 2):
-        expected = steps_of(made[0], epoch)
-        for data in made[1:]:
-            assert steps_of(data, epoch) == expected
-        # Each row as often as without windows.
-        drawn = Counter(chain.from_iterable(expected))
-        assert drawn == Counter(chain.from_iterable(steps_of(whole, epoch)))
-
-
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.parametrize("name", ["mixture", *FACTORIES])
-def test_streamed_epoch_is_resumed_after_any_step(stores: Path, name: str) -> None:
-    def loader() -> Any:
-        if name == "mixture":
-            data = set_up(make_data(stores, residency="stream", shuffle_window=3))
-        else:
-            data = one_store(
-                stores, FACTORIES[name], residency="stream", shuffle_window=3, batch_size=24
-            )
-        made: Any = data.train_dataloader()
-        made.set_epoch(1)
-        return made
-
-    read = checked_numbers if name == "mixture" else rows_of
-    whole = [read(batch) for batch in loader()]
-    for count in (1, 4, len(whole) - 1):
-        saved = loader()
-        for _, _ in zip(range(count), saved, strict=False):
-            pass
-        resumed = loader()
-        resumed.load_state_dict(saved.state_dict())
-        assert [read(batch) for batch in resumed] == whole[count:]
 
 
 def test_draws_that_lie_far_apart_are_warned_of(tmp_path: Path) -> None:

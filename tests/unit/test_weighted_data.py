@@ -14,22 +14,23 @@ import pytest
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RunSummary
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.placement import DataTopology, SplitSize
 from lightning_memmap.sampling import (
     Pool,
-    RowSubset,
     Sampler,
     SamplerFactory,
     ShuffledSampler,
-    StridedRows,
-    Subset,
     Weighted,
 )
-from lightning_memmap.sampling.factory import made_sampler
+from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store
 from tests.models import Points, Regression, make_trainer
-from tests.rows import CPU, check_save_and_resume, epoch_rows, joined
+from tests.rows import (
+    CPU,
+    joined,
+    make_window_loader,
+)
 
 ROWS, SAMPLES = 101, 140
 #: Some rows never come, one comes often, and the weights go with the shards.
@@ -37,94 +38,20 @@ WEIGHTS = np.where(np.arange(ROWS) % 12 == 3, 5.0, np.where(np.arange(ROWS) % 5 
 WEIGHTS[50] = 17.0
 
 
-def make_loader(
-    store: Store,
-    num_devices: int = 1,
-    batch_size: int = 12,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    residency: str = "mmap",
-    subset: RowSubset | None = None,
-    factory: SamplerFactory | None = None,
-) -> SuperBatchLoader:
-    """A loader of one process, on logical data devices."""
-    chosen = factory or Weighted(WEIGHTS, num_samples=SAMPLES)
-
-    window = 3 if residency == "stream" else None
-
-    def order(pool: Pool, _: int) -> Sampler:
-        return made_sampler(chosen, pool, 5, store, window)
-
-    topology = DataTopology((CPU,) * num_devices, rank, size)
-    sized = SplitSize.of("train", store.manifest, topology, store.rows(subset), window, order)
-    placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: 2**40})
-    rows = load_split(store, topology, placement.splits["train"])
-    sampler = order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window)
-    return SuperBatchLoader(rows, sampler, batch_size, collate=store.schema.builder(), seed=5)
-
-
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.parametrize("residency", ["mmap", "device", "stream"])
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
-def test_rows_are_the_same_on_any_number_of_devices_and_processes(
-    numbered_store: Callable[..., Store], residency: str, subset: RowSubset | None
-) -> None:
-    store = numbered_store(ROWS, 12)
-    options: dict[str, Any] = {"residency": residency, "subset": subset}
-    alone = make_loader(store, **options)
-    expected = alone.order.dataset_rows(0, range(SAMPLES)).tolist()
-    assert alone.order.num_positions == SAMPLES != store.num_rows
-    steps = epoch_rows(alone)
-    assert joined(steps) == expected
-    for num_devices in (2, 3, 4):
-        loader = make_loader(store, num_devices, 12 // num_devices, **options)
-        assert epoch_rows(loader) == steps
-    ranks = [
-        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, **options)) for rank in range(2)
-    ]
-    for step, first, second in zip(steps, *ranks, strict=True):
-        assert sorted(first + second) == sorted(step)
-        assert (first, second) == (step[::2], step[1::2]) or (second, first) == (
-            step[::2],
-            step[1::2],
-        )
-
-
-def test_store_that_devices_do_not_divide_is_striped_anew(
-    numbered_store: Callable[..., Store],
-) -> None:
-    store = numbered_store(ROWS, 12)
-    with pytest.warns(UserWarning, match="re-striped over 15"):
-        loader = make_loader(store, 5, 4)
-    rows = joined(epoch_rows(loader))
-    assert rows == loader.order.dataset_rows(0, range(SAMPLES)).tolist()
-    assert {row for row in rows if WEIGHTS[row] == 0} == set()
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_loader_is_saved_and_resumed(
-    numbered_store: Callable[..., Store], num_devices: int
-) -> None:
-    store = numbered_store(ROWS, 12)
-    check_save_and_resume(lambda: make_loader(store, num_devices, 12 // num_devices), 1)
-    check_save_and_resume(
-        lambda: make_loader(store, num_devices, 12 // num_devices),
-        1,
-        lambda: make_loader(store, 4, 3),
-    )
+def make_loader(store: Store, factory: Weighted) -> SuperBatchLoader:
+    return make_window_loader(store, Windows(1, 1), fields=(), factory=factory)
 
 
 def test_checkpoint_of_other_weights_is_refused(numbered_store: Callable[..., Store]) -> None:
     store = numbered_store(ROWS, 12)
-    saved = make_loader(store)
+    saved = make_loader(store, Weighted(WEIGHTS, num_samples=SAMPLES))
     steps = iter(saved)
     next(steps)
     for factory, words in (
         (Weighted(WEIGHTS + 1, num_samples=SAMPLES), "digest="),
         (Weighted(WEIGHTS, num_samples=SAMPLES + 1), "num_positions=140"),
     ):
-        loader = make_loader(store, factory=factory)
+        loader = make_loader(store, factory)
         loader.load_state_dict(saved.state_dict())
         with pytest.raises(ValueError, match=words):
             next(iter(loader))
@@ -186,16 +113,6 @@ def test_num_samples_is_the_length_of_an_epoch(
     assert len(joined(module.seen["train"])) == 600
     assert len(module.seen["train"]) == 100
     assert "samples/s" in capsys.readouterr().out
-
-
-def test_weights_go_with_a_subset(tmp_path: Path) -> None:
-    data = make_data(tmp_path, subset=Subset(np.arange(90) >= 45), sampler=Weighted("label"))
-    data.prepare_data()
-    data.setup("fit")
-    rows = [row for batch in data.train_dataloader() for row in batch["row"].tolist()]
-    assert min(rows) >= 45
-    assert len(rows) == 45
-    assert abs(sum(row % 9 == 0 for row in rows) - 22.5) < 6
 
 
 def test_overfit_batches_are_in_dataset_order(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from lightning_memmap.loading import SuperBatchLoader, places
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
-    PickedRows,
     Pool,
     RandomSplit,
     Rows,
@@ -28,7 +27,6 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
     Subset,
     Weighted,
     WindowedRows,
@@ -39,7 +37,7 @@ from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
 from tests.models import make_trainer
-from tests.rows import make_window_loader
+from tests.rows import StridedRows, make_window_loader
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
@@ -82,7 +80,7 @@ def test_each_window_is_in_one_shard_and_found_again(
         all_steps = Numbers(np.array(lengths)[rows.on_line(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
-        rows, chosen = PickedRows(rows, StridedRows(0, 2)), range(0, len(lengths), 2)
+        rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
     steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.on_line(np.arange(rows.num_rows)))])
     if not expected:
@@ -118,50 +116,7 @@ def test_each_window_is_in_one_shard_and_found_again(
     assert sorted(shuffled.tolist()) == in_dataset.tolist()
 
 
-def test_shards_share_no_more_than_windows_overlap() -> None:
-    steps = Numbers(np.array([1000]))
-    pool = Pool.of(WindowedRows(StoreRows(Shards(1, 4)), ("x",), steps, 10, 2), 4)
-    firsts, counts = zip(*(spans_of(pool, [shard]) for shard in range(4)), strict=True)
-    held = [int((count[0] - 1) * 2 + 10) for count in counts]
-    assert sum(held) == 1000 + 3 * (10 - 2)
-    assert [int(first[0]) for first in firsts] == pool.starts.tolist()
-    assert spans_of(pool, range(4)).counts.tolist() == [496]
-
-
 # Loaders
-
-
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("subset", [None, StridedRows(1, 3, excluded=True)])
-def test_windows_are_the_same_on_any_number_of_devices_and_processes(
-    store: Store, residency: str, shuffle: bool, subset: StridedRows | None
-) -> None:
-    options: dict[str, Any] = {"residency": residency, "shuffle": shuffle, "subset": subset}
-    expected = [(row, step) for row, step in EXPECTED if subset is None or row % 3 != 1]
-    steps = steps_of(make_window_loader(store, WINDOWS, **options))
-    assert sorted(joined(steps)) == expected
-    assert (joined(steps) == expected) != shuffle
-    for num_devices in (2, 3, 4):
-        loader = make_window_loader(store, WINDOWS, num_devices, 12 // num_devices, **options)
-        assert steps_of(loader) == steps
-    ranks = [
-        steps_of(make_window_loader(store, WINDOWS, 2, 3, rank=rank, size=2, **options))
-        for rank in range(2)
-    ]
-    for step, first, second in zip(steps, *ranks, strict=True):
-        assert sorted(first + second) == sorted(step)
-        assert step[::2] in (first, second)
-
-
-def test_each_window_comes_once_in_each_epoch_in_another_order(store: Store) -> None:
-    loader = make_window_loader(store, WINDOWS)
-    first, second = joined(steps_of(loader, 0)), joined(steps_of(loader, 1))
-    assert sorted(first) == sorted(second) == EXPECTED
-    assert first != second
-    # Like any shuffled rows: neighbours do not stay together.
-    follows = sum(b == (a[0], a[1] + STRIDE) for a, b in pairwise(first))
-    assert follows < len(first) / 10
 
 
 @pytest.mark.parametrize("residency", ["mmap", "host"])
@@ -208,24 +163,6 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_loader_is_saved_and_resumed(store: Store, num_devices: int) -> None:
-    def make(devices: int = num_devices) -> SuperBatchLoader:
-        return make_window_loader(store, WINDOWS, devices, 12 // devices)
-
-    whole = steps_of(make(), 2)
-    for count in range(1, len(whole)):
-        saved = make()
-        saved.set_epoch(2)
-        batches = iter(saved)
-        for _ in range(count):
-            next(batches)
-        for devices in (num_devices, 4):
-            loader = make(devices)
-            loader.load_state_dict(saved.state_dict())
-            assert steps_of(loader, 2) == whole[count:]
-
-
 @pytest.mark.parametrize(
     ("windows", "words"),
     [(Windows(LENGTH, 2), "stride=3"), (Windows(LENGTH - 1, STRIDE), "length=8")],
@@ -239,29 +176,6 @@ def test_checkpoint_of_other_windows_is_refused(store: Store, windows: Windows, 
         next(iter(loader))
     state = saved.state_dict()["sampler"]["shards"]["windows"]
     assert "{}={}".format(*words.split("=")) in [f"{k}={v}" for k, v in state.items()]
-
-
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-def test_windows_are_weighted_by_a_field_of_their_series(store: Store, residency: str) -> None:
-    weights = np.array([1.0 if row % 2 else 0.0 for row, _ in EXPECTED])
-    loaders = [
-        make_window_loader(
-            store,
-            WINDOWS,
-            devices,
-            12 // devices,
-            residency=residency,
-            factory=Weighted(weights, num_samples=200),
-        )
-        for devices in (1, 4)
-    ]
-    steps = [steps_of(loader) for loader in loaders]
-    assert steps[0] == steps[1]
-    counts = Counter(joined(steps[0]))
-    odd = [window for window in EXPECTED if window[0] % 2]
-    assert set(counts) <= set(odd)
-    assert sum(counts.values()) == 200
-    assert max(counts.values()) <= 200 // len(odd) + 1
 
 
 @pytest.mark.parametrize("residency", ["mmap", "host"])
@@ -378,10 +292,13 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_data_module_trains_and_validates_on_windows(tmp_path: Path) -> None:
-    alone = None
-    for devices in (1, 2, 3, 4):
-        data = make_data(tmp_path, batch_size=12 // devices)
+def test_fit_on_windows_is_the_same_on_any_number_of_devices_and_resumed(tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 17:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Module:
         module = Module()
         trainer = make_trainer(
             tmp_path,
@@ -389,59 +306,20 @@ def test_data_module_trains_and_validates_on_windows(tmp_path: Path) -> None:
             devices=devices,
             max_epochs=2,
             num_sanity_val_steps=0,
+            **options,
         )
-        trainer.fit(module, datamodule=data)
-        expected = all_windows(LENGTHS[:9], LENGTH, STRIDE)
-        assert module.val_windows == expected * 2
-        assert sorted(joined(module.train_windows)) == sorted(EXPECTED * 2)
-        if alone is None:
-            alone = module
-        assert module.train_windows == alone.train_windows
+        data = make_data(tmp_path, batch_size=12 // devices)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return module
+
+    alone = fit(1, callbacks=[Save()])
+    assert alone.val_windows == all_windows(LENGTHS[:9], LENGTH, STRIDE) * 2
+    assert sorted(joined(alone.train_windows)) == sorted(EXPECTED * 2)
+    other, resumed = fit(3), fit(2, tmp_path / "stopped.ckpt")
+    assert other.train_windows == alone.train_windows
+    assert resumed.train_windows == alone.train_windows[17:]
+    for module in (other, resumed):
         assert torch.equal(module.layer.weight, alone.layer.weight)
-
-
-def test_fit_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
-    whole, stopped, resumed = Module(), Module(), Module()
-    options: dict[str, Any] = {"strategy": "memmap_superbatch", "devices": 2, "max_epochs": 2}
-    options["limit_val_batches"] = 0
-    make_trainer(tmp_path, **options).fit(whole, datamodule=make_data(tmp_path))
-
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 17:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    make_trainer(tmp_path, **options, callbacks=[Save()]).fit(
-        stopped, datamodule=make_data(tmp_path)
-    )
-    make_trainer(tmp_path, **options).fit(
-        resumed, datamodule=make_data(tmp_path), ckpt_path=tmp_path / "stopped.ckpt"
-    )
-    assert resumed.train_windows == whole.train_windows[17:]
-    assert torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
-def test_folds_have_the_windows_of_their_series(tmp_path: Path) -> None:
-    seen: Counter[tuple[int, int]] = Counter()
-    for member in range(3):
-        data = MemmapDataModule(
-            Series(LENGTHS),
-            store_dir=tmp_path / "stores",
-            num_shards=12,
-            variable={"value": WINDOWS, "time": WINDOWS},
-            subset=KFold(3, seed=1),
-            member=member,
-        )
-        data.prepare_data()
-        data.setup("fit")
-        train = [w for batch in data.train_dataloader() for w in windows_in(batch, LENGTH)]
-        loader: Any = data.val_dataloader()
-        val = [w for batch in loader for w in windows_in(batch, LENGTH)]
-        assert not {row for row, _ in train} & {row for row, _ in val}
-        assert sorted(train + val) == EXPECTED
-        seen.update(val)
-    assert set(seen.values()) == {1}
-    assert sorted(seen) == EXPECTED
 
 
 def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
@@ -455,22 +333,8 @@ def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
     assert max(rows.values()) - min(rows.values()) <= 400 // len(long)
 
 
-def test_row_numbers_are_those_of_windows(tmp_path: Path) -> None:
-    data = make_data(tmp_path, with_row_numbers=True)
-    data.prepare_data()
-    data.setup("fit")
-    loader: Any = data.val_dataloader()
-    for expected, found in (
-        (EXPECTED, data.train_dataloader()),
-        (all_windows(LENGTHS[:9], LENGTH, STRIDE), loader),
-    ):
-        for batch in found:
-            numbers = batch["row_number"].tolist()
-            assert windows_in(batch, LENGTH) == [expected[number] for number in numbers]
-
-
 @pytest.mark.parametrize("sampler", [None, Weighted("row")])
-@pytest.mark.parametrize("part", [Subset(range(7, 40, 2)), KFold(4), RandomSplit(0.3)])
+@pytest.mark.parametrize("part", [None, Subset(range(7, 40, 2)), KFold(4), RandomSplit(0.3)])
 def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
     tmp_path: Path, part: Any, sampler: Any
 ) -> None:
@@ -486,19 +350,17 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
     )
     data.prepare_data()
     data.setup("fit")
-    loaders = [data.train_dataloader()]
-    if not isinstance(part, Subset):
-        loader: Any = data.val_dataloader()
-        loaders.append(loader)
-    for batch in chain(*loaders):
+    val: Any = data.val_dataloader()
+    found = list[int]()
+    for batch in chain(data.train_dataloader(), val):
         numbers = batch["row_number"].tolist()
         assert windows_in(batch, LENGTH) == [EXPECTED[number] for number in numbers]
+        found += numbers
+    if sampler is None and not isinstance(part, Subset):
+        assert sorted(found) == [*range(len(EXPECTED))]
 
 
-@pytest.mark.parametrize("residency", ["mmap", "stream"])
-def test_command_shows_series_and_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], residency: str
-) -> None:
+def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_data(tmp_path)
     data.prepare_data()
     config = {
@@ -508,7 +370,7 @@ def test_command_shows_series_and_steps(
                 "store_dir": str(tmp_path / "stores"),
                 "batch_size": 6,
                 "seed": 5,
-                "residency": residency,
+                "residency": "stream",
                 "shuffle_window": 3,
                 "variable": {
                     name: {"form": "windows", "length": LENGTH, "stride": STRIDE}
@@ -526,7 +388,7 @@ def test_command_shows_series_and_steps(
         main([*arguments, "--json"])
     (found,) = json.loads(capsys.readouterr().out)
     stored = open_store(tmp_path / "stores" / "train")
-    loader = make_window_loader(stored, WINDOWS, 2, 6, residency=residency, window=3)
+    loader = make_window_loader(stored, WINDOWS, 2, 6, residency="stream", window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
     with pytest.raises(SystemExit):
         main([*arguments, "--show", str(tmp_path / "rows.html")])

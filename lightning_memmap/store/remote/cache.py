@@ -164,9 +164,7 @@ class Cache:
             self._remove(directory)
             # A name that nobody can have foreseen, and that is removed if this process is killed.
             made = Path(tempfile.mkdtemp(suffix=_GONE, dir=self.directory))
-            # Several columns may have a file in common.
-            sizes = {name: size for c in manifest.columns for name, size in c.file_bytes.items()}
-            for name, num_bytes in sizes.items():
+            for name, num_bytes in manifest.file_bytes.items():
                 with open(made / name, "xb") as file:
                     file.truncate(num_bytes)
             make_records(made, manifest)

@@ -34,8 +34,8 @@ OFFLINE = "LIGHTNING_MEMMAP_OFFLINE"
 #: Times that a read is tried, beside what the library of the protocol tries itself.
 _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
-#: What a server says that will not do otherwise when it is asked again, and what may be over.
-_UNABLE, _TRANSIENT = (501, 505), (408, 425, 429)
+#: What a server refuses that may be over when it is asked again.
+_TRANSIENT = (408, 425, 429)
 #: What a library raises that would fail in the same way when it is called again. fsspec raises
 #: NotImplementedError for what a protocol cannot do at all, such as writing to http://.
 _MISTAKES = (
@@ -125,6 +125,10 @@ class RemoteFiles:
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Copy a file there, or write a small one. Object stores show it once it is whole."""
+        if self._is_web:
+            raise StoreError(
+                f"{self.url / name} cannot be written: http:// and https:// can only be read"
+            )
         write = self._system.put_file if isinstance(source, Path) else self._system.pipe_file
         given = (
             (str(source), self._at(name)) if isinstance(source, Path) else (self._at(name), source)
@@ -201,6 +205,8 @@ async def _read_part(system: Any, path: str, start: int, end: int) -> bytes:
     async with session.get(system.encode_url(path), **options) as answer:
         if answer.status == 404:
             raise FileNotFoundError(path)
+        if 400 <= answer.status < 500 and answer.status not in _TRANSIENT:
+            raise PermissionError(f"{answer.status}, {answer.reason}")
         answer.raise_for_status()
         if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
             raise StoreError(
@@ -222,7 +228,7 @@ def is_offline() -> bool:
 
 def _final_error(error: Exception, where: str) -> MemmapError | None:
     """The error of this package for one that would come again; None for one that may be over."""
-    what, status = describe_error(error), _status(error)
+    what = describe_error(error)
     if isinstance(error, FileNotFoundError):
         return StoreNotFoundError(f"there is no {where}: {what}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -230,22 +236,11 @@ def _final_error(error: Exception, where: str) -> MemmapError | None:
             f"{where} cannot be written: {what}: make room there, and do the same again: it goes on"
             " with what is missing"
         )
-    is_refused = 400 <= status < 500 and status not in _TRANSIENT
     has_no_right = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
-    if is_refused or has_no_right or status in _UNABLE or isinstance(error, _MISTAKES):
+    if has_no_right or isinstance(error, _MISTAKES):
         return StoreError(
             f"{where} was refused: {what}: see that the URL is right, that there are credentials"
             " with the right to this (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-            " in ~/.aws), and that the server and the library of its protocol can do it (http://"
-            " and https:// can only be read)"
+            " in ~/.aws), and that the server and the library of its protocol can do it"
         )
     return None
-
-
-def _status(error: Exception) -> int:
-    """The status of the answer of an HTTP server that an error is about; 0 where there is none."""
-    answer = getattr(error, "response", None)
-    for each, name in ((error, "status"), (answer, "status_code"), (error, "code")):
-        if type(found := getattr(each, name, 0)) is int and found:
-            return found
-    return 0

@@ -21,7 +21,7 @@ from lightning_memmap.store.manifest import (
     Manifest,
     check_files,
 )
-from lightning_memmap.store.places import StoreUrl, make_parent, place_of, store_directory
+from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.remote.shards import (
@@ -81,7 +81,7 @@ def push_store(
             f" such as {there.url / inner[0]}"
         )
     new = replace(manifest, generation=copy_name(manifest, before))
-    sizes = {name: size for column in manifest.columns for name, size in column.file_bytes.items()}
+    sizes = manifest.file_bytes
     with show_progress("pushing", sum(sizes.values()), 1, hidden=not progress) as advance:
         for name, num_bytes in sizes.items():
             at = f"{new.generation}/{name}"
@@ -127,7 +127,6 @@ def pull_store(
     files = RemoteFiles(_url(url))
     manifest = read_manifest(files)
     check_free(place.path, "path")
-    make_parent(place.path)
     with place.locked():
         before = read_plain(place.path / MANIFEST) if is_store(place.path) else None
         if _are_same(_decoded(before, str(place.path)), manifest):

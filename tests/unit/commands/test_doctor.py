@@ -13,7 +13,6 @@ from lightning_memmap.commands import doctor as module
 from lightning_memmap.commands.doctor import (
     Finding,
     file_system,
-    machine,
 )
 
 
@@ -52,13 +51,6 @@ def test_doctor_of_a_missing_folder_is_refused(run: Callable[..., Any], tmp_path
     )
     assert words in error
     assert [path.name for path in tmp_path.iterdir()] == ["stores"]
-
-
-def test_doctor_of_a_file_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "file.py").touch()
-    code, out, error = run(str(tmp_path / "file.py"))
-    assert (code, out) == (2, "")
-    assert f"{tmp_path / 'file.py'} is a file: name a folder" in error
 
 
 def test_doctor_of_a_folder_without_write_access_says_what_works_still(
@@ -114,30 +106,3 @@ def test_doctor_notices_locks_that_do_not_exclude(
     found = by_name(file_system(tmp_path))["file locks"]
     assert found.state == "bad"
     assert "two holders at once" in found.text
-
-
-def test_doctor_notices_a_mapping_that_does_not_see_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda *args: 3)
-    found = by_name(file_system(tmp_path))["memory mapping"]
-    assert found.state == "bad"
-    assert "not seen in the mapping" in found.text
-
-
-def test_doctor_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 0)
-    assert by_name(machine())["GPUs"].state == "limited"
-
-
-def test_doctor_misspelt_command_and_option_are_two_lines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for arguments, near in ((["doctr"], "doctor"), (["doctor", "--foldr", "x"], "--help")):
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 2
-        assert near in "\n".join(lines)

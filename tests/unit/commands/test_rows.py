@@ -103,14 +103,6 @@ def test_steps_are_those_of_a_training(
     assert f"step={num_steps}: epoch 0 has the steps 0 to {num_steps - 1}" in command.err
 
 
-def test_devices_serve_their_own_shards(command: Command) -> None:
-    command.write()
-    (alone,) = command.steps("--epoch", 3, "--step", 1, "--devices", 1)
-    (found,) = command.steps("--epoch", 3, "--step", 0, "--devices", 4)
-    assert found["rows"][6:12] == alone["rows"]
-    assert all(row % 24 % 4 == each["device"] for each in found["devices"] for row in each["rows"])
-
-
 def test_ranks_are_those_of_the_strategy(command: Command) -> None:
     command.write({"strategy": "ddp", "devices": 2})
     (found,) = command.steps()

@@ -131,11 +131,3 @@ def test_store_show_writes_a_page_of_all_splits(
     assert "<h1>val</h1>" in page
     assert "3 rows" in page
     assert "24 shards" in page
-
-
-def test_store_show_of_no_store_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["store", "show", str(tmp_path), "--out", str(tmp_path / "page.html")])
-    assert end.value.code == 2
-    assert "error:" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()

@@ -1,6 +1,5 @@
 """Runs of a comparison in this process, with what they are about."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
+from lightning_memmap.compare.facts import prepare
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
 from lightning_memmap.compare.rows import expected_hashes
 from lightning_memmap.compare.runner import read_ranks
 from lightning_memmap.compare.worker import (
-    prepare,
     train,
     train_variant,
     trainer_options,
@@ -90,7 +89,7 @@ def config(path: Path, model: str = "tests.models.Regression", **data: Any) -> d
 def make_spec(
     path: Path, kind: RunKind, variant: str, sections: dict[str, Any], **options: Any
 ) -> RunSpec:
-    chosen = parse_variants(variant)[0].trainer_options(DEVICES) if variant else {"devices": 1}
+    chosen = parse_variants(variant)[0].trainer_options(DEVICES)
     accelerator = os.environ.get(ACCELERATOR_VARIABLE, "cpu")
     trainer = {"accelerator": accelerator, **chosen, **options.pop("trainer", {})}
     values = {
@@ -99,7 +98,7 @@ def make_spec(
         "transform_is_random": False,
         **options,
     }
-    out = path / f"{variant or 'facts'}-{kind}"
+    out = path / f"{variant}-{kind}"
     # Of several processes, each comes here.
     out.mkdir(exist_ok=True)
     return RunSpec(
@@ -114,11 +113,8 @@ def make_spec(
     )
 
 
-def facts_of(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    spec = make_spec(path, "prepare", "", sections)
-    prepare(spec)
-    found: dict[str, Any] = json.loads((Path(spec.out) / "facts.json").read_text())
-    return found
+def facts_of(sections: dict[str, Any]) -> dict[str, Any]:
+    return prepare(sections, DEVICES, STEPS)
 
 
 def timed_rank(spec: RunSpec) -> Rank:

@@ -59,18 +59,6 @@ def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
         assert parity.rows == [STEPS, STEPS]
 
 
-class OnItsWay(Regression):
-    """A module whose hook changes batches."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {**batch, "x": batch["x"] * 2}
-
-
-def test_rows_that_a_hook_changes_are_the_same_rows(tmp_path: Path) -> None:
-    checks = {variant: check_run(tmp_path, variant, OnItsWay) for variant in ("auto", "memmap_dp")}
-    assert all(parity.holds for parity in check_runs_parity(tmp_path, checks).values())
-
-
 @dataclass
 class Picture:
     """A sample that ``default_collate`` takes no part of but the numbers."""

@@ -128,16 +128,11 @@ FIGURES = ("variants", 0, "figures")
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda values: '{"x": ' + "[" * 200_000, "is no JSON file"),
-        (lambda values: "\udcff", "is no JSON file"),
-        (lambda values: "[1, 2]", "is not the report of a comparison"),
-        (lambda values: '{"schema": "other"}', "is not the report of a comparison"),
-        (changed("schema_version", to=1), "schema version 1"),
-        (without("schema_version"), "schema version None"),
+        (lambda values: '{"x": ' + "[" * 200_000, "is no report"),
+        (lambda values: '{"schema": "other"}', "is no report"),
+        (changed("schema_version", to=1), "schema_version"),
         (without("environment"), "`environment`"),
-        (changed("variants", 0, to=[]), "$.variants[0]"),
-        (changed(*FIGURES, "private_bytes", to=[]), "$.variants[0].figures"),
-        (changed(*FIGURES, "private_bytes", to=["cheap"]), "is not a whole report"),
+        (changed(*FIGURES, "private_bytes", to=["cheap"]), "$.variants[0].figures"),
     ],
 )
 def test_malformed_report_is_one_error_before_anything_runs(
@@ -156,24 +151,6 @@ def test_malformed_report_is_one_error_before_anything_runs(
     assert words in told
     assert told.count("\n") == 1
     assert len(told) < 500
-
-
-def test_what_is_no_file_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("nowhere", "loop", "."):
-        assert compare(["--config", "x.yaml", "--baseline", str(tmp_path / name)]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: ")
-        assert told.count("\n") == 1
-
-
-def test_figure_that_is_not_known_is_not_compared() -> None:
-    variant = make_variant("auto")
-    figures = {"samples_per_s": variant.figures["samples_per_s"]}
-    old = make_report(replace(variant, figures=figures))
-    found = check_regression(old, make_report(variant), "old.json")
-    assert [change.figure for change in found.changes] == ["samples_per_s"]
 
 
 class OneVariant:

@@ -1,6 +1,5 @@
 """A comparison as a whole, of runs that never were: what one of them costs the others."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,10 +29,6 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
             spec: RunSpec, timeout_s: float, on_step: Callable[[int], None], started: object
         ) -> list[Rank]:
             out = spec.write().parent
-            if spec.kind == "prepare":
-                facts = {"environment": ENVIRONMENT, "data": DATA, "model": MODEL}
-                (out / "facts.json").write_text(json.dumps({**facts, "expected": [1] * STEPS}))
-                return []
             for name in ("initial", "final"):
                 torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
             fault(spec)
@@ -41,7 +36,8 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
 
         monkeypatch.setattr(runner, "run", run)
         monkeypatch.setattr(runner, "launch", lambda out: None)
-        monkeypatch.setattr(runner, "ConfigCheck", lambda spec: None)
+        facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": MODEL}
+        monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
         options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))
         return Comparison(options, Console(quiet=True)).run()
 

@@ -13,7 +13,7 @@ def test_parse_gives_the_variants_in_order_and_once() -> None:
     found = parse_variants("ddp, auto+workers3,memmap_superbatch,auto+ideal,ddp,auto+memmap")
     assert found == (
         Variant("ddp"),
-        Variant("auto", "dataloader", 3),
+        Variant("auto", "workers3"),
         Variant("memmap_superbatch"),
         Variant("auto", "ideal"),
         Variant("auto"),
@@ -59,13 +59,6 @@ def test_reason_says_what_is_missing(
     found = variant.unsupported_reason(*machine, 2, configures_itself)
     assert bool(found) == bool(reason)
     assert reason in found
-
-
-def test_devices_of_a_variant_are_those_of_the_comparison_or_one() -> None:
-    assert Variant("auto").trainer_options(4) == {"strategy": "auto", "devices": 1, "num_nodes": 1}
-    assert Variant("ddp").trainer_options(4)["devices"] == 4
-    options = Variant("model_parallel").trainer_options(4)
-    assert options["strategy"]["init_args"]["data_parallel_size"] == 4
 
 
 def test_several_models_and_replayed_batches_are_not_compared() -> None:

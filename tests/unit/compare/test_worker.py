@@ -9,7 +9,7 @@ import pytest
 from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.metrics import METRICS, PARTS
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.compare.worker import prepare, train
+from lightning_memmap.compare.worker import train
 from tests.unit.compare import runs
 from tests.unit.compare.runs import (
     PARAMETERS,
@@ -37,7 +37,7 @@ def compare(
     path: Path, variants: tuple[str, ...], sections: dict[str, Any], **options: Any
 ) -> tuple[dict[str, Parity], dict[str, Any]]:
     """The parity of variants with the first of them."""
-    facts = facts_of(path, sections)
+    facts = facts_of(sections)
     options["transform_is_random"] = facts["data"]["transform_is_random"]
     checks = {
         variant: run(make_spec(path, "check", variant, sections, **options)) for variant in variants
@@ -82,7 +82,7 @@ def test_random_transform_without_another_leaves_rows_to_check(tmp_path: Path) -
 @pytest.mark.parametrize("variant", [*VARIANTS, "auto+ideal", "memmap_superbatch+ideal"])
 def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> None:
     sections = config(tmp_path)
-    facts_of(tmp_path, sections)
+    facts_of(sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6
     assert {metric.key for metric in METRICS.values() if metric.run == "timed"} == set(rank.values)
@@ -96,14 +96,14 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
 
 def test_ideal_loader_trains_on_one_batch(tmp_path: Path) -> None:
     sections = config(tmp_path)
-    facts_of(tmp_path, sections)
+    facts_of(sections)
     (rank,) = run(make_spec(tmp_path, "check", "auto+ideal", sections)).ranks
     assert len(set(rank.values["model_hashes"])) == 1
 
 
 def test_check_tells_bytes_of_the_model(tmp_path: Path) -> None:
     sections = config(tmp_path)
-    facts_of(tmp_path, sections)
+    facts_of(sections)
     (rank,) = run(make_spec(tmp_path, "check", "memmap_superbatch", sections)).ranks
     # Other parameters of this process may still be alive; those of a fresh one are the model's.
     assert rank.values["gradients_bytes"]["gradients"] >= 4 * PARAMETERS
@@ -113,7 +113,7 @@ def test_check_tells_bytes_of_the_model(tmp_path: Path) -> None:
 
 def test_batch_that_consumers_cannot_share_is_refused(tmp_path: Path) -> None:
     sections = config(tmp_path)
-    facts_of(tmp_path, sections)
+    facts_of(sections)
     spec = make_spec(tmp_path, "check", "memmap_superbatch", sections)
     odd = RunSpec(**{**vars(spec), "global_batch": 15})
     with pytest.raises(ValueError, match="2 data devices do not divide a global batch of 15"):
@@ -124,7 +124,7 @@ def test_other_data_module_is_refused(tmp_path: Path) -> None:
     sections = config(tmp_path)
     sections["data"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"}
     with pytest.raises(ValueError, match="BoringDataModule; a comparison needs a MemmapDataModule"):
-        prepare(make_spec(tmp_path, "prepare", "", sections))
+        facts_of(sections)
 
 
 def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
@@ -132,12 +132,10 @@ def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="steps of 200 rows, and an epoch of the training split has 100"
     ):
-        prepare(make_spec(tmp_path, "prepare", "", sections))
+        facts_of(sections)
 
 
-@pytest.mark.parametrize(
-    "sound", ["pad", "jagged", "list", {"form": "pad", "value": -1, "multiple": 8}]
-)
+@pytest.mark.parametrize("sound", ["jagged", {"form": "pad", "value": -1, "multiple": 8}])
 def test_rows_that_differ_in_length_are_compared_without_their_padding(
     tmp_path: Path, sound: Any
 ) -> None:

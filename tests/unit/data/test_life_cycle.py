@@ -219,13 +219,6 @@ class TestTrainer:
         assert found is not None
         assert [each["row"].item() for each in found] == [60, 61, 62]  # type: ignore[call-overload,index]
 
-    def test_data_module_of_one_stage_between_loaders(self, tmp_path: Path) -> None:
-        data = MemmapDataModule(test_dataset=Points(6), store_dir=tmp_path / "stores")
-        module, trainer = Regression(), make_trainer(tmp_path)
-        trainer.test(module, data, verbose=False)
-        trainer.fit(module, DataLoader(Points(4), batch_size=4), DataLoader(Points(4)))
-        assert module.seen["train"] == [[0, 1, 2, 3]]
-
     def test_hooks_by_hand_after_a_fit_are_for_all_splits(self, tmp_path: Path) -> None:
         data = make_data(tmp_path)
         run(tmp_path, data, "validate", "fit")
@@ -243,16 +236,6 @@ class TestFromDatasets:
         )
         seen = run(tmp_path, data, "fit", "test", limit_val_batches=0).seen
         assert seen == {"train": [[0], [1], [2], [3]], "test": [[50], [51], [52]]}
-
-    def test_from_datasets_takes_the_arguments_of_the_class(self, tmp_path: Path) -> None:
-        class Named(MemmapDataModule):
-            pass
-
-        data = Named.from_datasets(
-            Points(4), Points(3), batch_size=2, num_workers=1, store_dir=tmp_path, seed=7
-        )
-        assert type(data) is Named
-        assert (data.batch_size, data.num_workers, data.seed) == (2, 1, 7)
 
     def test_from_datasets_without_a_place_says_so(self) -> None:
         with pytest.raises(TypeError, match=r"store_dir is missing: give store_dir=\.\.\."):

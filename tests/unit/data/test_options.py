@@ -44,6 +44,13 @@ def test_any_value_of_an_option_is_taken_or_refused_by_name(tmp_path: Path, name
             error = refused
         assert error is None or name in str(error)
         assert not isinstance(kept, np.generic)
+        # Setting it is as strict, and leaves what was there.
+        data = MemmapDataModule(store_dir=tmp_path)
+        before = data.options
+        if error is not None:
+            with pytest.raises(type(error), match=name):
+                setattr(data, name, value)
+            assert data.options is before
 
 
 @pytest.mark.parametrize(

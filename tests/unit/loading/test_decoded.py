@@ -24,17 +24,13 @@ from lightning_memmap.loading import (
     decoding,
 )
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import (
-    SequentialSampler,
-    ShuffledSampler,
-    StridedRows,
-)
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import OnSuperBatch
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded, icons, plain
 from tests.models import Brightness, make_trainer
-from tests.rows import CPU, make_split, split_with
+from tests.rows import CPU, StridedRows, make_split, split_with
 
 NUM_ROWS = 90
 

@@ -11,20 +11,17 @@ from hypothesis import strategies as st
 from lightning_memmap.loading import places
 from lightning_memmap.loading.places import Places
 from lightning_memmap.sampling import (
-    ChosenRows,
     Integers,
     JoinedRows,
-    PickedRows,
     Pool,
     Rows,
     Sampler,
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
     Weighted,
 )
-from lightning_memmap.sampling.identity import Numbers
+from tests.rows import StridedRows
 
 
 def moved(locations: Integers) -> Integers:
@@ -41,12 +38,12 @@ def cases(draw: st.DrawFn) -> tuple[Places, Sampler]:
     rows: Rows = stored
     if kind == "joined":
         parts = (StoreRows(Shards(7, num_shards)), StoreRows(Shards(num_rows - 7, 2)))
-        rows = JoinedRows(("a", "b"), parts, (7, num_rows - 7))
+        rows = JoinedRows(("a", "b"), parts)
     if kind == "chosen":
         chosen = np.random.default_rng(seed).permutation(num_rows)[: num_rows // 2]
-        rows = PickedRows(stored, ChosenRows(Numbers(chosen)))
+        rows = StoreRows.of(stored.shards, chosen)
     if kind == "strided":
-        rows = PickedRows(stored, StridedRows(1, 3, excluded=True))
+        rows = StridedRows(1, 3, excluded=True).among(stored)
     pool = Pool.of(rows, num_shards + (kind == "striped"))
     sampler: Sampler = ShuffledSampler(pool, seed)
     if kind == "weighted":
@@ -70,7 +67,7 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     positions = range(begin, sampler.num_positions)
     rows = sampler.dataset_rows(epoch, positions)
     every = found_at.pool.rows
-    expected = (every.of if isinstance(every, PickedRows) else every).places(rows)
+    expected = (StoreRows(every.shards) if isinstance(every, StoreRows) else every).places(rows)
     expected = found_at.moved(expected)
     found = found_at.locate(sampler, epoch, positions)
     assert found.dtype == np.int64

@@ -26,12 +26,14 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import RowSubset, StridedRows
 from lightning_memmap.store import Store, build_store
 from tests.preloaded import END_WHOLLY, python
 from tests.rows import (
     CPU,
+    Chosen,
     NumberedRows,
+    StridedRows,
+    chosen_of,
     epoch_rows,
     joined,
     loader_over,
@@ -80,7 +82,7 @@ class TestRows:
 
     @pytest.mark.parametrize("subset", SUBSETS)
     def test_rows_of_many_pieces_are_those_of_the_mapping(
-        self, numbered_store: Stores, subset: RowSubset | None
+        self, numbered_store: Stores, subset: Chosen | None
     ) -> None:
         # Rows of 300 KB, more than a gap that is read along; 7 of 24 shards do not divide.
         store = numbered_store(200, 24, 300_000)
@@ -443,7 +445,7 @@ class TestFailures:
     def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
         store, subset, topology = numbered_store(400, 24), StridedRows(1, 3), DataTopology((CPU,))
         plan = plan_placement(
-            {"train": SplitSize.of("train", store.manifest, topology, store.rows(subset))},
+            {"train": SplitSize.of("train", store.manifest, topology, chosen_of(store, subset))},
             topology,
             "stream",
             budget_bytes={CPU: 2**40},

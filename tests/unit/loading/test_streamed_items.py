@@ -22,19 +22,11 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.window_sizes import largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import (
-    PickedRows,
-    Pool,
-    Rows,
-    Shards,
-    ShuffledSampler,
-    StoreRows,
-    StridedRows,
-)
+from lightning_memmap.sampling import Pool, Rows, Shards, ShuffledSampler, StoreRows
 from lightning_memmap.schema import Field, read_forms
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, make_loader, make_split
+from tests.rows import CPU, StridedRows, make_loader, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -145,7 +137,7 @@ class TestMemory:
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
         rows = ItemRows(Field("x", torch.uint8, (None,)), stored, items, ends[:, None])
         if is_subset and num_rows > 1:
-            every = PickedRows(every, StridedRows(0, 2))
+            every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
         places = Places(pool, pool.begins)

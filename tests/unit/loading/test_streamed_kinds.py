@@ -9,11 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
-from lightning_memmap.sampling import StridedRows
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import Series
-from tests.rows import CPU, NumberedRows, make_loader, make_window_loader, read_in_blocks
+from tests.rows import (
+    CPU,
+    NumberedRows,
+    StridedRows,
+    make_loader,
+    make_window_loader,
+    read_in_blocks,
+)
 from tests.unit.loading.test_streamed_items import VARIABLE, plain, sample
 
 KINDS = ["rows", "items", "windows"]

@@ -27,7 +27,6 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    StridedRows,
     Weighted,
     WindowedRows,
 )
@@ -35,7 +34,7 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Field, Windows
 from lightning_memmap.store import Store, TokenStream, build_store
 from tests.datasets import Series, windows_in
-from tests.rows import make_window_loader
+from tests.rows import StridedRows, make_window_loader
 
 LENGTH = 8
 LENGTHS = {

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader
 from lightning_memmap.loading.device_streams import Uploader, send
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import StridedRows
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
+    StridedRows,
     epoch_rows,
     joined,
     loader_over,

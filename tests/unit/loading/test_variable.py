@@ -24,12 +24,12 @@ from lightning_memmap.loading.variable_padding import padded as padded_rows
 from lightning_memmap.loading.variable_padding import padded_step
 from lightning_memmap.loading.variable_rows import VariableRows, fresh_memory, rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler, StridedRows
+from lightning_memmap.sampling import SequentialSampler, ShuffledSampler
 from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded
-from tests.rows import CPU, make_split, split_with
+from tests.rows import CPU, StridedRows, make_split, split_with
 
 NUM_ROWS = 200
 

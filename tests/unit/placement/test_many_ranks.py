@@ -1,7 +1,6 @@
 """Many rows over many processes: what a process sets up does not grow with the rows."""
 
 import tracemalloc
-from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
@@ -71,17 +70,3 @@ def test_set_up_of_a_rank_is_small(kind: str) -> None:
     held = [shard for shard, where in enumerate(placement.splits["train"].residency) if where]
     assert held == [511]
     assert peak_bytes < 100e6
-
-
-def test_each_row_is_of_one_rank() -> None:
-    topologies = [DataTopology((CPU,), rank, RANKS) for rank in range(RANKS)]
-    owners = Counter(
-        shard for each in topologies for shard in range(RANKS) if each.owner(shard) is not None
-    )
-    assert owners == dict.fromkeys(range(RANKS), 1)
-    shards = Shards(ROWS, RANKS)
-    rows = [shards.rows_of(shard) for shard in range(RANKS)]
-    # Each is every 1,024th row from another one on, and together they are all rows.
-    assert [each[0] for each in rows] == list(range(RANKS))
-    assert {each.step for each in rows if isinstance(each, range)} == {RANKS}
-    assert sum(map(len, rows)) == ROWS

@@ -40,9 +40,6 @@ class TestTopology:
             # Data device w owns the shards c with c % W == w.
             assert owners == [shard % (size * num_devices)]
 
-    def test_data_devices_of_several_processes_are_counted_together(self) -> None:
-        assert DataTopology((CPU,) * 3, rank=1, size=4).num_data_devices == 12
-
     def test_topology_without_device_raises(self) -> None:
         with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
             DataTopology(())

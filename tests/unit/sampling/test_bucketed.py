@@ -9,15 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    Bucketed,
-    BucketedSampler,
-    PickedRows,
-    Pool,
-    Sampler,
-    StridedRows,
-)
-from tests.rows import pool_of
+from lightning_memmap.sampling import Bucketed, Pool, Sampler
+from lightning_memmap.sampling.bucketed import BucketedSampler
+from tests.rows import StridedRows, pool_of
 
 
 class Table:
@@ -167,7 +161,7 @@ def test_each_place_of_a_window_has_buckets_of_all_lengths_equally_often() -> No
 
 def test_lengths_are_those_of_the_chosen_rows() -> None:
     lengths = np.arange(300)[::-1].copy()
-    pool = Pool.of(PickedRows(pool_of(300, 6).rows, StridedRows(1, 2)), 6)
+    pool = Pool.of(StridedRows(1, 2).among(pool_of(300, 6).rows), 6)
     for given_lengths in (lengths, lengths.tolist(), torch.from_numpy(lengths), "sound"):
         sampler = Bucketed(given_lengths, 12).make(pool, 0, Table(300, sound=lengths))
         order = order_of(sampler)

@@ -14,16 +14,16 @@ from lightning_memmap.sampling import (
     KFold,
     Parts,
     RandomSplit,
-    RowSubset,
     Selection,
+    Shards,
+    StoreRows,
     Subset,
 )
 from tests.unit.sampling.test_weighted import Table
 
 
 def rows_of(selection: Selection, table: Table, split: str = "train", member: int = 0) -> list[int]:
-    found: RowSubset = selection.subset(split, member, table)
-    rows: list[int] = found.rows(np.arange(found.num_rows(table.num_rows))).tolist()
+    rows: list[int] = selection.subset(split, member, table).tolist()
     return rows
 
 
@@ -148,8 +148,9 @@ def test_subset_has_the_rows_that_it_names(subset: Subset, expected: list[int]) 
 
 def test_subset_of_other_rows_has_another_identity() -> None:
     table = Table(10)
-    one, same, other = (Subset(r).subset("train", 0, table) for r in ([1, 2], (1, 2), [2, 1]))
-    assert one == same
+    found = [Subset(r).subset("train", 0, table) for r in ([1, 2], (1, 2), [2, 1])]
+    one, same, other = (StoreRows.of(Shards(10, 2), rows) for rows in found)
+    assert one == same != other
     assert one.identity == same.identity != other.identity
 
 

@@ -10,15 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    PickedRows,
-    Pool,
-    Sampler,
-    StridedRows,
-    Weighted,
-    WeightedSampler,
-)
-from tests.rows import pool_of
+from lightning_memmap.sampling import Pool, Sampler, Weighted
+from lightning_memmap.sampling.weighted import WeightedSampler
+from tests.rows import StridedRows, pool_of
 
 
 class Table:
@@ -165,16 +159,6 @@ def test_rows_that_share_an_epoch_are_others_in_another() -> None:
     assert abs(both - 0.24 * epochs) < 5 * np.sqrt(0.25 * 0.75 * epochs)
 
 
-def test_equal_weights_are_a_shuffled_epoch_in_the_shards_of_the_store() -> None:
-    sampler = made(np.full(101, 0.7), 12)
-    assert sampler.pool.begins is not None
-    assert sampler.pool.sizes.tolist() == pool_of(101, 12).sizes.tolist()
-    orders = [sampler.dataset_rows(epoch, range(101)).tolist() for epoch in range(3)]
-    assert all(sorted(order) == list(range(101)) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    assert all(row % 12 == p % 12 for p, row in enumerate(orders[0]))
-
-
 def test_classes_of_a_field_come_equally_often() -> None:
     label = np.array([0] * 90 + [1] * 9 + [2])
     sampler = Weighted("label").make(pool_of(100, 8), 3, Table(100, label=label))
@@ -184,7 +168,7 @@ def test_classes_of_a_field_come_equally_often() -> None:
 
 def test_classes_are_counted_in_the_training_rows_alone() -> None:
     label = np.array([0, 1, 1] * 40)
-    pool = Pool.of(PickedRows(pool_of(120, 8).rows, StridedRows(0, 2)), 8)
+    pool = Pool.of(StridedRows(0, 2).among(pool_of(120, 8).rows), 8)
     fields = Table(120, label=label, weight=label.astype(np.float32))
     sampler = Weighted("label").make(pool, 0, fields)
     rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(100)])
@@ -225,12 +209,6 @@ GOLDEN_SMALL += [6, 10, 10, 12, 1, 8, 18, 1, 16, 18, 10, 17]
 GOLDEN_LARGE = [5504, 40497, 20842, 36155, 85884]
 GOLDEN_UNEVEN = [69315, 38356, 67132, 31925, 40373, 94181, 62982, 10999, 51367, 97375, 78320, 79858]
 GOLDEN_UNEVEN += [82956, 42591, 73792, 66428, 3864, 64392, 13513, 55369, 95473, 26882, 1947, 51243]
-
-
-def test_one_row_of_all_the_weight_is_in_every_shard() -> None:
-    sampler = made([0.0, 0.0, 5.0, 0.0], 4, num_samples=8)
-    assert sampler.dataset_rows(0, range(8)).tolist() == [2] * 8
-    assert sampler.pool.sizes.tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

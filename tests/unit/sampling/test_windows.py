@@ -123,22 +123,6 @@ def test_each_row_is_equally_often_at_a_position(window: int) -> None:
         assert chi_square(counts[position], 200) < CHI_SQUARE_999[19]
 
 
-def test_rows_of_a_window_are_in_each_place_equally_often() -> None:
-    # Relative to the beginning of the window, of 10 rows: where its first position comes from.
-    counts, others = np.zeros(10), np.zeros((10, 10))
-    for seed in range(4000):
-        sampler = make_sampler(200, 2, seed, True, 10)
-        first = sampler.block_runs(0, 4)[0].start
-        shards, offsets = sampler.at(0, range(80, 82))
-        inside = (offsets - first) % 100
-        assert shards.tolist() == [0, 1]
-        counts[inside[0]] += 1
-        others[tuple(inside)] += 1
-    assert chi_square(counts, 400) < CHI_SQUARE_999[9]
-    # The shards are independent: 99 degrees of freedom, and 3.3 standard deviations up.
-    assert chi_square(others, 40) < 99 + 3.3 * math.sqrt(2 * 99)
-
-
 def test_windows_and_epochs_have_orders_of_their_own() -> None:
     sampler = make_sampler(24 * 50, 1, 3, True, 50)
     _, first = sampler.at(0, range(1200))

@@ -43,38 +43,7 @@ from tests.reliability.runner import fork_from_here, fork_server
 
 @dataclass(frozen=True)
 class Build:
-    """One build of a `Numbered` dataset.
-
-    Args:
-        path: Where the store goes.
-        num_rows: Rows of the dataset.
-        version: Version of the dataset: all values of all rows depend on it.
-        num_shards: Shards of the store.
-        num_workers: Processes that read the dataset.
-        overwrite: Replace a store of another version.
-        fresh: Do not resume.
-        part: The part that is written; all where it is None.
-        finish: Commit the parts.
-        append: Append the dataset to the store that is there.
-        table: Write the rows as a table, over what is there.
-        pull: The URL of a store that is pulled, in place of a build.
-        push: The URL that the store at ``path`` is pushed to, in place of a build.
-        fetch: The URL of a store of this dataset that is read, in place of a build.
-        cache: The directory of the cache for it.
-        range_rows: Rows that are written at once.
-        delay_s: Pause before every 16th row.
-        log: File in which each row that is read is noted; none where empty.
-        gate: The process that reads row ``gate_row`` writes its id to the file ``<gate>.pid`` and
-            goes on only when there is a file ``gate``.
-        gate_row: See ``gate``.
-        kill_at_event: The builder kills itself just before it changes the file system for
-            the n-th time, counted from 0. -1: never.
-        kill_at_row: The builder kills itself when it reads this row. -1: never.
-        times: Builds, each with one shard more than the one before.
-        outlived: The workers do not end with the builder, as where the system has no such signal
-            and they are busy with a row.
-        unsignalled: The same, but they look whether it is there before they write.
-    """
+    """One build of a `Numbered` dataset, all values of which depend on its version."""
 
     path: str
     num_rows: int
@@ -83,6 +52,8 @@ class Build:
     num_workers: int = 0
     overwrite: bool = False
     fresh: bool = False
+    # In place of a build: one part of it, the commit of all parts, rows that are appended, a table,
+    # a URL that is pulled from, one that the store is pushed to, and one that is read by a cache.
     part: tuple[int, int] | None = None
     finish: bool = False
     append: bool = False
@@ -91,14 +62,21 @@ class Build:
     push: str = ""
     fetch: str = ""
     cache: str = ""
+    # Rows that are written at once, and the pause before every 16th.
     range_rows: int = 64
     delay_s: float = 0.0
+    # A file in which each row that is read is noted.
     log: str = ""
+    # The process that reads row ``gate_row`` writes its id to ``<gate>.pid``, and goes on only when
+    # there is a file ``gate``.
     gate: str = ""
     gate_row: int = -1
+    # The builder kills itself just before its n-th change of the file system, or at a row.
     kill_at_event: int = -1
     kill_at_row: int = -1
+    # Builds, each with one shard more than the one before.
     times: int = 1
+    # The workers do not end with the builder; or they look for it before they write.
     outlived: bool = False
     unsignalled: bool = False
 

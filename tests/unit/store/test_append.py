@@ -130,15 +130,3 @@ def test_append_to_nothing_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         append_store(Numbered(50), tmp_path / "s", **QUIET)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
-def test_rows_of_unsigned_numbers_are_appended_and_looked_up(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    top = torch.iinfo(dtype).max
-    rows = [{"x": torch.tensor(top - row, dtype=dtype)} for row in range(20)]
-    build_store(rows[:7], tmp_path / "s", num_shards=3, progress=False)
-    store = append_store(rows[7:], tmp_path / "s", progress=False)
-    assert [store[row] for row in range(20)] == rows
-    assert store.values("x").tolist() == [top - row for row in range(20)]

@@ -22,7 +22,7 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
-from tests.unit.store.layout import building_path, files_of, names_in
+from tests.unit.store.layout import building_path, names_in
 
 OLD, NEW = 1, 2
 NUM_ROWS = 600
@@ -294,21 +294,6 @@ def test_build_resumed_from_a_torn_journal_stores_every_row(
     assert version_in(tmp_path) == NEW
 
 
-def test_build_journal_names_only_rows_that_are_in_the_files(begun: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "resume"
-    shutil.copytree(begun, directory)
-    building = building_path(directory / "s")
-    lines = [line.split() for line in (building / "journal").read_text().splitlines()[1:]]
-    done = {int(first) + row for first, count in lines for row in range(int(count))}
-    assert done == set(range(DEADLY_ROW // RANGE_ROWS * RANGE_ROWS))
-    # Shard 0 of 3 comes first: rows 0, 3, 6, ...
-    labels = torch.frombuffer(
-        bytearray((building / "label.memmap").read_bytes()), dtype=torch.int64
-    )
-    rows = torch.arange(0, len(done), 3)
-    assert torch.equal(labels[: len(rows)], Numbered(NUM_ROWS, NEW).expected()["label"][rows])
-
-
 # Around the commit
 
 
@@ -345,20 +330,6 @@ def test_store_that_was_replaced_is_not_sent_to_another_process(tmp_path: Path) 
     assert holds(store, Numbered(NUM_ROWS, OLD))
     with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
         pickle.loads(sent)
-
-
-@pytest.mark.parametrize("name", ["g-0123456789abcdef", "manifest.json.tmp"])
-def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "s"
-    stored(path, OLD)
-    if name.startswith("g-"):
-        shutil.copytree(files_of(path), path / name)
-    else:
-        (path / name).write_text("half")
-    # The same dataset: nothing is built.
-    build_store(Numbered(NUM_ROWS, OLD), path, num_shards=3, progress=False)
-    assert names_in(path) == ["label.memmap", "manifest.json", "x.memmap"]
-    assert version_in(tmp_path) == OLD
 
 
 def test_store_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:

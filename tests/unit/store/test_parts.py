@@ -1,5 +1,6 @@
 """Stores that are built in parts: by processes that know nothing of each other, and are killed."""
 
+import errno
 import os
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,11 +21,14 @@ from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import (
     build_part,
     build_store,
+    columns,
     finish_store,
     open_store,
     verify_store,
+    workers,
 )
 from lightning_memmap.store.directory import PARTS
+from lightning_memmap.store.files import write_all
 from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer
@@ -264,17 +268,45 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
     assert_same_store(tmp_path / "s", tmp_path / "one")
 
 
-def test_parts_built_by_threads_of_one_process_hold_their_own_rows(tmp_path: Path) -> None:
+def test_parts_built_by_threads_of_one_process_hold_their_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Such as those of an actor with threads.
-    rows = [{"text": f"{row} " * (row % 9)} for row in range(20_000)]
+    rows = [{"text": f"{row} " * (row % 9)} for row in range(400)]
     num_parts = 4
     start = Barrier(num_parts)
+
+    def write_late(*arguments: Any) -> None:
+        # Meanwhile, the other threads have found where to write.
+        sleep(0.2)
+        write_all(*arguments)
 
     def build(part: int) -> None:
         start.wait()
         build_part(rows, tmp_path / "s", (part, num_parts), num_shards=3, progress=False)
 
+    monkeypatch.setattr(columns, "write_all", write_late)
     with ThreadPoolExecutor(num_parts) as threads:
         list(threads.map(build, range(num_parts)))
     store = finish_store(tmp_path / "s", progress=False)
     assert [store[row] for row in range(len(rows))] == rows
+
+
+def test_part_without_memory_for_a_thread_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(part: int) -> None:
+        build_part(Numbered(90, 2), tmp_path / "s", (part, 2), overwrite=True, **QUIET)
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    build_store(Numbered(90, 1), tmp_path / "s", **QUIET)
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "mmap", no_memory)
+        with pytest.raises(OSError, match=r"no memory for a thread.*: rows cannot be written"):
+            build(0)
+    assert holds(open_store(tmp_path / "s"), Numbered(90, 1))
+    build(0)
+    build(1)
+    assert holds(finish_store(tmp_path / "s", overwrite=True, **QUIET), Numbered(90, 2))

@@ -261,28 +261,6 @@ def test_training_on_a_url_has_the_batches_of_the_directory(
     assert len(seen[0][0]["train"]) >= 3
 
 
-@pytest.mark.parametrize("residency", ["mmap", "host"])
-def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
-    tmp_path: Path, residency: str
-) -> None:
-    for name, first in (("a", 0), ("b", 500)):
-        samples = [{"steps": np.arange(first + row, first + row + 9)} for row in range(30)]
-        build_store(samples, tmp_path / "far" / "train" / name, num_shards=6, progress=False)
-    options: list[dict[str, Any]] = [
-        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40)},
-        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "variable": {"steps": Windows(4, 2)}},
-    ]
-    for each in options:
-        batches = []
-        for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
-            data = MemmapDataModule(store_dir=place, batch_size=5, residency=residency, **each)
-            data.setup()
-            batches.append([batch["steps"].clone() for batch in data.train_dataloader()])
-            data.teardown()
-        assert len(batches[0]) == len(batches[1]) == 8
-        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
-
-
 def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Path) -> None:
     data = MemmapDataModule(Numbered(50), store_dir=(tmp_path / "far").as_uri())
     data.prepare_data()
@@ -420,21 +398,6 @@ def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.Mo
     monkeypatch.setenv(LIMIT, "much")
     with pytest.raises(ValueError, match=f"{LIMIT}: 'much' is not a size"):
         open_store(url)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no records"])
-def test_cache_whose_files_are_damaged_is_filled_anew(url: str, damage: str) -> None:
-    store = open_store(url)
-    assert is_row(store[3], 3)
-    path = store.path / "x.memmap"
-    del store
-    if damage == "truncated":
-        os.truncate(path, 5)
-    elif damage == "missing":
-        path.unlink()
-    else:
-        (path.parent / shards.RECORDS).unlink()
-    assert is_row(open_store(url)[3], 3)
 
 
 # What changes at the URL
@@ -635,20 +598,6 @@ def test_push_to_a_directory_of_stores_is_an_error(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "far") == ["train"]
 
 
-def test_push_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store = build_store(Numbered(50), tmp_path / "here", progress=False)
-    url = (tmp_path / "far").as_uri()
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalFileSystem, "put_file", is_full)
-        with pytest.raises(StoreError, match=r"far/g-.* cannot be written: .*No space left"):
-            push_store(store.path, url, progress=False)
-    push_store(store.path, url, progress=False)
-    assert holds(open_store(url), Numbered(50))
-
-
 def test_pull_of_another_store_needs_overwrite(url: str, tmp_path: Path) -> None:
     build_store(Numbered(50), tmp_path / "s", progress=False)
     with pytest.raises(StoreError, match="has another store: replace it with overwrite=True"):
@@ -707,3 +656,39 @@ def test_store_on_s3_is_read_through_connections_that_break(
         store = open_store(f"{bucket}/broken/{after_bytes}")
         assert holds(store, Numbered(5000))
     assert proxy.num_cut == 3
+
+
+@pytest.mark.parametrize("residency", ["mmap", "host"])
+def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
+    tmp_path: Path, residency: str
+) -> None:
+    for name, first in (("a", 0), ("b", 500)):
+        samples = [{"steps": np.arange(first + row, first + row + 9)} for row in range(30)]
+        build_store(samples, tmp_path / "far" / "train" / name, num_shards=6, progress=False)
+    options: list[dict[str, Any]] = [
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40)},
+        {"sampler": Mixture({"a": 0.6, "b": 0.4}, 40), "variable": {"steps": Windows(4, 2)}},
+    ]
+    for each in options:
+        batches = []
+        for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+            data = MemmapDataModule(store_dir=place, batch_size=5, residency=residency, **each)
+            data.setup()
+            batches.append([batch["steps"].clone() for batch in data.train_dataloader()])
+            data.teardown()
+        assert len(batches[0]) == len(batches[1]) == 8
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
+def test_push_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = build_store(Numbered(50), tmp_path / "here", progress=False)
+    url = (tmp_path / "far").as_uri()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "put_file", is_full)
+        with pytest.raises(StoreError, match=r"far/g-.* cannot be written: .*No space left"):
+            push_store(store.path, url, progress=False)
+    push_store(store.path, url, progress=False)
+    assert holds(open_store(url), Numbered(50))

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ from tests.models import Points, Regression, make_trainer
 from tests.unit.store.http_server import (
     CHUNKED,
     CUT,
-    DROPPED,
     ENDLESS,
     ENDLESS_BYTES,
     GARBLED,
@@ -88,25 +86,13 @@ def only(fault: Fault, name: str, times: int = 10**6) -> Callable[[str], Fault]:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
-    [("manifest.json", fault) for fault in (DROPPED, CUT, 500)]
-    + [("x.memmap", fault) for fault in (DROPPED, CUT, SHORT, GARBLED, 503, 429)],
-)
-def test_answer_that_is_spoilt_once_is_asked_for_again(
-    web: FileServer, name: str, fault: Fault
-) -> None:
-    web.fault = only(fault, name, times=1)
-    assert holds(open_store(f"{web.url}/train"), Numbered(NUM_ROWS))
-
-
-@pytest.mark.parametrize(
     ("fault", "message", "num_asked"),
     [
         (CUT, "x.memmap cannot be reached: ", None),
         (SHORT, "is damaged: the bytes of field 'x', shard 0 are not those of its checksum", 2),
         (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
         (403, r"x\.memmap was refused: .*403.* credentials", 1),
-        (410, "x.memmap was refused: ClientResponseError: 410, .* see that the URL is right", 1),
+        (410, "x.memmap was refused: .*410, .* see that the URL is right", 1),
         (WHOLE, "asked for 640 bytes, and got more: the server gives whole files", 1),
     ],
 )
@@ -179,11 +165,6 @@ def test_mistake_of_a_library_is_not_tried_again(
     ):
         open_store((tmp_path / "far" / "train").as_uri())
     assert len(calls) == 1
-
-
-def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"501.* can only be read"):
-        push_store(tmp_path / "far" / "train", f"{web.url}/other", progress=False)
 
 
 def test_server_that_lists_nothing_is_told_which_url_to_give(
@@ -277,29 +258,6 @@ def test_shards_of_a_version_that_its_server_no_longer_has_are_an_error(
     assert holds(open_store(url), Numbered(NUM_ROWS, 1))
 
 
-@pytest.mark.filterwarnings("ignore:Total length of")  # There is nothing to validate on.
-def test_training_goes_on_offline_with_the_splits_that_are_in_the_cache(
-    tmp_path: Path, web: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_store(Points(48), tmp_path / "far" / "points" / "train", num_shards=2, progress=False)
-
-    def train(seed: int) -> int:
-        trainer = make_trainer(
-            tmp_path, strategy=SuperBatchStrategy(data_devices=["cpu"]), max_epochs=1
-        )
-        url = f"{web.url}/points"
-        trainer.fit(Regression(), MemmapDataModule(store_dir=url, batch_size=4, seed=seed))
-        return trainer.global_step
-
-    assert train(0) == 12
-    web.stop()
-    # Whether there is a split to validate on, nobody can tell: it is not left out without a word.
-    with pytest.raises(StoreError, match=rf"points/val.* cannot be reached: .*{OFFLINE}=1"):
-        train(1)
-    monkeypatch.setenv(OFFLINE, "1")
-    assert train(1) == 12
-
-
 # The cache
 
 
@@ -327,18 +285,6 @@ def test_cache_that_cannot_be_written_gives_what_it_has(
         assert holds(open_store(urls[0]), Numbered(NUM_ROWS))
         with pytest.raises(StoreError, match=rf"cannot be used: .*Read-only.* {DIRECTORY} names"):
             open_store(urls[1])
-
-
-def test_cache_that_was_removed_meanwhile_says_so(
-    tmp_path: Path, cache: Path, web: FileServer
-) -> None:
-    opened = open_store(f"{web.url}/train")
-    assert opened[1]["x"][0] == 4
-    shutil.rmtree(cache)
-    assert opened[1]["x"][0] == 4
-    with pytest.raises(StoreError, match=r"cannot be used: .* removed meanwhile, open the store"):
-        opened[0]
-    assert holds(open_store(f"{web.url}/train"), Numbered(NUM_ROWS))
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EACCES])
@@ -458,3 +404,31 @@ def test_pull_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str, w
     thread.join(30)
     assert not thread.is_alive()
     assert "never opened" in errors[0]
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")  # There is nothing to validate on.
+def test_training_goes_on_offline_with_the_splits_that_are_in_the_cache(
+    tmp_path: Path, web: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_store(Points(48), tmp_path / "far" / "points" / "train", num_shards=2, progress=False)
+
+    def train(seed: int) -> int:
+        trainer = make_trainer(
+            tmp_path, strategy=SuperBatchStrategy(data_devices=["cpu"]), max_epochs=1
+        )
+        url = f"{web.url}/points"
+        trainer.fit(Regression(), MemmapDataModule(store_dir=url, batch_size=4, seed=seed))
+        return trainer.global_step
+
+    assert train(0) == 12
+    web.stop()
+    # Whether there is a split to validate on, nobody can tell: it is not left out without a word.
+    with pytest.raises(StoreError, match=rf"points/val.* cannot be reached: .*{OFFLINE}=1"):
+        train(1)
+    monkeypatch.setenv(OFFLINE, "1")
+    assert train(1) == 12
+
+
+def test_push_to_a_server_that_can_only_be_read_says_so(web: FileServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot be written: .* can only be read"):
+        push_store(tmp_path / "far" / "train", f"{web.url}/other", progress=False)

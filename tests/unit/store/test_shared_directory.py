@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +15,8 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
-from lightning_memmap.store.manifest import MANIFEST, Manifest
-from lightning_memmap.store.table import TableBuild
+from lightning_memmap.store.manifest import MANIFEST
 from tests.datasets import Numbered, holds
 from tests.unit.store.layout import files_of, is_empty
 from tests.unit.store.signing import sign_manifest
@@ -192,103 +189,27 @@ def test_two_users_of_one_directory_build_in_turn(shared: Path) -> None:
     assert holds(open_store(shared / "s"), OLD)
 
 
-@needs_root
-@pytest.mark.parametrize("mode", [0o755, 0o1777])
-def test_lock_is_open_to_those_who_may_write_to_the_store(shared: Path, mode: int) -> None:
-    (shared / "s").mkdir()
-    (shared / "s").chmod(mode)
-    os.chown(shared / "s", OWNER, OWNER)
-    assert run_as(OWNER, lambda: build(shared / "s")) == ["done"]
-    assert stat.S_IMODE((shared / "s" / ".lock").stat().st_mode) == mode & 0o666
-
-
-def plant_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside)
-
-
-def plant_dangling_link(path: Path, outside: Path) -> None:
-    path.symlink_to(outside.with_name("nowhere"))
-
-
-def plant_fifo(path: Path, outside: Path) -> None:
-    os.mkfifo(path)
-
-
-def plant_file(path: Path, outside: Path) -> None:
-    path.write_bytes(b"planted")
-
-
-def plant_directory(path: Path, outside: Path) -> None:
-    shutil.copytree(outside, path)
-
-
-def plant_closed_file(path: Path, outside: Path) -> None:
-    path.touch()
-    path.chmod(0o600)
-
-
-Plant = Callable[[Path, Path], None]
-
-
 @pytest.fixture
 def outside(tmp_path: Path, pristine: dict[int, Path]) -> Path:
     """A store that something planted leads to."""
     return Path(shutil.copytree(pristine[OLD.version], tmp_path / "outside"))
 
 
-def table(path: Path) -> Callable[[], Any]:
-    schema = Schema.from_batch(torch.zeros(4))
-    return lambda: TableBuild(path, Manifest.draft(4, 1, schema)).abandon()
-
-
 @pytest.mark.parametrize(
     "plant",
-    [
-        plant_link,
-        plant_dangling_link,
-        plant_fifo,
-        plant_directory,
-        pytest.param(plant_closed_file, marks=needs_root),
-    ],
-)
-def test_lock_that_others_have_planted_is_refused_and_not_followed(
-    shared: Path, outside: Path, plant: Plant
-) -> None:
-    (shared / "s").mkdir()
-    if os.geteuid() == 0:
-        os.chown(shared / "s", OTHER, OTHER)
-    plant(shared / "s" / ".lock", outside)
-    before = everything(shared), everything(outside)
-    for action in (lambda: build(shared / "s"), table(shared / "s")):
-        kind, text = run_as(OTHER, action)
-        assert kind == "StoreError"
-        assert str(shared / "s" / ".lock") in text
-    assert (everything(shared), everything(outside)) == before
-    assert not (outside.parent / "nowhere").exists()
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        plant_link,
-        plant_dangling_link,
-        plant_fifo,
-        plant_file,
-        pytest.param(plant_directory, marks=needs_root),
-    ],
+    [Path.symlink_to, pytest.param(lambda path, at: shutil.copytree(at, path), marks=needs_root)],
 )
 def test_what_others_have_planted_in_a_directory_is_neither_followed_nor_removed(
-    shared: Path, outside: Path, plant: Plant
+    shared: Path, outside: Path, plant: Callable[[Path, Path], Any]
 ) -> None:
     path = shared / "s"
     path.mkdir()
     path.chmod(0o1777)
     planted = path / "g-0123456789abcdef"
     plant(planted, outside)
-    if os.geteuid() == 0:
-        # Neither this user's nor that of the owner of the directory.
-        os.chown(path, OTHER, OTHER)
-        os.chown(planted, OWNER, OWNER, follow_symlinks=False)
+    # Neither this user's nor that of the owner of the directory.
+    os.chown(path, OTHER, OTHER)
+    os.chown(planted, OWNER, OWNER, follow_symlinks=False)
     before = everything(planted), everything(outside)
     for action in (lambda: build(path), lambda: build(path, OLD, overwrite=True)):
         assert run_as(OTHER, action) == ["done"]
