@@ -290,22 +290,17 @@ def finish_store(
     directory = StoreDirectory(store_directory(path))
     check_free(directory.path, "path")
 
-    def find() -> Path | None:
-        if found := directory.unfinished(PARTS):
-            return found[0]
-        if is_store(directory.path):
-            return None
+    # Before a lock is made where there is nothing.
+    if not directory.unfinished(PARTS) and not is_store(directory.path):
         raise StoreError(
             f"no part of a store at {directory.path} was written: write each of n parts with"
             " build_part(dataset, path, (i, n)), or with"
             f" `lightning-memmap store build {directory.path} --dataset ... --part i/n`"
         )
-
-    find()  # Before a lock is made where there is nothing.
     with directory.locked():
-        generation = find()
-        if generation is None:
+        if not (found := directory.unfinished(PARTS)):
             return open_directory(directory.path)
+        generation = found[0]
         if is_store(directory.path) and not overwrite:
             raise StoreError(
                 f"{directory.path} exists: replace it by the parts that were written with"

@@ -142,7 +142,7 @@ class Building:
                 _check_own_files(path, draft)
                 descriptor, done, builder = _open_journal(path, journal, draft.num_rows)
             except (OSError, ValueError, RecursionError, StoreError) as error:
-                if isinstance(error, PartInUseError) and part is not None:
+                if part is not None and isinstance(error, PartInUseError):
                     raise
                 if part is not None:
                     raise StoreError(

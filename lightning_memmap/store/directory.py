@@ -101,7 +101,8 @@ class StoreDirectory:
         """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(exist_ok=True)
             if os.path.lexists(path):
                 check_plain(path)
             lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
