@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.loading import Padded
-from lightning_memmap.sampling import shard_starts
 from lightning_memmap.schema import Masked
 from lightning_memmap.store import Store
 
@@ -504,7 +503,7 @@ def in_dataset_order(store: Store) -> dict[str, Tensor]:
     """All rows of a store by field, put in dataset order by the rule of the layout: row ``i``
     lies at ``start[i % C] + i // C``."""
     rows = torch.arange(store.num_rows)
-    starts = torch.from_numpy(shard_starts(store.num_rows, store.num_shards))
+    starts = torch.from_numpy(store.manifest.shards.starts)
     places = starts[rows % store.num_shards] + rows // store.num_shards
     names = [field.name for field in store.schema.fields]
     return {name: mapped[places] for name, mapped in zip(names, store.tensors, strict=True)}

@@ -184,9 +184,13 @@ class DataOptions:
     def order(self) -> dict[str, Any]:
         """The options that the order of the training rows depends on, by name."""
         names = ["sampler", "shuffle", "seed", "shuffle_window"]
-        if isinstance(self.sampler, SamplerFactory) and self.sampler.by_batch:
-            names.append("batch_size")
+        names += ["batch_size"] * self.is_by_batch
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def is_by_batch(self) -> bool:
+        """Whether the order depends on the rows of a global batch."""
+        return isinstance(self.sampler, SamplerFactory) and self.sampler.by_batch
 
     @property
     def is_streamed(self) -> bool:

@@ -15,12 +15,7 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import (
-    Pool,
-    Sampler,
-    SequentialSampler,
-    ShuffledSampler,
-)
+from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
@@ -77,7 +72,9 @@ class Planner:
         options = self.stores.options
         block = window if options.shuffle_window is not None or options.is_streamed else None
         if (maker := options.sampler) is not None:
-            pool = replace(pool, global_batch=options.batch_size * self.topology.num_data_devices)
+            if options.is_by_batch:
+                size = options.batch_size * self.topology.num_data_devices
+                pool = replace(pool, global_batch=size)
             fields = fields_of(store, pool.rows)
             return made_sampler(maker, pool, options.seed, fields, block)
         if not options.shuffle:

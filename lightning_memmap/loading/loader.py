@@ -269,9 +269,10 @@ class SuperBatchLoader:
                 f" {order.num_shards} shards: without a Trainer, the processes must divide the"
                 " shards, and each must have a row; build the store with another num_shards"
             )
-        if order.global_batch not in (None, self.batch_size * count):
+        only = order.pool.global_batch
+        if only not in (None, self.batch_size * count):
             raise ValueError(
-                f"{size} processes for batches of {order.global_batch} rows of one training set"
+                f"{size} processes for batches of {only} rows of one training set"
                 " (by_batch=True): use a Trainer, whose processes the data module knows, or"
                 " by_batch=False"
             )

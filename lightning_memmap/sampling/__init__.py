@@ -17,17 +17,12 @@ Integers only: no file, no tensor, no device.
     differences   in which way two of them differ, in words
 """
 
-from lightning_memmap.sampling.bucketed import Bucketed, BucketedSampler
+from lightning_memmap.sampling.bucketed import Bucketed
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.pool import Pool, spans_of
-from lightning_memmap.sampling.rows import (
-    JoinedRows,
-    Rows,
-    StoreRows,
-    WindowedRows,
-)
+from lightning_memmap.sampling.rows import JoinedRows, Rows, StoreRows, WindowedRows
 from lightning_memmap.sampling.sampler import (
     Sampler,
     SequentialSampler,
@@ -49,16 +44,14 @@ from lightning_memmap.sampling.shards import (
     default_shards,
     divisors,
     shard_rows,
-    shard_starts,
     striping,
 )
-from lightning_memmap.sampling.weighted import Weighted, WeightedSampler
+from lightning_memmap.sampling.weighted import Weighted
 from lightning_memmap.sampling.windows import ReadWindows, default_window
 
 __all__ = [
     "BatchSchedule",
     "Bucketed",
-    "BucketedSampler",
     "Curriculum",
     "Fields",
     "Holdout",
@@ -80,14 +73,12 @@ __all__ = [
     "StoreRows",
     "Subset",
     "Weighted",
-    "WeightedSampler",
     "WindowedRows",
     "default_shards",
     "default_window",
     "derive_seed",
     "divisors",
     "shard_rows",
-    "shard_starts",
     "spans_of",
     "striping",
 ]

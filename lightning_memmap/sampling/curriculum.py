@@ -130,11 +130,6 @@ class CurriculumSampler(Sampler):
         blocks = {each.block for each in self.stages.samplers if not each.is_sequential}
         return blocks.pop() if len(blocks) == 1 else None
 
-    @property
-    @override
-    def global_batch(self) -> int | None:
-        return next(filter(None, (each.global_batch for each in self.stages.samplers)), None)
-
     @override
     def in_blocks(self, block: int) -> Self:
         made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)

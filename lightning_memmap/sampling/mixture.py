@@ -266,11 +266,6 @@ class MixtureSampler(Sampler):
         points: list[int] = (raw % np.uint64(_FRACTIONS)).tolist()
         return points
 
-    @property
-    @override
-    def global_batch(self) -> int | None:
-        return self.sets.global_batch
-
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
         with self._tables.lock:

@@ -43,7 +43,7 @@ class Pool:
             ``c``, ``c + C``, ``c + 2C`` and so on.
         chosen: Where shards have other rows than these by themselves, which rows they have, shard
             after shard, counted as in the pool that has all rows once: a table, or runs.
-        global_batch: Rows of a step over all devices, for orders that depend on it.
+        global_batch: Rows of a step over all devices, where an order depends on it.
     """
 
     rows: Rows
@@ -154,7 +154,7 @@ class Pool:
         """The rows at offsets of shards, by their numbers: all int64 of shape (B,)."""
         if self.chosen is None and self.is_striped:
             return offsets * self.num_shards + shards
-        index = self._whole(self.starts[shards] + offsets)
+        index = self.whole(self.starts[shards] + offsets)
         return self._striping.rows_at(index) if self.is_striped else self.rows.on_line(index)
 
     def places(self, shards: Integers, offsets: Integers) -> Integers:
@@ -163,13 +163,13 @@ class Pool:
             found: Integers = self.begins[shards] + offsets
             return found
         if not self.is_striped and self.rows.is_in_files:
-            return self._whole(self.starts[shards] + offsets)
+            return self.whole(self.starts[shards] + offsets)
         return self.rows.places(self.numbers(shards, offsets))
 
     def line(self, shards: Integers, offsets: Integers) -> Integers:
         """Where the rows at offsets of shards are on the line of all rows."""
         if not self.is_striped:
-            return self._whole(self.starts[shards] + offsets)
+            return self.whole(self.starts[shards] + offsets)
         return self.rows.line(self.numbers(shards, offsets))
 
     def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
@@ -193,7 +193,7 @@ class Pool:
         homes = np.repeat(np.arange(self.num_shards), self.sizes)
         return homes, np.arange(self.num_rows) - self.starts[homes]
 
-    def _whole(self, index: Integers) -> Integers:
+    def whole(self, index: Integers) -> Integers:
         """The index in the pool of all rows."""
         if isinstance(self.chosen, Runs):
             return self.chosen.at(index)
@@ -211,7 +211,9 @@ def united(pools: Sequence[Pool]) -> Pool:
     sizes = np.array([len(found) for found in each], np.int64)
     firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
     lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)
-    whole = Pool.of(first.rows, first.num_shards, is_striped=False)
+    whole = replace(
+        Pool.of(first.rows, first.num_shards, is_striped=False), global_batch=first.global_batch
+    )
     if (lasts - firsts + 1 == sizes).all():
         starts, kept = firsts_of(sizes), sizes > 0
         return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))

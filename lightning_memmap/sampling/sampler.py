@@ -217,11 +217,6 @@ class Sampler(Identified):
         """Positions of a shard in a block; None where the rows of a step may lie anywhere."""
         return self.shuffle_window if type(self).offsets is Sampler.offsets else None
 
-    @property
-    def global_batch(self) -> int | None:
-        """The only size that steps may have; None where they may have any."""
-        return None
-
     def in_blocks(self, block: int) -> Self:
         """The same order, permuted in blocks."""
         return replace(self, shuffle_window=block)

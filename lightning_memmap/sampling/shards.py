@@ -29,11 +29,6 @@ def shard_rows(num_rows: int, num_shards: int) -> Integers:
     return (num_rows - shards + num_shards - 1) // num_shards
 
 
-def shard_starts(num_rows: int, num_shards: int) -> Integers:
-    """Where each shard starts in a file that holds shard 0's rows, then shard 1's, and so on."""
-    return firsts_of(shard_rows(num_rows, num_shards))
-
-
 def firsts_of(sizes: Integers) -> Integers:
     """Where each of several parts begins that lie one after the other."""
     firsts: Integers = np.cumsum(sizes, dtype=np.int64) - sizes

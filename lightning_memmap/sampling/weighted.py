@@ -1,7 +1,7 @@
 """Rows that come more or less often than others, by weight."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +95,7 @@ class Weighted(SamplerFactory):
             lengths = _in_units(weights * (count / weights.sum()), count, count)
         else:
             lengths = _in_units(_at_most_once(weights, count), count, 1)
-        line = _Line.of(lengths, count, pool.num_shards)
-        return WeightedSampler(line.pool_of(pool), seed, lengths=Numbers(lengths))
+        return WeightedSampler(_cut(pool, lengths, count), seed, lengths=Numbers(lengths))
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
         """The weights of rows, the largest of which is 1."""
@@ -172,62 +171,36 @@ class WeightedSampler(Sampler):
         return int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0])
 
     def _pieces(self) -> Integers:
-        """How much of each row is in each shard; see `_Line.pieces`."""
-        return _Line.of(self.lengths.array, self.num_positions, self.num_shards).pieces()
-
-
-class _Line(NamedTuple):
-    """Rows one after the other, each as long as it is expected to come often, cut into shards."""
-
-    # The line is as long as an epoch has positions, and each piece as long as the number of its
-    # positions. A row on a cut is in both shards; one without weight is in none. Lengths are whole
-    # numbers of a small unit: nothing is rounded.
-
-    #: The rows that have a length, int64; None for all.
-    kept: Integers | None
-    #: Where each of these rows ends, in units, int64.
-    ends: Integers
-    #: Where pieces begin, and where the last ends, in units: int64 of shape (C + 1,).
-    cuts: Integers
-    #: The first row of each piece, an index into ``kept``, int64 of shape (C,).
-    firsts: Integers
-    #: Rows of each piece, int64 of shape (C,).
-    sizes: Integers
-    #: Positions of each piece, int64 of shape (C,).
-    counts: Integers
-
-    @classmethod
-    def of(cls, lengths: Integers, num_positions: int, num_shards: int) -> "_Line":
-        """The line of rows of these lengths in units."""
-        has_length = lengths > 0
-        kept = None if has_length.all() else np.flatnonzero(has_length)
-        ends = np.cumsum(lengths if kept is None else lengths[kept])
-        counts = shard_rows(num_positions, num_shards)
-        cuts = np.append(firsts_of(counts), num_positions) << _unit_bits(num_positions)
-        firsts = np.searchsorted(ends, cuts[:-1], side="right")
-        lasts = np.searchsorted(ends, cuts[1:], side="left")
-        # A piece of no length has no row.
-        sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
-        return cls(kept, ends, cuts, firsts, sizes, counts)
-
-    def pool_of(self, pool: Pool) -> Pool:
-        """The pieces of the line of the rows of a pool."""
-        starts, has_rows = firsts_of(self.sizes), self.sizes > 0
-        runs = Runs(starts[has_rows], (self.firsts - starts)[has_rows])
-        if self.kept is None:
-            return pool.drawing(self.sizes, self.counts, runs)
-        dtype = np.min_scalar_type(pool.num_rows)
-        rows = self.kept[runs.at(np.arange(int(self.sizes.sum()), dtype=np.int64))]
-        return pool.drawing(self.sizes, self.counts, rows.astype(dtype))
-
-    def pieces(self) -> Integers:
-        """How much of each row is in each shard, shard after shard; 0 for the last row of each."""
-        firsts = firsts_of(self.sizes)
-        homes = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        rows = self.firsts[homes] + np.arange(len(homes)) - firsts[homes]
-        pieces: Integers = np.diff(np.minimum(self.ends[rows], self.cuts[homes + 1]), prepend=0)
-        pieces[(firsts + self.sizes)[self.sizes > 0] - 1] = 0
+        """How much of each row is in each shard, in units; 0 for the last, which has the rest."""
+        pool = self.pool
+        ends = self.lengths.array.cumsum()[pool.whole(np.arange(pool.num_rows, dtype=np.int64))]
+        cuts = np.repeat(pool.counts.cumsum() << _unit_bits(self.num_positions), pool.sizes)
+        pieces: Integers = np.diff(np.minimum(ends, cuts), prepend=0)
+        pieces[(pool.starts + pool.sizes)[pool.sizes > 0] - 1] = 0
         return pieces
+
+
+def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
+    """The rows of a pool in shards that are equal in weight."""
+    # Rows lie one after the other, each as long as it is expected to come often, and the shards are
+    # pieces of this line, as long as the numbers of their positions. A row on a cut is in both
+    # shards; one without weight is in none. Lengths are whole numbers of a small unit: nothing is
+    # rounded.
+    has_length = lengths > 0
+    kept = None if has_length.all() else np.flatnonzero(has_length)
+    ends = np.cumsum(lengths if kept is None else lengths[kept])
+    counts = shard_rows(num_positions, pool.num_shards)
+    cuts = np.append(firsts_of(counts), num_positions) << _unit_bits(num_positions)
+    firsts = np.searchsorted(ends, cuts[:-1], side="right")
+    lasts = np.searchsorted(ends, cuts[1:], side="left")
+    # A piece of no length has no row.
+    sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
+    starts, has_rows = firsts_of(sizes), sizes > 0
+    runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
+    if kept is None:
+        return pool.drawing(sizes, counts, runs)
+    rows = kept[runs.at(np.arange(int(sizes.sum()), dtype=np.int64))]
+    return pool.drawing(sizes, counts, rows.astype(np.min_scalar_type(pool.num_rows)))
 
 
 def _unit_bits(num_positions: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Bucketed, BucketedSampler, Pool, Sampler
+from lightning_memmap.sampling import Bucketed, Pool, Sampler
+from lightning_memmap.sampling.bucketed import BucketedSampler
 from tests.rows import StridedRows, pool_of
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightning_memmap.sampling import (
     BatchSchedule,
     Sampler,
+    Shards,
     derive_seed,
     shard_rows,
-    shard_starts,
     striping,
 )
 from lightning_memmap.sampling import permutations as constructions
@@ -55,7 +55,7 @@ def test_shard_rows_any_counts_match_dealing_row_by_row(num_rows: int, num_shard
     dealt = Counter(row % num_shards for row in range(num_rows))
     rows = shard_rows(num_rows, num_shards).tolist()
     assert rows == [dealt[shard] for shard in range(num_shards)]
-    starts = shard_starts(num_rows, num_shards).tolist()
+    starts = Shards(num_rows, num_shards).starts.tolist()
     assert starts == [sum(rows[:shard]) for shard in range(num_shards)]
 
 

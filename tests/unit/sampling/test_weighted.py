@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Pool, Sampler, Weighted, WeightedSampler
+from lightning_memmap.sampling import Pool, Sampler, Weighted
+from lightning_memmap.sampling.weighted import WeightedSampler
 from tests.rows import StridedRows, pool_of
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
-from lightning_memmap.sampling import shard_starts
+from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store.probes import probe_rows
@@ -83,7 +83,7 @@ def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
         found = store.shard(shard)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        place = int(shard_starts(50, 7)[shard])
+        place = int(Shards(50, 7).starts[shard])
         assert torch.equal(store.as_tensordict()["x"][place], dataset[shard]["x"])
     for shard in (-1, 7):
         with pytest.raises(IndexError, match=f"shard {shard}: the store has 7 shards"):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_memmap.sampling import shard_starts
+from lightning_memmap.sampling import Shards
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store.checksums import hashed_bytes
 from tests.datasets import Numbered
@@ -25,7 +25,7 @@ def test_verify_names_field_shard_and_file(tmp_path: Path) -> None:
     assert verify_store(path) == []
     file = files_of(path) / "label.memmap"
     data = bytearray(file.read_bytes())
-    data[int(shard_starts(NUM_ROWS, NUM_SHARDS)[1]) * 8] ^= 1
+    data[int(Shards(NUM_ROWS, NUM_SHARDS).starts[1]) * 8] ^= 1
     file.write_bytes(data)
     for place, num_threads in ((path, 1), (str(path), 8)):
         (damage,) = verify_store(place, num_threads=num_threads)
