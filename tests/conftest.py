@@ -89,6 +89,7 @@ _SLOW = (
     "unit/compare/test_worker.py",
     "unit/loading/test_loader.py::TestKeeping::test_batches_kept_in_another_process",
     "unit/loading/test_streamed.py",
+    "unit/data/test_first_epoch.py::test_training",
     "unit/sampling/test_sampler.py::test_sampler_long_shards",
     "unit/sampling/test_sampler.py::test_shuffle",
     "unit/sampling/test_weighted.py",

@@ -169,6 +169,7 @@ DATA_MODULE = {
     "variable": None,
     "with_row_numbers": False,
     "skip_steps": None,
+    "build": "first",
 }
 
 STRATEGY = {

@@ -7,6 +7,8 @@ from pathlib import Path
 from lightning_memmap.arguments import nearest_file
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.building import rows_of_unfinished
+from lightning_memmap.store.directory import KEY
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.files import RemoteFiles
@@ -33,6 +35,18 @@ def places_in(path: str) -> dict[str, Path | StoreUrl]:
         if not any(Path(name).parts[0] == other.name for name in names):
             print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
     return {name: directory / name for name in names}
+
+
+def unfinished_in(path: str) -> dict[str, tuple[int, int]]:
+    """The stores at a path or below it that are being built, or were: rows there, and all rows."""
+    place = place_of(path)
+    if isinstance(place, StoreUrl):
+        return {}
+    directory = Path(os.path.realpath(place))
+    keys = (directory.glob(f"{below}g-*/{KEY}") for below in ("", "*/", "*/*/"))
+    stores = sorted({key.parents[1] for each in keys for key in each})
+    found = {str(store): rows_of_unfinished(store) for store in stores}
+    return {store: rows for store, rows in found.items() if rows is not None}
 
 
 def stores_in(path: str) -> dict[str, Store]:

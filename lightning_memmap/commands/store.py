@@ -14,10 +14,15 @@ from lightning_memmap.arguments import (
     imports_for_pages,
     print_error,
 )
-from lightning_memmap.commands.found_stores import places_in, stores_in, stores_or_errors
+from lightning_memmap.commands.found_stores import (
+    places_in,
+    stores_in,
+    stores_or_errors,
+    unfinished_in,
+)
 from lightning_memmap.commands.store_info import print_info
 from lightning_memmap.commands.store_plan import plan_blocks, plan_devices
-from lightning_memmap.errors import MemmapError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.store import (
     append_store,
     build_part,
@@ -157,8 +162,17 @@ def _info(path: str) -> int:
     Args:
         path: Directory or URL of a store, or of one store per split.
     """
-    code = 0
-    for store in stores_or_errors(path).values():
+    code, unfinished = 0, unfinished_in(path)
+    for name, (num_done, num_rows) in unfinished.items():
+        line = f"{name}: {num_done:,} of {num_rows:,} rows are there: its build is not finished"
+        _make_console().print(printable(line), soft_wrap=True)
+    try:
+        stores = stores_or_errors(path)
+    except StoreNotFoundError:
+        if unfinished:
+            return 0
+        raise
+    for store in stores.values():
         if isinstance(store, Exception):
             print_error(store)
             code = 2

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
+from lightning_memmap.data.first_epoch import FirstEpoch, renewed
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -47,6 +49,7 @@ from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, 
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
+from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -157,6 +160,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             is several of them. All other steps have the rows that they would have had. Checkpoints
             keep what was left out, and a resumed run leaves the same rows out, on other device
             counts too.
+        build: ``"first"``: stores are built before training. ``"while_training"``: training starts
+            at once. In the first epoch, ``num_workers`` processes read the rows in the order in
+            which they are needed, and store them. The rows of each batch are the same.
 
     The arguments are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -197,6 +203,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
         skip_steps: range | list[int] | None = None,
+        build: str = "first",
     ) -> None:
         given = locals()
         super().__init__()
@@ -210,6 +217,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._resume: Resume | None = None
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
+        self._first_epoch = FirstEpoch()
         SplitStores(self.options, None, self._built).check_datasets()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
@@ -232,7 +240,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 )
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
-        other._built = dict(self._built)
+        other._built, other._first_epoch = dict(self._built), FirstEpoch()
         return other
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -288,6 +296,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             "trainer": None if self._running is None else self.trainer,
             "_set_up": None,
             "_train_loader": None,
+            "_first_epoch": FirstEpoch(),
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
@@ -378,7 +387,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores.check()
         for split in dict.fromkeys(map(stores.stored_split, self._splits())):
             for part in stores.parts(split):
-                stores.build(part)
+                if not self._first_epoch.begin(stores, part):
+                    stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -450,8 +460,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             stage: Not used.
         """
         self._release()
+        self._first_epoch.end()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the builds that go on while training: the next run goes on with their rows."""
+        self._first_epoch.end()
 
     def _release(self) -> None:
         if self._set_up is not None:
@@ -641,11 +657,22 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             seed=self.seed,
             **options,
         )
+        if any(isinstance(store, GrowingStore) for store in self.stores.values()):
+            loader.renewed = partial(self._renewed, split)
         if self.trainer is None:
             return BatchLoader(loader, loader.data_devices[0])
         if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
         return loader.placed(rows.topology)
+
+    def _renewed(self, split: str) -> SplitRows | None:
+        """The rows of a split for the next epoch: stores that were being built may be whole now."""
+        made = self._set_up
+        # Not while a training epoch goes on.
+        if made is not None and not made.is_released and split == next(iter(made.stores)):
+            self._set_up = renewed(made)
+            self._print_placement(self._set_up.placement)
+        return self._rows.get(split)
 
     def _collate(self, split: str) -> Collate:
         assert self._set_up is not None

@@ -84,6 +84,7 @@ class DataOptions:
     variable: Mapping[str, Any] | None
     with_row_numbers: bool
     skip_steps: range | Sequence[int] | None
+    build: str = "first"
 
     def __post_init__(self) -> None:
         for kind, given in self.datasets.items():
@@ -110,6 +111,7 @@ class DataOptions:
                 check_callable(name, given)
         self._check_sampler()
         self._check_window()
+        self._check_build()
         check_choice(self.check)
         FieldOptions.of(self.variable, self.store_dtypes)
         given = self.fingerprint
@@ -117,6 +119,23 @@ class DataOptions:
             if str(split).partition("/")[0] not in SPLITS:
                 raise _no_split("fingerprint", split, SPLITS)
             check_given(each)
+
+    def _check_build(self) -> None:
+        if self.build not in ("first", "while_training"):
+            raise ValueError(f"build={self.build!r}: choose first or while_training")
+        if self.build == "first":
+            return
+        reason = None
+        if not self.num_workers:
+            reason = "num_workers=0: rows are read by other processes: give num_workers=1 or more"
+        elif self.overwrite:
+            reason = "overwrite=True: remove the old store"
+        elif isinstance(self.store_dir, StoreUrl):
+            reason = f"store_dir={str(self.store_dir)!r}: give a directory"
+        elif self.is_streamed and self.shuffle and self.shuffle_window is None:
+            reason = "residency='stream': the order depends on it: give shuffle_window=..."
+        if reason is not None:
+            raise ValueError(f"build='while_training' with {reason}, or build='first'")
 
     def _check_sampler(self) -> None:
         if self.sampler is None:

@@ -11,6 +11,7 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
+    Residency,
     SplitSize,
     device_budgets,
     plan_placement,
@@ -19,6 +20,7 @@ from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, Shuffled
 from lightning_memmap.sampling.factory import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
+from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.series import fields_of, windowed
 
 
@@ -40,7 +42,16 @@ class Planner:
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )
-        return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
+        placement = plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
+        # Rows of a store that is being built are read from its files.
+        growing = {
+            split: replace(
+                placed, residency=tuple(each and Residency.MMAP for each in placed.residency)
+            )
+            for split, placed in placement.splits.items()
+            if isinstance(opened[split], GrowingStore)
+        }
+        return replace(placement, splits={**placement.splits, **growing})
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> "SetUp":
         """Make the shards resident."""
@@ -139,7 +150,11 @@ class SetUp:
         if self.order is not None:
             values |= self.order.identity
         for split, store in self.stores.items():
-            values[f"the {split} store"] = store.manifest.content
+            manifest = store.manifest
+            if self.options.build != "first":
+                # On some ranks it may be whole already, and its checksums are known there alone.
+                manifest = replace(manifest, checksums={})
+            values[f"the {split} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values
 

@@ -16,6 +16,7 @@ from lightning_memmap.sampling import Integers, Rows, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.directory import is_store, stores_within
+from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.sources.token_stream import TokenStream
@@ -111,7 +112,7 @@ class SplitStores:
         # At a URL, `open` finds a store or says that there is none.
         if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
             return
-        self._check_place(split)
+        self.check_place(split)
         if not length_hint(dataset, 1):
             raise ValueError(
                 f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
@@ -131,6 +132,10 @@ class SplitStores:
             store_dtypes=options.store_dtypes,
             variable=options.variable,
         )
+        self.note(split, store)
+
+    def note(self, split: str, store: Store) -> None:
+        """Note that the store of a split is of its dataset."""
         self.built[split] = self._source(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
@@ -156,6 +161,10 @@ class SplitStores:
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
+        if self.options.build == "while_training" and isinstance(path, Path):
+            growing = open_growing(path)
+            if growing is not None:
+                return growing
         try:
             store = open_store(path)
         except StoreNotFoundError:
@@ -263,7 +272,7 @@ class SplitStores:
             )
         return member
 
-    def _check_place(self, split: str) -> None:
+    def check_place(self, split: str) -> None:
         """Check that the stores of several datasets and that of one do not go into each other."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind

@@ -17,8 +17,8 @@ from lightning_memmap.loading.steps import Fetched, Steps, ordinary_tensors
 from lightning_memmap.loading.variable_rows import joined_rows, send_rows, share_widths
 from lightning_memmap.sampling import Integers, Sampler
 
-#: Small steps are fetched several at once, up to this number of bytes and of steps.
-_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
+#: Small steps are fetched several at once, up to this number of bytes.
+_FETCH_BYTES = 2**22
 
 
 class Fetcher:
@@ -78,7 +78,7 @@ class Fetcher:
             0 if self._rows.images is None else self._rows.images.row_bytes
         )
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
-        together = min(together, _FETCH_STEPS, len(steps.lengths))
+        together = min(together, source.max_steps, len(steps.lengths))
         start, first = 0, self._first(steps)
         for index in range(0, len(steps.lengths), together):
             part = steps.part(index, index + together, start)

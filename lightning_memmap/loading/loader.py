@@ -1,7 +1,7 @@
 """The super-batch loader: one super-batch per step from the shards of all data devices."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
@@ -95,6 +95,8 @@ class SuperBatchLoader:
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
         self._resume: LoaderState | None = None
+        #: Gives the rows of the next epoch: a store that was being built may be finished.
+        self.renewed: Callable[[], SplitRows | None] | None = None
         self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
         self._serve(rows)
 
@@ -447,6 +449,8 @@ class SuperBatchLoader:
             RuntimeError: The rows were freed.
             ValueError: The loader cannot go on where a saved one stood.
         """
+        if self.renewed is not None and (rows := self.renewed()) not in (None, self._rows):
+            self._serve(rows)
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()

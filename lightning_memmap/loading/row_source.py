@@ -38,6 +38,8 @@ class EpochRows(ABC):
     fields: Sequence[FieldRows]
     #: Bytes of one row over these fields.
     row_bytes: int
+    #: The most steps that are fetched at once.
+    max_steps = 64
 
     @abstractmethod
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lightning_memmap.loading.decoding import ImageDecoder, Images, default_threads
+from lightning_memmap.loading.growing import growing_rows
 from lightning_memmap.loading.memory import (
     copied_rows,
     copied_windows,
@@ -38,6 +39,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Decode, Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column
+from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 
 #: A warning is given where less than this share of the bytes read is used.
@@ -98,6 +100,10 @@ def load_split(
     those in the file mapping are not read yet, nor are those that will be read window by window. A
     warning is given where most of the bytes that such windows read would not be used.
     """
+    if isinstance(store, GrowingStore) and (
+        store.serving.is_whole or isinstance(placement.pool.rows, WindowedRows)
+    ):
+        store = store.whole
     fields, pool = placement.size.fields, placement.pool
     needed = [
         pair
@@ -165,6 +171,8 @@ class _SourceMaker:
         if residency is Residency.STREAM and self.columns:
             return self._streamed(shards)
         is_mapped = residency is Residency.MMAP or not self.columns
+        if isinstance(self.store, GrowingStore):
+            return growing_rows(self.store, self.opened, Places.in_store(self.store, pool))
         if self.cut:
             series = series_in(self.store, pool)
             if is_mapped:

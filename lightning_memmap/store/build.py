@@ -128,7 +128,7 @@ def build_store(
     """
     check_choice(check)
     fields = FieldOptions.of(variable, store_dtypes)
-    asked = _Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
     if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
@@ -218,7 +218,7 @@ def build_part(
     """
     index, num_parts = check_part(part)
     fields = FieldOptions.of(variable, store_dtypes)
-    asked = _Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
     if asked.is_stream:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
@@ -290,22 +290,17 @@ def finish_store(
     directory = StoreDirectory(store_directory(path))
     check_free(directory.path, "path")
 
-    def find() -> Path | None:
-        if found := directory.unfinished(PARTS):
-            return found[0]
-        if is_store(directory.path):
-            return None
+    # Before a lock is made where there is nothing.
+    if not directory.unfinished(PARTS) and not is_store(directory.path):
         raise StoreError(
             f"no part of a store at {directory.path} was written: write each of n parts with"
             " build_part(dataset, path, (i, n)), or with"
             f" `lightning-memmap store build {directory.path} --dataset ... --part i/n`"
         )
-
-    find()  # Before a lock is made where there is nothing.
     with directory.locked():
-        generation = find()
-        if generation is None:
+        if not (found := directory.unfinished(PARTS)):
             return open_directory(directory.path)
+        generation = found[0]
         if is_store(directory.path) and not overwrite:
             raise StoreError(
                 f"{directory.path} exists: replace it by the parts that were written with"
@@ -362,7 +357,7 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    asked = _Asked(dataset, path, None, num_workers, fingerprint, FieldOptions(), progress)
+    asked = Asked(dataset, path, None, num_workers, fingerprint, FieldOptions(), progress)
     if asked.is_stream:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
@@ -408,7 +403,7 @@ def append_store(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """What a user asks to be built, checked."""
 
     dataset: Any
@@ -582,7 +577,7 @@ def check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(asked: _Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
+def _reopen(asked: Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
     """Open the store that is where one was to be built, if it is the one that would be built."""
     directory, dtypes = asked.directory.path, asked.fields.dtypes
     store = open_directory(directory)

@@ -142,7 +142,7 @@ class Building:
                 _check_own_files(path, draft)
                 descriptor, done, builder = _open_journal(path, journal, draft.num_rows)
             except (OSError, ValueError, RecursionError, StoreError) as error:
-                if isinstance(error, PartInUseError) and part is not None:
+                if part is not None and isinstance(error, PartInUseError):
                     raise
                 if part is not None:
                     raise StoreError(
@@ -448,10 +448,24 @@ def _open_journal(
         except BaseException:
             os.close(descriptor)
             raise
-    lines = (_LINE.fullmatch(line) for line in whole.splitlines(keepends=True))
+    return descriptor, _listed(whole, num_rows), _last_writer(whole)
+
+
+def _listed(journal: bytes, num_rows: int) -> list[range]:
+    """The rows that the lines of a journal list."""
+    lines = (_LINE.fullmatch(line) for line in journal.splitlines(keepends=True))
     pairs = (map(int, found.groups()) for found in lines if found is not None)
-    ranges = [range(first, first + count) for first, count in pairs if first + count <= num_rows]
-    return descriptor, ranges, _last_writer(whole)
+    return [range(first, first + count) for first, count in pairs if first + count <= num_rows]
+
+
+def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
+    """How many rows of an unfinished build are on the disk, and of how many; None without one."""
+    for generation in StoreDirectory(store).unfinished(KEY):
+        num_rows = read_draft(generation, KEY).num_rows
+        with closing(OpenFiles(generation, is_own=True)) as files:
+            journal = files.read(JOURNAL, _MAX_JOURNAL_BYTES)
+        return sum(map(len, merge_ranges(_listed(journal, num_rows)))), num_rows
+    return None
 
 
 def _lock(descriptor: int, patience_s: float) -> bool:

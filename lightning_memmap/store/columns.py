@@ -175,10 +175,12 @@ class RaggedColumn(_Column):
         return f"{self.field.name}.values"
 
     @property
-    def _places_name(self) -> str:
+    def places_name(self) -> str:
+        """While it grows, the file that says in which piece each row is."""
         return f"{self.field.name}.at{TEMPORARY}"
 
-    def _piece_name(self, piece: int) -> str:
+    def piece_name(self, piece: int) -> str:
+        """While it grows, the file of one writer."""
         return f"{self.field.name}.{piece:016x}{TEMPORARY}"
 
     @property
@@ -191,7 +193,7 @@ class RaggedColumn(_Column):
         """The size of each file by its name."""
         num_rows = self.shards.num_rows
         if not self.shard_items:
-            return {self._places_name: 8 * (2 + self.field.num_variable) * num_rows}
+            return {self.places_name: 8 * (2 + self.field.num_variable) * num_rows}
         sizes = {self._index_name: 8 * self._index_width * num_rows}
         num_bytes = sum(self.shard_items) * self.field.item_bytes
         return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
@@ -236,7 +238,7 @@ class RaggedColumn(_Column):
         # Without items, or with one, any stride counts as contiguous.
         data = items.as_strided((items.numel(),), (1,)).view(torch.uint8).numpy()
         _check_sizes(self.field, values.sizes)
-        file = files.open(self._piece_name(files.number), os.O_CREAT)
+        file = files.open(self.piece_name(files.number), os.O_CREAT)
         # At its end: rows were written there before, perhaps part of one.
         begin = os.fstat(file).st_size
         write_all(file, data.data, begin)
@@ -246,7 +248,7 @@ class RaggedColumn(_Column):
         places[:, 1] = begin + np.cumsum(num_bytes) - num_bytes
         places[:, 2:] = values.sizes
         write_rows(
-            files.open(self._places_name),
+            files.open(self.places_name),
             self.shards.locate(np.asarray(rows)),
             places.view(np.uint8),
         )
@@ -283,7 +285,7 @@ class RaggedColumn(_Column):
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
         """Where all rows are in the pieces, in the order of the file, some rows at a time."""
         width = 2 + self.field.num_variable
-        file = files.open(self._places_name)
+        file = files.open(self.places_name)
         for first in range(0, self.shards.num_rows, LOCATED_ROWS):
             count = min(LOCATED_ROWS, self.shards.num_rows - first)
             data = read_exactly(file, first * 8 * width, count * 8 * width)
@@ -302,7 +304,7 @@ class RaggedColumn(_Column):
             out = np.empty(int(ends[end - 1]) - begin, np.uint8)
             for piece in np.unique(rows[lengths > 0, 0]).tolist():
                 if piece not in pieces:
-                    pieces[piece] = np.memmap(directory / self._piece_name(piece), np.uint8, "r")
+                    pieces[piece] = np.memmap(directory / self.piece_name(piece), np.uint8, "r")
                 mine = rows[:, 0] == piece
                 copy_segments(
                     pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]

@@ -34,6 +34,8 @@ from lightning_memmap.store.manifest import (
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
 JOURNAL = "journal"
+#: What a build shares with those who read its rows meanwhile, in its generation.
+SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 _log = logging.getLogger(__name__)
@@ -99,7 +101,8 @@ class StoreDirectory:
         """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(exist_ok=True)
             if os.path.lexists(path):
                 check_plain(path)
             lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
@@ -183,7 +186,8 @@ class StoreDirectory:
             return  # Whose files these are cannot be told.
         for path in self._generations():
             if path.name == current:
-                yield from (path / JOURNAL, *path.glob(f"*{TEMPORARY}"), path / PARTS, path / KEY)
+                temporary = path.glob(f"*{TEMPORARY}")
+                yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
             elif not any(os.path.lexists(path / key) for key in (KEY, PARTS)):
                 yield path
 

@@ -79,11 +79,15 @@ class RangeWriter:
         rows: range | Integers = range(begin, begin + num_rows)
         if self._order is not None:
             rows = self._order[begin : begin + num_rows]
+        self.write_rows(rows)
+        return range(first, first + num_rows), perf_counter() - start
+
+    def write_rows(self, rows: range | Integers) -> None:
+        """Write rows of the dataset, in any order."""
         if not self._write_slices(rows):
-            for index in range(0, num_rows, self._max_item_rows):
+            for index in range(0, len(rows), self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
             self._writing.result()
-        return range(first, first + num_rows), perf_counter() - start
 
     def _write(self, rows: range | Integers, values: Sequence[Values]) -> None:
         first = self._first_row

@@ -77,7 +77,8 @@ class Workers:
                 if not waiting:
                     return
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
+                # Those that failed come last: what the others have done is kept.
+                for future in sorted(done, key=lambda each: each.exception() is not None):
                     receive(future.result())
         except BrokenProcessPool as error:
             raise DatasetError(
@@ -95,7 +96,7 @@ class Workers:
                 self.num_workers,
                 multiprocessing.get_context(),
                 _begin,
-                (self.dataset, _positions()),
+                (self.dataset,),
             )
         return self._pool
 
@@ -176,7 +177,7 @@ _dataset: Any = None
 _made: tuple[int, Callable[[Any], Any]] = (0, _as_it_is)
 
 
-def _begin(dataset: Any, positions: dict[int, int]) -> None:
+def _begin(dataset: Any) -> None:
     """What a worker process does first."""
     global _dataset
     end_with_starter()
@@ -184,7 +185,7 @@ def _begin(dataset: Any, positions: dict[int, int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if multiprocessing.get_start_method() == "fork":
-        _open_anew(positions)
+        _open_anew()
     _dataset = dataset
 
 
@@ -227,24 +228,16 @@ def _parent() -> Any:
     return multiprocessing.parent_process()
 
 
-def _positions() -> dict[int, int]:
-    """Where this process stands in the files that it has open for reading alone, by descriptor."""
-    found: dict[int, int] = {}
+def _open_anew() -> None:
+    """Give this process a position of its own in files that it shares since it was forked."""
+    # Where a dataset holds an open file, processes that move the one position that they share would
+    # read each other's rows. No process moves it before it has its own.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # The listing's own is closed by now.
+        with suppress(OSError):  # One that may no longer be opened stays shared.
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             if is_file and flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY:
-                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return found
-
-
-def _open_anew(positions: dict[int, int]) -> None:
-    """Give this process a position of its own in files that it shares since it was forked."""
-    for descriptor, position in positions.items():
-        with suppress(OSError):  # One that may no longer be opened stays shared.
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            own = os.open(f"/proc/self/fd/{descriptor}", flags)
-            os.lseek(own, position, os.SEEK_SET)
-            os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
-            os.close(own)
+                own = os.open(f"/proc/self/fd/{descriptor}", flags)
+                os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+                os.close(own)

@@ -698,7 +698,9 @@ class TestOutputs:
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
     def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
-        assert MicroBatches.split(batch, [CPU] * 2).parts == [batch]
+        scattered = MicroBatches.split(batch, [CPU] * 2)
+        assert scattered.parts == [batch]
+        assert scattered.merge([["output"]]) == ["output"]
 
     @pytest.mark.parametrize("first", [0, 1, 2])
     def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:

@@ -1,6 +1,5 @@
 """Rows of similar length together, through the data module: the same under every division."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from lightning_memmap.sampling import Bucketed, Weighted
 from lightning_memmap.store import Store, build_store
 from tests.datasets import Ragged
 from tests.models import Sounds, make_trainer, weights
-from tests.rows import check_save_and_resume, epoch_rows, joined
+from tests.rows import joined
 from tests.unit.commands.test_rows import Command
-from tests.unit.test_weighted_data import make_loader
 
 ROWS, GLOBAL_BATCH = 180, 12
 FORMS = {"sound": "pad", "ids": "jagged", "image": "list"}
@@ -105,38 +103,6 @@ def test_rows_command_lists_the_rows_of_steps(
     for epoch, step in ((0, 0), (1, 14)):
         (found,) = command.steps("--epoch", epoch, "--step", step)
         assert found["rows"] == seen[15 * epoch + step]
-
-
-BUCKETED = Bucketed(np.arange(101) * 7 % 50, 12, num_buckets=3)
-
-
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-@pytest.mark.parametrize("residency", ["mmap", "stream"])
-def test_rows_are_the_same_in_several_processes(
-    numbered_store: Callable[..., Store], residency: str
-) -> None:
-    store = numbered_store(101, 12)
-    options: dict[str, Any] = {"factory": BUCKETED, "residency": residency}
-    steps = epoch_rows(make_loader(store, **options))
-    ranks = [
-        epoch_rows(make_loader(store, 2, 3, rank=rank, size=2, **options)) for rank in range(2)
-    ]
-    for step, first, second in zip(steps, *ranks, strict=True):
-        assert sorted(first + second) == sorted(step)
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_loader_is_saved_and_resumed(
-    numbered_store: Callable[..., Store], num_devices: int
-) -> None:
-    store = numbered_store(101, 12)
-
-    def loader() -> Any:
-        return make_loader(store, num_devices, 12 // num_devices, factory=BUCKETED)
-
-    check_save_and_resume(loader, 1)
-    # On other devices and with another batch size, the same rows follow.
-    check_save_and_resume(loader, 1, lambda: make_loader(store, 4, 2, factory=BUCKETED))
 
 
 def test_fit_is_resumed_bitwise(tmp_path: Path) -> None:

@@ -1,0 +1,414 @@
+"""A store that is trained from while it is built: a thread has rows read in the order in which they
+are needed, ahead of their readers, and those that nobody needs when there is nothing else to do.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic, perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import StoreError
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Values
+from lightning_memmap.store.build import Asked
+from lightning_memmap.store.building import ORDER, Building, explained, read_draft
+from lightning_memmap.store.columns import RaggedColumn
+from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store
+from lightning_memmap.store.files import open_plain, read_exactly
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
+from lightning_memmap.store.probes import Probes
+from lightning_memmap.store.range_writer import RangeWriter
+from lightning_memmap.store.serving import Serving
+from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.workers import Workers
+
+#: Work of a task while a reader waits, and otherwise; and the most bytes of its rows.
+_SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.02, 0.1, 32 * 2**20
+_JOURNAL_INTERVAL_S = 5.0
+#: How long a pause lasts, and how long `stop` waits for rows that are being read.
+_PAUSE_S, _PATIENCE_S = 0.02, 60.0
+_log = logging.getLogger(__name__)
+
+
+class BuildStoppedError(StoreError):
+    """A build in the background was stopped. The next one goes on with its rows."""
+
+
+@dataclass
+class _Want:
+    """The rows that a reader wants, and the file that says so."""
+
+    inode: int
+    rows: Integers
+
+    def take(self, taken: NDArray[np.bool_], count: int) -> Integers:
+        """The first of these rows that are not taken."""
+        while len(self.rows):
+            some, self.rows = self.rows[:count], self.rows[count:]
+            if len(free := some[~taken[some]]):
+                return free
+        return self.rows
+
+
+class _Queue:
+    """Which rows are read next: what readers want, in turns, and then all others in their order."""
+
+    def __init__(self, serving: Serving, manifest: Manifest, row_s: float) -> None:
+        self._serving, self._shards, self._row_s = serving, manifest.shards, row_s
+        self._taken = np.zeros(manifest.num_rows, np.bool_)
+        self._taken[self._shards.rows_at(np.flatnonzero(serving.present))] = True
+        self._others = _Want(0, np.arange(manifest.num_rows, dtype=np.int64))
+        self._wants: dict[Path, _Want] = {}
+        self._turn = 0
+
+    def note(self, num_rows: int, duration_s: float) -> None:
+        """Take into account how long rows took."""
+        self._row_s = (self._row_s + duration_s / num_rows) / 2
+
+    def next(self, max_rows: int) -> Integers:
+        """The rows that are read next; none where all are taken."""
+        task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
+        count = max(1, min(max_rows, int(task_s / max(self._row_s, 1e-9))))
+        self._look()
+        wants = [want for want in self._wants.values() if len(want.rows)]
+        self._turn += 1
+        for want in (*wants[self._turn % max(1, len(wants)) :], *wants, self._others):
+            if len(found := want.take(self._taken, count)):
+                self._taken[found] = True
+                return found
+        return np.empty(0, np.int64)
+
+    def _look(self) -> None:
+        """Read what readers have said since the last time."""
+        for path, inode in self._serving.wanted():
+            if path not in self._wants or self._wants[path].inode != inode:
+                rows = self._shards.rows_at(np.fromfile(path, np.int64))
+                firsts = np.unique(rows, return_index=True)[1]
+                self._wants[path] = _Want(inode, rows[np.sort(firsts)])
+
+
+class _RowsWriter(RangeWriter):
+    """Reads and writes rows in any order."""
+
+    @override
+    def __call__(self, rows: Any) -> Any:
+        start = perf_counter()
+        if len(rows):
+            self.write_rows(rows)
+        else:
+            sleep(_PAUSE_S)
+        return rows, perf_counter() - start
+
+
+class BackgroundBuild:
+    """Builds a store in a thread, or goes on with an interrupted build.
+
+    It returns once rows can be read, or once the store is there. Before the build that is
+    ``after``, rows are read only while a reader waits for them.
+    """
+
+    def __init__(self, asked: Asked, after: "BackgroundBuild | None" = None) -> None:
+        check_free(asked.directory.path, "`store_dir`")
+        self._asked, self._after = asked, after
+        #: Why the build has failed.
+        self.error: BaseException | None = None
+        #: Whether the dataset is read piece by piece, and so never row by row.
+        self.is_unfit = False
+        self.serving: Serving | None = None
+        self._has_begun, self._is_stopped = Event(), False
+        # It does not keep a program from ending: the next build goes on with its rows.
+        self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
+        self._thread.start()
+        try:
+            self._has_begun.wait()
+        except BaseException:
+            self._is_stopped = True
+            raise
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether rows are still read, or the store is being finished."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the build: wait for it if all rows are there, and otherwise interrupt it."""
+        serving = self.serving
+        if serving is None or not (serving.has_all or serving.is_whole):
+            self._is_stopped = True
+            self._thread.join(_PATIENCE_S)
+        else:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """What the thread does."""
+        directory = self._asked.directory
+        try:
+            with directory.locked():
+                # Another process may have built it meanwhile.
+                if not (is_store(directory.path) or self._is_stopped):
+                    self._build()
+        except BaseException as error:  # Whoever waits for rows must get it.
+            self.error = error
+            if self.serving is not None:
+                self.serving.end(error)
+        finally:
+            self._has_begun.set()
+
+    def _build(self) -> None:
+        asked, path = self._asked, self._asked.directory.path
+        identity = asked.identity()
+        with Workers(asked.dataset, asked.num_workers) as workers:
+            probes = asked.probes(workers)
+            draft = asked.draft(asked.dataset, probes, identity)
+            if ORDER in draft.source:
+                self.is_unfit = True
+                return
+            building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
+            with closing(building), explained(path, "the next run then goes on"):
+                try:
+                    self._write(building, workers, probes)
+                    building.finish(num_threads=asked.num_workers, show=asked.show)
+                except BaseException:
+                    _log.warning(
+                        "the store at %s: %s of %s rows are kept; the next run goes on with them",
+                        path,
+                        f"{building.num_done:,}",
+                        f"{draft.num_rows:,}",
+                    )
+                    raise
+            assert self.serving is not None
+            self.serving.end()
+
+    def _write(self, building: Building, workers: Workers, probes: Probes) -> None:
+        """Write all rows that are missing."""
+        draft = building.draft
+        serving = Serving.make(building.path, draft.num_rows)
+        is_there = np.ones(draft.num_rows, np.bool_)
+        for missing in building.missing(range(draft.num_rows)):
+            is_there[missing.start : missing.stop] = False
+        serving.present[draft.shards.locate(np.flatnonzero(is_there))] = 1
+        self.serving = serving
+        self._has_begun.set()
+        queue = _Queue(serving, draft, probes.row_s)
+        max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
+        num_read, last_sync = 0, monotonic()
+
+        def tasks() -> Iterator[Integers]:
+            num_begun = 0
+            while not self._is_stopped:
+                if self._must_pause(serving):
+                    # While this sleeps, what was read is not received.
+                    if num_begun == num_read:
+                        sleep(_PAUSE_S)
+                    else:
+                        yield np.empty(0, np.int64)
+                    continue
+                if not len(rows := queue.next(max_rows)):
+                    return
+                num_begun += len(rows)
+                yield rows
+
+        def receive(outcome: tuple[Integers, float]) -> None:
+            nonlocal num_read, last_sync
+            rows, duration_s = outcome
+            if not len(rows):
+                return
+            serving.present[draft.shards.locate(rows)] = 1
+            queue.note(len(rows), duration_s)
+            num_read += len(rows)
+            building.wrote(rows)
+            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                building.sync()
+                last_sync = monotonic()
+
+        make = partial(
+            _RowsWriter,
+            schema=draft.schema,
+            columns=draft.columns,
+            building=building.path,
+            journal=building.journal,
+            row_bytes=probes.row_bytes,
+        )
+        try:
+            workers.run(make, tasks(), receive)
+            if self._is_stopped and not serving.has_all:
+                raise BuildStoppedError(f"the build of the store at {building.store} was stopped")
+        except BaseException:
+            workers.close(at_once=True)
+            building.sync()
+            raise
+        workers.close()
+
+    def _must_pause(self, serving: Serving) -> bool:
+        """Whether rows are read only while a reader waits, and none does."""
+        is_first = self._after is None or not self._after.is_alive
+        return not is_first and not serving.is_waited_for
+
+
+class GrowingStore(Store):
+    """A store that is being built: whoever reads rows waits until they are there.
+
+    Args:
+        path: The directory.
+        manifest: Its draft.
+        serving: Which rows are there.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, serving: Serving) -> None:
+        columns = list[OpenColumn]()
+        for column in manifest.columns:
+            if isinstance(column, RaggedColumn):
+                columns.append(GrowingItems.of(column, serving, path))
+            else:
+                opened = column.open(serving.generation)
+                columns.append(GrowingRows(manifest.shards, opened.tensor, serving))
+        super().__init__(path, manifest, columns)
+        self.serving = serving
+
+    def finished(self) -> Store | None:
+        """The finished store; None where rows are missing. Where none is, this waits."""
+        if not (self.serving.has_all or self.serving.is_whole):
+            return None
+        self.serving.wait_for_commit()
+        return self.whole
+
+    @property
+    def whole(self) -> Store:
+        """The finished store, for which this waits."""
+        if not self.serving.is_whole:
+            _log.warning(
+                "the store at %s is built first: a field is looked up in all of its rows", self.path
+            )
+            self.serving.wait_for_commit()
+        return open_directory(self.path, self.manifest.generation)
+
+    @override
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
+        return self.whole.values(field, rows)
+
+    @override
+    def given(self, field: str) -> NDArray[np.bool_]:
+        return self.whole.given(field)
+
+    @override
+    def lengths(self, field: str) -> Integers:
+        return self.whole.lengths(field)
+
+
+def open_growing(path: Path) -> GrowingStore | None:
+    """Open a store that is being built; None where none is."""
+    for generation in StoreDirectory(path).unfinished(KEY):
+        with suppress(FileNotFoundError):  # Nobody reads from it; or it was committed meanwhile.
+            draft = read_draft(generation, KEY)
+            return GrowingStore(path, draft, Serving(generation, draft.num_rows))
+    return None
+
+
+@dataclass(frozen=True)
+class GrowingRows(MappedRows):
+    """The rows of a fixed column that is being written."""
+
+    serving: Serving
+
+    @override
+    def row(self, row: int) -> Tensor:
+        self.serving.want_rows(self.shards, np.array([row]))
+        return super().row(row)
+
+    @override
+    def fetch(self, rows: Integers) -> Tensor:
+        self.serving.want_rows(self.shards, rows)
+        return super().fetch(rows)
+
+
+@dataclass(frozen=True)
+class GrowingItems(ItemRows):
+    """The rows of a ragged column that is being written: pieces of files."""
+
+    serving: Serving
+    path: Path
+    column: RaggedColumn
+    #: By row its piece, the first byte in it, and its sizes.
+    entries: Integers
+    pieces: dict[int, "_Piece"]
+
+    @classmethod
+    def of(cls, column: RaggedColumn, serving: Serving, path: Path) -> "GrowingItems":
+        """The rows of a column."""
+        field, shards = column.field, column.shards
+        shape = shards.num_rows, 2 + field.num_variable
+        entries = np.memmap(serving.generation / column.places_name, np.int64, "r", shape=shape)
+        none = Values.none(field)
+        index = np.empty((0, 1), np.int64)
+        return cls(field, shards, none.data, index, serving, path, column, entries, {})
+
+    @cached_property
+    def whole(self) -> ItemRows:
+        """The rows in the finished store, for which this waits."""
+        self.serving.wait_for_commit()
+        store = open_directory(self.path, self.serving.generation.name)
+        names = [field.name for field in store.schema.fields]
+        found = store.columns[names.index(self.field.name)]
+        assert isinstance(found, ItemRows)
+        return found
+
+    @override
+    def at(self, locations: Integers) -> Located:
+        return self.whole.at(locations)
+
+    @override
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        self.serving.want_rows(self.shards, rows)
+        return list(self.read(self.shards.locate(rows)).rows())
+
+    def read(self, places: Integers) -> Values:
+        """Copy rows that are there, one after the other."""
+        entries = self.entries[places]
+        sizes = np.ascontiguousarray(entries[:, 2:])
+        lengths = sizes.prod(axis=1) * self.field.item_bytes
+        ends = np.cumsum(lengths)
+        data = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
+        memory = data.numpy()
+        try:
+            for (piece, first), end, length in zip(
+                entries[:, :2].tolist(), ends.tolist(), lengths.tolist(), strict=True
+            ):
+                if length:
+                    self._piece(piece).read(first, memory[end - length : end])
+        except FileNotFoundError:  # Its pieces were joined, and removed.
+            return Values.of_rows(self.field, self.whole.fetch(self.shards.rows_at(places)))
+        return Values(data.view(self.field.dtype).view(-1, *self.field.item_shape), sizes)
+
+    def _piece(self, number: int) -> "_Piece":
+        if number not in self.pieces:
+            path = self.serving.generation / self.column.piece_name(number)
+            self.pieces[number] = _Piece(path)
+        return self.pieces[number]
+
+
+class _Piece:
+    """A piece of a ragged column, which grows. It is closed when nothing refers to it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_plain(path)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, first: int, memory: NDArray[np.uint8]) -> None:
+        """Fill memory with bytes of the piece."""
+        memory[:] = read_exactly(self._file, first, len(memory))

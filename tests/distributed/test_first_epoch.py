@@ -1,0 +1,36 @@
+"""Several processes train while one of them has the store built: as from a finished store."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memmap.store import verify_store
+from lightning_memmap.store.probes import probe_rows
+from tests.distributed.harness import launch
+from tests.distributed.scenarios.first_epoch import ROWS
+
+FIT = "first_epoch.fit"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("ddp", 2), ("memmap_superbatch_ddp", 2), ("memmap_fsdp2", 2), ("memmap_pipeline", 2)],
+)
+def test_processes_train_as_from_a_finished_store(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
+    found = {}
+    for build in ("first", "while_training"):
+        out = tmp_path / build
+        out.mkdir()
+        options = {"strategy": strategy, "devices": devices, "batch_size": 8}
+        found[build] = launch(FIT, out, processes=2, build=build, **options)
+    for first, meanwhile in zip(*found.values(), strict=True):
+        assert first["seen"] == meanwhile["seen"]
+        assert torch.equal(first["weights"], meanwhile["weights"])
+    assert verify_store(tmp_path / "while_training" / "stores" / "train") == []
+    read = Counter(map(int, (tmp_path / "while_training" / "log").read_text().split()))
+    others = {row: count for row, count in read.items() if row not in probe_rows(ROWS)}
+    assert others == dict.fromkeys(others, 1)

@@ -1,0 +1,265 @@
+"""Training while the store is built: as from a finished store, and no row is read twice."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.errors import DatasetError
+from lightning_memmap.sampling import (
+    Bucketed,
+    KFold,
+    RandomSplit,
+    Subset,
+    Weighted,
+)
+from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store.growing import BackgroundBuild
+from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.serving import Serving
+from tests.command_line import CommandLine
+from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
+from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
+
+NUM_ROWS, GLOBAL_BATCH = 331, 24
+
+
+class Gated(Logged):
+    """Gives two thirds of its rows, and the others once the file ``log.open`` is there."""
+
+    def __getitem__(self, row: int) -> Any:
+        log, deadline = Path(self.log), monotonic() + 60
+        while log.exists() and len(log.read_text().split()) > 16 + len(self) * 2 // 3:
+            if log.with_suffix(".open").exists():
+                break
+            assert monotonic() < deadline, "the first step waits for rows that it does not need"
+            sleep(0.01)
+        sleep(0.002)
+        return super().__getitem__(row)
+
+
+@pytest.fixture(autouse=True)
+def only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before training asks for rows, none is read: it may take long to begin."""
+
+    def must_pause(self: BackgroundBuild, serving: Serving) -> bool:
+        asked = [np.fromfile(path, np.int64) for path, _ in serving.wanted()]
+        # A single row is what a set-up looks at.
+        is_set_up = any(len(places) > 1 for places in asked)
+        log = getattr(self._asked.dataset, "log", None)
+        is_open = log is None or Path(log).with_suffix(".open").exists()
+        return not is_open and not is_set_up and all(serving.present[p].all() for p in asked)
+
+    monkeypatch.setattr(BackgroundBuild, "_must_pause", must_pause)
+
+
+class Watching(L.Callback):
+    """Notes at each step whether rows of the store are missing."""
+
+    def __init__(self, gate: Path) -> None:
+        self.is_growing: list[bool] = []
+        self.gate = gate
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.gate.touch()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
+        serving = getattr(trainer.datamodule.stores["train"], "serving", None)
+        self.is_growing.append(serving is not None and not serving.has_all)
+
+
+def fit(
+    path: Path,
+    module: Any,
+    dataset: Dataset[Any],
+    build: str,
+    *,
+    grows: bool = True,
+    devices: int = 1,
+    validated: Dataset[Any] | None = None,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Watching:
+    """Train for three epochs, and say at which steps rows were missing."""
+    # The log is an attribute of the dataset, and changes.
+    options = {
+        "fingerprint": "1",
+        "seed": 5,
+        "num_workers": 2,
+        "batch_size": GLOBAL_BATCH // devices,
+        **options,
+    }
+    data = MemmapDataModule(
+        Gated(dataset, path / f"{build}.log"),
+        validated,
+        store_dir=path / build,
+        build=build,
+        **options,
+    )
+    watching = Watching(path / f"{build}.open")
+    if not grows:
+        watching.gate.touch()
+    has_val = float(validated is not None or isinstance(options.get("subset"), RandomSplit | KFold))
+    trainer = make_trainer(
+        path,
+        strategy="memmap_superbatch",
+        devices=devices,
+        callbacks=[watching],
+        **{
+            "max_epochs": 3,
+            "limit_val_batches": has_val,
+            "num_sanity_val_steps": 0,
+            **(trainer_options or {}),
+        },
+    )
+    trainer.fit(module, datamodule=data)
+    return watching
+
+
+def assert_alike(
+    path: Path, kind: Callable[[], Any], dataset: Dataset[Any], grows: bool = True, **options: Any
+) -> None:
+    """Check that training is the same whether the store is built first or meanwhile."""
+    modules = {build: kind() for build in ("first", "while_training")}
+    for build, module in modules.items():
+        is_growing = grows and build == "while_training"
+        watching = fit(path, module, dataset, build, grows=is_growing, **options)
+        assert watching.is_growing[0] is is_growing
+    first, meanwhile = modules.values()
+    assert first.seen == meanwhile.seen
+    assert torch.equal(weights(first), weights(meanwhile))
+    if watching.is_growing[-1]:
+        # Rows that no epoch draws are read when there is time: here there was none.
+        kept = {name: options[name] for name in ("num_shards", "variable") if name in options}
+        gated = Gated(dataset, path / "while_training.log")
+        kept |= {"store_dir": path / "while_training", "fingerprint": "1"}
+        MemmapDataModule(gated, **kept).prepare_data()
+    stores = [open_store(path / build / "train") for build in modules]
+    assert stores[0].manifest.content == stores[1].manifest.content
+    assert verify_store(path / "while_training" / "train") == []
+
+
+def assert_each_is_read_once(path: Path) -> None:
+    """Check that no row was read twice but those that a build, and one that goes on, compares."""
+    read = rows_read(path / "while_training.log")
+    others = {row: count for row, count in read.items() if row not in probe_rows(NUM_ROWS)}
+    assert others == dict.fromkeys(others, 1)
+    assert len(read) == NUM_ROWS
+
+
+def rows_read(log: Path) -> Counter[int]:
+    return Counter(map(int, log.read_text().split()))
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "shuffled": {},
+    "in order": {"shuffle": False},
+    "blocks": {"shuffle_window": 3},
+    "streamed": {"shuffle_window": 3, "residency": "stream"},
+    "on the device": {"residency": "device"},
+    "by weight": {"sampler": Weighted(torch.arange(NUM_ROWS) % 5 + 0.5)},
+    "a part": {"sampler": Weighted(torch.arange(NUM_ROWS) < 100), "shuffle_window": 4},
+    "chosen rows": {"subset": {"train": Subset(rows=range(7, 200, 3))}},
+    "held out": {"subset": RandomSplit(0.2)},
+    "a fold": {"subset": KFold(5), "member": 2},
+    "steps left out": {"skip_steps": [1, 2, 20], "drop_last": True},
+    "row numbers": {"with_row_numbers": True, "num_shards": 8},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> None:
+    assert_alike(tmp_path, Regression, Points(NUM_ROWS), devices=2, **ORDERS[order])
+    assert_each_is_read_once(tmp_path)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 4])
+def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
+    options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
+    assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
+
+
+def doubled(batch: Any) -> Any:
+    return {**batch, "x": batch["x"] * 2}
+
+
+@pytest.mark.parametrize("sampler", [Weighted("row"), Bucketed("sound", 4)])
+def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, sampler: Any) -> None:
+    kind, dataset = (Regression, Points(150)) if isinstance(sampler, Weighted) else SOUNDS
+    assert_alike(tmp_path, kind, dataset, grows=False, sampler=sampler)
+
+
+SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
+
+
+@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+def test_training_on_rows_of_several_lengths(tmp_path: Path, form: str) -> None:
+    variable = dict.fromkeys(("sound", "ids"), form) | {"image": "list"}
+    assert_alike(tmp_path, *SOUNDS, devices=2, variable=variable)
+
+
+def test_training_on_encoded_images(tmp_path: Path) -> None:
+    assert_alike(tmp_path, Brightness, EncodedImages(100), devices=2, variable=FORMS)
+
+
+@pytest.mark.parametrize("limit", [3, 1.0])
+def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> None:
+    """The rows of the others are there when the next run begins, or are read then."""
+    modules = []
+    for build in ("first", "while_training"):
+        modules.append(Regression())
+        options = {"limit_train_batches": limit, "max_epochs": 2}
+        grows = build != "first"
+        fit(tmp_path, modules[-1], Points(NUM_ROWS), build, grows=grows, trainer_options=options)
+    assert torch.equal(*map(weights, modules))
+    fit(tmp_path, Regression(), Points(NUM_ROWS), "while_training")
+    assert_each_is_read_once(tmp_path)
+
+
+def test_dataset_that_fails_ends_training_and_keeps_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
+    with pytest.raises(DatasetError, match=r"row 200.*no such file"):
+        fit(tmp_path, Regression(), dataset, "while_training")
+    run = CommandLine(capsys)
+    assert run("store", "info", tmp_path / "while_training") == 0
+    assert re.search(r"train: \d+ of 331 rows are there", run.out)
+    before = rows_read(tmp_path / "while_training.log")
+    module = Regression()
+    fit(tmp_path, module, Points(NUM_ROWS), "while_training")
+    assert verify_store(tmp_path / "while_training" / "train") == []
+    again = rows_read(tmp_path / "while_training.log") - before
+    assert sum(again.values()) < NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"overwrite": True}, "overwrite=True"),
+        ({"store_dir": "s3://bucket/stores"}, "store_dir='s3://bucket/stores'"),
+        ({"residency": "stream"}, "residency='stream'.*shuffle_window"),
+        ({"build": "later"}, "build='later'"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    options = {"store_dir": "stores", "num_workers": 1, "build": "while_training", **options}
+    with pytest.raises(ValueError, match=message):
+        MemmapDataModule(Points(9), **options)
+
+
+def test_stream_is_not_supported(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "build": "while_training"}
+    data = MemmapDataModule(iter(Points(9)), store_dir=tmp_path, fingerprint="1", **options)
+    with pytest.raises(ValueError, match=r"train_dataset.*build='first'"):
+        data.prepare_data()
