@@ -1,1 +1,1 @@
-"""The only user of private names of torch, Lightning and torchmetrics."""
+"""Logic that leans on private names of torch, Lightning and argparse."""

@@ -1,7 +1,7 @@
 """Private names of Lightning's loops and loaders."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -175,15 +175,3 @@ def go_on_after(trainer: Any, num_batches: int) -> None:
         counts.completed += num_batches - num_completed
     progress.is_last_batch = False
     trainer.callbacks = [*trainer.callbacks, _SettleCounts(loop._batches_that_stepped)]
-
-
-def make_trainer_proxy(trainer: Any, results: Callable[[], Any]) -> Any:
-    """A Trainer that shares all state with another one, but for what ``self.log`` writes to."""
-    kind: Any = type(
-        type(trainer).__name__,
-        (type(trainer),),
-        {"__slots__": (), "_results": property(lambda proxy: results())},
-    )
-    proxy: Any = object.__new__(kind)
-    object.__setattr__(proxy, "__dict__", trainer.__dict__)
-    return proxy

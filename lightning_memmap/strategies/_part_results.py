@@ -1,6 +1,7 @@
 """What the replicas of a step log and count, merged as if it had been one call of the step."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_memmap._compat.metrics import copy_metric, merge_metric
 from lightning_memmap.strategies.microbatch import weighted_mean
 
 
@@ -46,6 +47,18 @@ class PartLog:
         assert metrics is False
         if fx is not None and fx not in self.restarted:
             self.restarted.append(fx)
+
+
+def make_trainer_proxy(trainer: Any, results: Callable[[], Any]) -> Any:
+    """A Trainer that shares all state with another one, but for what ``self.log`` writes to."""
+    kind: Any = type(
+        type(trainer).__name__,
+        (type(trainer),),
+        {"__slots__": (), "_results": property(lambda proxy: results())},
+    )
+    proxy: Any = object.__new__(kind)
+    object.__setattr__(proxy, "__dict__", trainer.__dict__)
+    return proxy
 
 
 def merge_logs(
@@ -97,7 +110,7 @@ class MetricCopies:
     def of(self, metric: nn.Module) -> Any:
         """The copy of a metric or collection, the same one each time."""
         if id(metric) not in self._copies:
-            self._copies[id(metric)] = (metric, copy_metric(metric, self._device))
+            self._copies[id(metric)] = (metric, _copy_metric(metric, self._device))
         return self._copies[id(metric)][1]
 
     def keep(self, metrics: Sequence[nn.Module]) -> None:
@@ -143,8 +156,8 @@ def _merge_metrics(metric: nn.Module, copies: list[Any]) -> None:
         if isinstance(own, Metric):
             step, *rest = others
             has_value = any(other._forward_cache is not None for other in others)
-            merge_metric(step, rest)
-            merge_metric(own, [step])
+            _merge_states(step, rest)
+            _merge_states(own, [step])
             if has_value:
                 # What `self.log` logs for the step.
                 own._forward_cache = step.compute()
@@ -169,3 +182,40 @@ def _find_metrics(
             yield module, name, child
         elif child is not None and child not in seen:
             yield from _find_metrics(child, seen)
+
+
+def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
+    """An empty copy of a torchmetrics metric or collection on a device."""
+    copied: Any = copy.deepcopy(metric).to(device)
+    for child in copied.modules():
+        if isinstance(child, MetricCollection):
+            # Each metric of a copy has its own states, which are merged one by one.
+            child._enable_compute_groups, child._groups_checked, child._groups = False, False, {}
+    copied.reset()
+    return copied
+
+
+def _merge_states(target: Metric, sources: list[Metric]) -> None:
+    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``."""
+    updated = [metric for metric in (target, *sources) if metric._update_count]
+    # Metrics overload comparison: they must be compared by identity.
+    if all(metric is target for metric in updated):
+        return
+    for name, reduction in target._reductions.items():
+        values = [getattr(metric, name) for metric in updated]
+        device = target.device
+        if isinstance(values[0], list):
+            merged: Any = [item.to(device) for value in values for item in value]
+        elif reduction is dim_zero_cat:
+            merged = torch.cat([value.to(device) for value in values])
+        elif reduction is dim_zero_mean:
+            counts = torch.tensor([float(metric._update_count) for metric in updated])
+            stacked = torch.stack([value.to(device) for value in values])
+            weights = (counts / counts.sum()).to(stacked)
+            merged = torch.tensordot(weights, stacked, dims=1)
+        else:
+            merge: Any = reduction
+            merged = merge(torch.stack([value.to(device) for value in values]))
+        setattr(target, name, merged)
+    target._update_count = sum(metric._update_count for metric in updated)
+    target._computed = None

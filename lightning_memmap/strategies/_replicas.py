@@ -12,11 +12,10 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_memmap._compat.metrics import states_without_reduction
-from lightning_memmap._compat.modules import compiled_steps, is_compiled_inside
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send, stream_module
 from lightning_memmap.strategies._part_results import MetricCopies, is_metric
@@ -30,6 +29,8 @@ _MAX_DEPTH = 4
 #: Attributes of a module that each replica has of its own.
 _OWN = {"_parameters", "_buffers", "_modules"}
 _MISSING = object()
+#: What Lightning compiles of a module.
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 #: By parameter of the module, that of another device.
 _Parameters = dict[nn.Parameter, nn.Parameter]
@@ -213,7 +214,7 @@ class _Copy:
             if isinstance(each, _DeviceDtypeModuleMixin):
                 # Lightning searches the copy for the names of its metrics.
                 own = {"_device": self.device, "_metric_attributes": None}
-            own.update(compiled_steps(each, replica))
+            own.update(_compiled_steps(each, replica))
             self._own[each] = _OWN | own.keys()
             self.assign(each, vars(each))
             vars(replica).update(own)
@@ -283,13 +284,13 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
                 f"the submodule {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
                 " use the module that was scripted, or memmap_superbatch"
             )
-        if is_compiled_inside(child):
+        if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):
             raise UnsuitableModuleError(
                 f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
                 " LightningModule, or use memmap_superbatch"
             )
-        if isinstance(child, Metric) and (states := states_without_reduction(child)):
+        if isinstance(child, Metric) and (states := _states_without_reduction(child)):
             raise ValueError(
                 f"the metric {name!r} ({type(child).__name__}) has the states {states} without a"
                 " dist_reduce_fx, so that what the replicas count cannot be merged: use"
@@ -301,6 +302,30 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
             f"the parameters {lazy} have no shape yet, and memmap_dp cannot replicate them: run"
             " one batch through the module before fit"
         )
+
+
+def _states_without_reduction(metric: Metric) -> list[str]:
+    """The tensor states of a metric that cannot be merged."""
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], Tensor)
+    ]
+
+
+def _compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
+    """The methods of a compiled LightningModule, compiled for a replica."""
+    context = getattr(module, "_compiler_ctx", None)
+    if context is None:
+        return {}
+    compiled = {}
+    for name in _COMPILED:
+        # A module that is fitted again was compiled before: this unwraps the first compilation.
+        original = innermost_fn(context[f"original_{name}"])
+        if isinstance(original, MethodType):
+            original = MethodType(original.__func__, replica)
+        compiled[name] = context["dynamo_ctx"](original)
+    return compiled
 
 
 def run_replicas(

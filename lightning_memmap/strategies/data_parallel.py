@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import make_trainer_proxy
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import OneProcess
-from lightning_memmap.strategies._part_results import PartLog, counted_in_copies, merge_logs
+from lightning_memmap.strategies._part_results import (
+    PartLog,
+    counted_in_copies,
+    make_trainer_proxy,
+    merge_logs,
+)
 from lightning_memmap.strategies._replicas import Replicas, check_module, run_replicas
 from lightning_memmap.strategies.microbatch import MicroBatches
 
