@@ -1,4 +1,4 @@
-"""Decode images: the bytes of a JPEG, PNG or other file become uint8 pixels, channels first.
+"""Images: the bytes of a JPEG, PNG or other file as uint8 pixels, and rows as pixels to show.
 
 Pillow is imported when the first image is decoded.
 """
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 #: The channels of each mode. Of "P" they are the indices of a palette, such as class labels.
 CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1, "P": 1}
@@ -21,6 +23,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 #: A file of a few bytes can claim any number of pixels.
 MAX_PIXELS = 2**26
 _ORIENTATION = 0x0112
+#: A row of two dimensions that is smaller is a table of numbers rather than an image.
+_MIN_PIXELS = 5
 
 
 class ImageError(ValueError):
@@ -143,3 +147,24 @@ def _other_size(found: tuple[int, ...], shape: tuple[int, ...]) -> ImageSizeErro
     return ImageSizeError(
         f"it is {found[0]} x {found[1]} pixels, and the first image {shape[1]} x {shape[2]}"
     )
+
+
+def pixels_of(row: Tensor) -> NDArray[np.uint8] | None:
+    """Convert a row to pixels, if it has the shape of an image."""
+    if row.is_complex() or row.dim() not in (2, 3) or 0 in row.shape:
+        return None
+    if row.dim() == 2:
+        if min(row.shape) < _MIN_PIXELS:
+            return None
+        row = row[None]
+    if row.shape[0] in (1, 3, 4):
+        row = row.movedim(0, -1)
+    if row.shape[-1] not in (1, 3, 4):
+        return None
+    numbers = row.double()
+    if row.dtype != torch.uint8:
+        numbers = numbers.nan_to_num(0.0, 0.0, 0.0)
+        low, high = numbers.min(), numbers.max()
+        numbers = (numbers - low) * (255 / (high - low if high > low else 1))
+    found: NDArray[np.uint8] = numbers.numpy().astype(np.uint8)
+    return found

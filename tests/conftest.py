@@ -62,7 +62,6 @@ _LONGEST = (
     "test_docs.py",
     "test_detection_example.py",
     "unit/store/test_parts.py",
-    "unit/store/test_text_sources.py",
     "unit/store/test_build.py",
     "unit/store/test_variable.py",
     "unit/store/test_records.py",

@@ -495,8 +495,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def column_files(store: Store) -> dict[str, bytes]:
-    """What the files of fields of fixed shape contain, by their names."""
-    return {path.name: path.read_bytes() for path in store.files.glob("*.memmap")}
+    """What the files of all fields contain, by their names."""
+    files = (path for path in store.files.iterdir() if path.name != "manifest.json")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def in_dataset_order(store: Store) -> dict[str, Tensor]:

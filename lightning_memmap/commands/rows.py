@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import ArgumentError
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
@@ -54,19 +55,14 @@ class RowsOptions:
     """
 
     config: str
-    epoch: int = 0
-    step: int = 0
+    epoch: NonNegativeInt = 0
+    step: NonNegativeInt = 0
     ckpt_path: str | None = None
-    devices: int | None = None
+    devices: PositiveInt | None = None
     json: bool = False
     show: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "step"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: counted from 0")
-        if self.devices is not None and self.devices < 1:
-            raise ValueError(f"devices={self.devices}: at least 1 data device")
         if self.ckpt_path is not None and (self.epoch or self.step):
             raise ValueError(
                 f"ckpt_path={self.ckpt_path!r} with epoch={self.epoch}, step={self.step}: the"

@@ -9,9 +9,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from lightning_memmap.images import ImageError, decode_image
+from lightning_memmap.images import ImageError, decode_image, pixels_of
 from lightning_memmap.pages import templates
-from lightning_memmap.pixels import pixels_of
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes

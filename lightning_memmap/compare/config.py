@@ -1,11 +1,12 @@
 """What is compared: variants, the options of a comparison, and what a run is told to do."""
 
 import json
-import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
@@ -155,8 +156,8 @@ class ComparisonOptions:
     steps: int = 100
     warmup_steps: int = 10
     check_steps: int = 10
-    tolerance: float | None = None
-    timeout_s: float = 1800.0
+    tolerance: NonNegativeFloat | None = None
+    timeout_s: PositiveFloat = 1800.0
     out: str = "runs/compare"
 
     def __post_init__(self) -> None:
@@ -164,11 +165,6 @@ class ComparisonOptions:
             raise ValueError("--config: name the config to run, as for lightning-memmap fit")
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least)
-        # Written so that NaN raises, too.
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance={self.tolerance}: 0 or more, and finite")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s}: more than 0 seconds")
         parse_variants(self.variants)
 
 

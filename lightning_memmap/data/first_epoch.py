@@ -3,6 +3,10 @@
 import logging
 from operator import length_hint
 from pathlib import Path
+from typing import Any
+
+import lightning as L
+from typing_extensions import override
 
 from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
@@ -73,6 +77,22 @@ class FirstEpoch:
         """End the builds: those that have all rows are finished, others go on in the next run."""
         while self._builds:
             self._builds.popitem()[1].stop()
+
+
+class _ShowStored(L.Callback):
+    """Shows in the Trainer's progress bar how much of the training rows is stored."""
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
+        if isinstance(store, GrowingStore):
+            pl_module.log("stored", store.serving.share, prog_bar=True, logger=False, batch_size=1)
+
+
+def show_stored(trainer: Any) -> None:
+    """Show in the progress bar how much of the training rows is stored."""
+    if not any(isinstance(each, _ShowStored) for each in trainer.callbacks):
+        trainer.callbacks.append(_ShowStored())
 
 
 def renewed(made: SetUp) -> SetUp:

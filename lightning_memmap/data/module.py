@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, renewed
+from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -659,6 +659,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         )
         if any(isinstance(store, GrowingStore) for store in self.stores.values()):
             loader.renewed = partial(self._renewed, split)
+            if split == "train" and self.trainer is not None:
+                show_stored(self.trainer)
         if self.trainer is None:
             return BatchLoader(loader, loader.data_devices[0])
         if not self._is_overfitting:

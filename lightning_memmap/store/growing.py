@@ -81,9 +81,12 @@ class _Queue:
 
     def next(self, max_rows: int) -> Integers:
         """The rows that are read next; none where all are taken."""
-        task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
-        count = max(1, min(max_rows, int(task_s / max(self._row_s, 1e-9))))
         self._look()
+        task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
+        if not self._wants:
+            # The first reader does not wait long for what was begun before it came.
+            task_s = _SHORT_TASK_S / 4
+        count = max(1, min(max_rows, int(task_s / max(self._row_s, 1e-9))))
         wants = [want for want in self._wants.values() if len(want.rows)]
         self._turn += 1
         for want in (*wants[self._turn % max(1, len(wants)) :], *wants, self._others):

@@ -1,9 +1,10 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -61,20 +62,16 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
     if num_workers == 0:
         return read_sample(dataset, 0)
     pickled: list[bytes | None] = []
-    run_tasks(_PickledSample(dataset), [0], 1, pickled.append)
+    run_tasks(partial(_pickled, dataset), [0], 1, pickled.append)
     return read_sample(dataset, 0) if pickled[0] is None else pickle.loads(pickled[0])
 
 
-@dataclass(frozen=True)
-class _PickledSample:
-    dataset: Any
-
-    def __call__(self, row: int) -> bytes | None:
-        sample = read_sample(self.dataset, row)
-        try:
-            return pickle.dumps(sample)
-        except Exception:  # Its class may raise anything.
-            return None
+def _pickled(dataset: Any, row: int) -> bytes | None:
+    sample = read_sample(dataset, row)
+    try:
+        return pickle.dumps(sample)
+    except Exception:  # Its class may raise anything.
+        return None
 
 
 def take_probes(workers: Workers, num_rows: int, options: FieldOptions | Schema) -> Probes:
@@ -84,12 +81,20 @@ def take_probes(workers: Workers, num_rows: int, options: FieldOptions | Schema)
     return found[0]
 
 
-def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
-    """Check that the rows that were read first show what to store of the others."""
+def find_schema(
+    samples: list[Any], rows: list[int], options: FieldOptions, more: Iterator[tuple[int, Any]]
+) -> Schema:
+    """The schema of samples, with more of them where these do not show what has some names."""
+    schema, named = infer_schema(samples, rows, options), options.names
+    # As many as there are: all are looked at again.
+    while schema.unknown.keys() & named and (new := list(islice(more, len(samples)))):
+        rows += [row for row, _ in new]
+        samples += [sample for _, sample in new]
+        schema = infer_schema(samples, rows, options)
     if not schema.fields:
         raise SchemaError(
-            f"the {num_read} rows that were read first hold no tensor, array or number: empty lists"
-            " and None have no dtype; give arrays, or add a field that has values"
+            f"the {len(rows)} rows that were read first hold no tensor, array or number: empty"
+            " lists and None have no dtype; give arrays, or add a field that has values"
         )
     for name, what in schema.unknown.items():
         if name in named or what == "None":
@@ -101,9 +106,10 @@ def check_known(schema: Schema, named: Collection[str], num_read: int) -> None:
                 else "leave it out of the samples"
             )
             raise SchemaError(
-                f"field {name!r} is {what} in each of the {num_read} rows that were read first, so"
+                f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
                 f" that its dtype is not known: {way_out}"
             )
+    return schema
 
 
 @dataclass(frozen=True)
@@ -120,12 +126,12 @@ class _Prober:
             start = perf_counter()
             samples.append(read_sample(self.dataset, row))
             durations.append(perf_counter() - start)
-        options = self.options
-        schema = (
-            options
-            if isinstance(options, Schema)
-            else self._schema(samples, rows, num_rows, options)
-        )
+        schema = self.options
+        if isinstance(schema, FieldOptions):
+            spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
+            others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+            more = ((row, read_sample(self.dataset, row)) for row in others)
+            schema = find_schema(list(samples), list(rows), schema, more)
         digests, sizes = [], list[int]()
         for row, sample in zip(rows, samples, strict=True):
             leaves, again = flatten_row(sample, row, schema), read_row(self.dataset, row, schema)
@@ -135,23 +141,6 @@ class _Prober:
             digests.append((row, hash_row(leaves)))
             sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
         return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
-
-    def _schema(
-        self, samples: list[Any], rows: list[int], num_rows: int, options: FieldOptions
-    ) -> Schema:
-        """The schema of the samples, and of more where these do not show what has some names."""
-        schema, wanted = infer_schema(samples, rows, options), options.names
-        found, read = list(samples), list(rows)
-        spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
-        more = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-        while schema.unknown.keys() & wanted and more:
-            # As many as there are: all are looked at again.
-            new, more = more[: len(found)], more[len(found) :]
-            found += [read_sample(self.dataset, row) for row in new]
-            read += new
-            schema = infer_schema(found, read, options)
-        check_known(schema, wanted, len(read))
-        return schema
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:

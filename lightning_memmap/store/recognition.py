@@ -3,7 +3,8 @@
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -73,7 +74,7 @@ def check_briefly(
         return False
     digests = {0: None} if check == "off" else dict(store.manifest.probes)
     tasks = list(digests)
-    work = _ProbeCheck(dataset, store, digests)
+    work = partial(_check_probe, dataset, store, digests)
     run_tasks(work, tasks, min(num_workers, len(tasks)), lambda nothing: None)
     return False
 
@@ -178,19 +179,18 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
             num_compared += outcome[0]
             advance(outcome[0])
 
-        run_tasks(_RowCheck(dataset, store), ranges, num_workers, receive)
+        run_tasks(partial(_check_range, dataset, store), ranges, num_workers, receive)
     assert num_compared == store.manifest.num_rows
 
 
 def _check_rows(store: StoredRows, first: int, samples: Sequence[Any]) -> None:
     """Compare samples with the rows of a store from a row on."""
     rows = np.arange(first, first + len(samples), dtype=np.int64)
-    fields = store.manifest.schema.fields
     stacked = _stacked(store, rows, samples)
-    found = zip(*(values.rows() for values in stacked), strict=True)
-    stored = zip(*(column.fetch(rows) for column in store.columns), strict=True)
-    for row, ones, others in zip(rows.tolist(), found, stored, strict=True):
-        for field, one, other in zip(fields, ones, others, strict=True):
+    for field, values, column in zip(
+        store.manifest.schema.fields, stacked, store.columns, strict=True
+    ):
+        for row, one, other in zip(rows.tolist(), values.rows(), column.fetch(rows), strict=True):
             if one.shape != other.shape or not np.array_equal(leaf_bytes(one), leaf_bytes(other)):
                 raise _other_dataset(
                     store,
@@ -214,36 +214,20 @@ def _other_dataset(store: StoredRows, found: str) -> DatasetError:
     )
 
 
-@dataclass(frozen=True)
-class _ProbeCheck:
-    """Compares a row's schema with that of a store, and its hash where the store has it."""
-
-    dataset: Any
-    store: StoredRows
-    digests: Mapping[int, str | None]
-
-    def __call__(self, row: int) -> None:
-        sample, rows = read_sample(self.dataset, row), np.array([row])
-        leaves = [next(values.rows()) for values in _stacked(self.store, rows, [sample])]
-        found, expected = hash_row(leaves), self.digests[row]
-        if expected is not None and found != expected:
-            raise _other_dataset(
-                self.store, f"row {row} of the dataset differs from the stored row"
-            )
+def _check_probe(
+    dataset: Any, store: StoredRows, digests: Mapping[int, str | None], row: int
+) -> None:
+    """Compare a row's schema with that of a store, and its hash where the store has it."""
+    sample, expected = read_sample(dataset, row), digests[row]
+    leaves = [next(values.rows()) for values in _stacked(store, np.array([row]), [sample])]
+    if expected is not None and hash_row(leaves) != expected:
+        raise _other_dataset(store, f"row {row} of the dataset differs from the stored row")
 
 
-@dataclass(frozen=True)
-class _RowCheck:
-    """Compares a range of rows with those of a store. Returns their number, and the seconds."""
-
-    dataset: Any
-    store: StoredRows
-
-    def __call__(self, task: tuple[int, int]) -> tuple[int, float]:
-        start = perf_counter()
-        store, (first, count) = self.store, task
-        step = _piece_rows(store)
-        for row in range(first, first + count, step):
-            rows = range(row, min(row + step, first + count))
-            _check_rows(store, row, read_samples(self.dataset, rows))
-        return count, perf_counter() - start
+def _check_range(dataset: Any, store: StoredRows, task: tuple[int, int]) -> tuple[int, float]:
+    """Compare a range of rows with those of a store. Returns their number, and the seconds."""
+    start, (first, count), step = perf_counter(), task, _piece_rows(store)
+    for row in range(first, first + count, step):
+        rows = range(row, min(row + step, first + count))
+        _check_rows(store, row, read_samples(dataset, rows))
+    return count, perf_counter() - start

@@ -79,6 +79,11 @@ class Serving:
         return bool(self._header[_STATE] == _WHOLE)
 
     @property
+    def share(self) -> float:
+        """How many of the rows are there, from 0 to 1."""
+        return float(np.count_nonzero(self.present)) / len(self.present)
+
+    @property
     def has_all(self) -> bool:
         """Whether all rows are there."""
         return bool(self.present.all())

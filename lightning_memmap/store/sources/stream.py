@@ -24,9 +24,9 @@ from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, check_known, hash_row
+from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, find_schema, hash_row
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import infer_schema, stack_rows
+from lightning_memmap.store.samples import stack_rows
 
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
@@ -68,13 +68,8 @@ class Spool:
             read = " A generator gives its rows once." if is_read_once(stream) else ""
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         self._first = piece[0]
-        self.schema = infer_schema(piece, range(len(piece)), options)
-        while self.schema.unknown.keys() & options.names and len(piece) < MAX_PROBES:
-            if not (more := list(islice(samples, min(len(piece), MAX_PROBES - len(piece))))):
-                break
-            piece += more
-            self.schema = infer_schema(piece, range(len(piece)), options)
-        check_known(self.schema, options.names, len(piece))
+        more = islice(enumerate(samples, len(piece)), MAX_PROBES - len(piece))
+        self.schema = find_schema(piece, list(range(len(piece))), options, more)
         with ExitStack() as stack:
             self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
             for column in self._columns:

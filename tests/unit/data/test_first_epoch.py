@@ -68,9 +68,12 @@ class Watching(L.Callback):
     def __init__(self, gate: Path) -> None:
         self.is_growing: list[bool] = []
         self.gate = gate
+        #: How much of the store the progress bar says is there.
+        self.shown: list[float | None] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.gate.touch()
+        self.shown.append(trainer.progress_bar_metrics.get("stored"))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
         serving = getattr(trainer.datamodule.stores["train"], "serving", None)
@@ -134,6 +137,8 @@ def assert_alike(
         is_growing = grows and build == "while_training"
         watching = fit(path, module, dataset, build, grows=is_growing, **options)
         assert watching.is_growing[0] is is_growing
+        if is_growing:
+            assert 0 < max(each for each in watching.shown if each is not None) <= 1
     first, meanwhile = modules.values()
     assert first.seen == meanwhile.seen
     assert torch.equal(weights(first), weights(meanwhile))

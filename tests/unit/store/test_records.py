@@ -25,9 +25,8 @@ from lightning_memmap.store import (
     open_store,
     verify_store,
 )
-from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.sources import source_of
-from tests.datasets import Replaced, Scenes, Wrapped
+from tests.datasets import Scenes, Wrapped
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
 
@@ -123,41 +122,6 @@ def test_lists_of_any_lengths_come_back(
     store = build(path, rows, num_shards=shards, variable={"parts": "list"})
     assert_holds(store, rows)
     assert verify_store(path) == []
-
-
-def late(sample: Any) -> Replaced:
-    """A dataset of which one row, which is no probe row, differs."""
-    assert 150 not in probe_rows(NUM_ROWS)
-    first = {"a": torch.zeros(3), "parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}] * 2}
-    return Replaced([first] * NUM_ROWS, {150: {**first, **sample}})
-
-
-@pytest.mark.parametrize(
-    ("sample", "argument"),
-    [
-        ({"parts": [{"box": [1, 2], "m": torch.zeros(2, 2)}]}, {"parts": "list"}),
-        ({"parts": []}, {"parts": "list"}),
-        ({"a": None}, {"a": "nullable"}),
-        ({"parts": None}, {"parts": "nullable"}),
-        ({"a": torch.zeros(4)}, {"a": "pad"}),
-    ],
-)
-def test_later_row_names_the_argument_that_stores_it(
-    tmp_path: Path, sample: Any, argument: dict[str, Any]
-) -> None:
-    with pytest.raises(SchemaError, match="row 150") as caught:
-        build(tmp_path / "s", late(sample))
-    assert f"variable={argument}" in str(caught.value)
-    store = build(tmp_path / "s", late(sample), variable=argument)
-    found = store[150]
-    if "a" in sample:
-        assert found["a"] is None if sample["a"] is None else torch.equal(found["a"], sample["a"])
-    elif sample["parts"] is None:
-        assert found["parts"] is None
-    else:
-        assert len(found["parts"]) == len(sample["parts"])
-        assert len(store[0]["parts"]) == 2
-    assert verify_store(store.path) == []
 
 
 class Sparse:
@@ -308,15 +272,6 @@ def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any)
         build(tmp_path / "s", [{"x": make(row), "y": row} for row in range(30)])
 
 
-def test_texts_that_are_none_are_refused(scenes: Path) -> None:
-    store = open_store(scenes)
-    values = store.files / "captions.values"
-    values.write_bytes(b"\xff" * values.stat().st_size)
-    row = next(row for row in range(60) if Scenes(60)[row]["captions"])
-    with pytest.raises(StoreError, match="'captions': a row is not a list of texts"):
-        open_store(store.path)[row]
-
-
 # None in tables
 
 
@@ -389,19 +344,14 @@ def test_missing_values_are_none_by_slices_as_item_by_item(
         )
 
 
-def test_text_of_which_some_is_missing_is_none(tmp_path: Path) -> None:
+def test_text_of_which_some_is_missing_is_none_and_nan_is_a_number(tmp_path: Path) -> None:
     pandas = import_module("pandas")
     for dtype in (object, "string", "str"):
         column = pandas.Series(["a", None, "c"] * 9, dtype=dtype)
         store = build(tmp_path / str(dtype), ColumnDataset(pandas.DataFrame({"x": column})))
         assert [store[row]["x"] for row in range(3)] == ["a", None, "c"]
-
-
-def test_nan_is_a_number(tmp_path: Path) -> None:
-    pandas = import_module("pandas")
     frame = pandas.DataFrame({"x": [1.5, float("nan")] * 9})
     store = build(tmp_path / "s", ColumnDataset(frame))
-    assert [field.name for field in store.schema.fields] == ["x"]
     assert torch.isnan(store[1]["x"])
 
 

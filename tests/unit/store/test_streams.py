@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +16,7 @@ from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import range_writer
 from lightning_memmap.store.sources import stream as streams
-from tests.datasets import Numbered, Ragged, holds
+from tests.datasets import Numbered, Ragged, column_files, holds
 from tests.unit.store.layout import is_empty
 
 
@@ -32,22 +31,9 @@ class Stream(IterableDataset[Any]):
         return (self.dataset[row] for row in range(self.num_rows))
 
 
-@given(num_rows=st.integers(1, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
-def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
-    tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int
-) -> None:
-    path, numbered = tmp_path_factory.mktemp("store"), Numbered(num_rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "_MAX_PIECE_ROWS", piece_rows)
-        options: dict[str, Any] = {"num_shards": num_shards, "progress": False}
-        store = build_store((numbered[row] for row in range(num_rows)), path / "s", **options)
-    assert holds(store, numbered)
-    expected = build_store(numbered, path / "e", **options)
-    for file in expected.files.glob("*.memmap"):
-        assert (store.files / file.name).read_bytes() == file.read_bytes()
-    assert store.manifest.probes == expected.manifest.probes
-    assert store.manifest.checksums == expected.manifest.checksums
-    assert {child.name for child in path.iterdir()} == {"s", "e"}
+def raising() -> Iterator[int]:
+    yield from range(7)
+    raise ValueError("the end of the tape")
 
 
 def ragged(num_rows: int) -> list[Any]:
@@ -58,37 +44,30 @@ def ragged(num_rows: int) -> list[Any]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("is_ragged", [False, True])
 @given(num_rows=st.integers(2, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
-def test_stream_of_rows_that_differ_in_length_is_stored_as_its_rows_in_a_list_are(
-    tmp_path_factory: pytest.TempPathFactory, num_rows: int, num_shards: int, piece_rows: int
+def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
+    tmp_path_factory: pytest.TempPathFactory,
+    is_ragged: bool,
+    num_rows: int,
+    num_shards: int,
+    piece_rows: int,
 ) -> None:
-    path, rows = tmp_path_factory.mktemp("store"), ragged(num_rows)
-    options: dict[str, Any] = {
-        "num_shards": num_shards,
-        "progress": False,
-        "variable": {"sound": "pad", "ids": "pad", "image": {"form": "pad", "dims": 2}},
-    }
+    path = tmp_path_factory.mktemp("store")
+    rows = ragged(num_rows) if is_ragged else [Numbered(num_rows)[row] for row in range(num_rows)]
+    options: dict[str, Any] = {"num_shards": num_shards, "progress": False}
+    if is_ragged:
+        image = {"form": "pad", "dims": 2}
+        options["variable"] = {"sound": "pad", "ids": "pad", "image": image}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_MAX_PIECE_ROWS", piece_rows)
+        patch.setattr(range_writer, "_SLICE_BYTES", 1000)
         store = build_store(iter(rows), path / "s", **options)
     expected = build_store(rows, path / "e", **options)
     assert store.schema == expected.schema
-    assert store.manifest.checksums == expected.manifest.checksums
     assert store.manifest.probes == expected.manifest.probes
-    assert [store[row]["text"] for row in range(num_rows)] == [row["text"] for row in rows]
+    assert column_files(store) == column_files(expected)
     assert {child.name for child in path.iterdir()} == {"s", "e"}
-
-
-def test_stream_of_rows_that_differ_in_length_is_written_in_ranges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 1000)
-    rows = ragged(60)
-    store = build_store(iter(rows), tmp_path / "s", num_shards=7, progress=False)
-    expected = build_store(rows, tmp_path / "e", num_shards=7, progress=False)
-    assert store.schema == expected.schema
-    assert store.manifest.checksums == expected.manifest.checksums
 
 
 def test_rows_of_a_stream_that_differ_late_are_refused_with_a_declaration_that_helps(
@@ -101,33 +80,6 @@ def test_rows_of_a_stream_that_differ_late_are_refused_with_a_declaration_that_h
     assert [len(store[row]["x"]) for row in (0, 699, 700)] == [3, 3, 4]
 
 
-def test_store_of_the_same_stream_of_text_is_used(tmp_path: Path) -> None:
-    rows = ragged(40)
-    build_store(Stream(rows, 40), tmp_path / "s", progress=False)
-    build_store(Stream(rows, 40), tmp_path / "s", check="full", progress=False)
-    other = [*rows[:-1], {**rows[-1], "text": "another text"}]
-    with pytest.raises(DatasetError, match="row 39 of the dataset differs"):
-        build_store(Stream(other, 40), tmp_path / "s", check="full", progress=False)
-
-
-def test_stream_samples_of_mixed_kinds_come_back(tmp_path: Path) -> None:
-    rows = [
-        {
-            "big-endian": np.arange(3, dtype=">f4") + row,
-            "bfloat16": torch.full((2,), 0.1 + row).bfloat16(),
-            "empty": np.empty((0, 3)),
-            "nested": (row, [float(row), row % 2 == 0]),
-            "numbers": [row + k for k in range(20)],
-            "parameter": torch.nn.Parameter(torch.full((2,), 0.1 + row)),
-        }
-        for row in range(50)
-    ]
-    found = build_store(iter(rows), tmp_path / "stream", progress=False)
-    expected = build_store(rows, tmp_path / "list", progress=False)
-    assert found.schema == expected.schema
-    assert found.manifest.checksums == expected.manifest.checksums
-
-
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
@@ -135,23 +87,14 @@ def test_stream_samples_of_mixed_kinds_come_back(tmp_path: Path) -> None:
         ([1, 2, "three"], SchemaError, "row 2, the sample: found"),
         ([{"x": 1}, {"y": 1}], SchemaError, "row 1, the sample: found dict"),
         ([object()], SchemaError, "row 0, the sample: found object"),
+        (raising(), DatasetError, "raised at row 7: ValueError: the end of the tape"),
     ],
 )
 def test_stream_that_cannot_be_stored_leaves_nothing(
-    tmp_path: Path, samples: list[Any], error: type[Exception], message: str
+    tmp_path: Path, samples: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         build_store(iter(samples), tmp_path / "s", progress=False)
-    assert is_empty(tmp_path / "s")
-
-
-def test_stream_that_raises_names_the_row(tmp_path: Path) -> None:
-    def rows() -> Iterator[int]:
-        yield from range(7)
-        raise ValueError("the end of the tape")
-
-    with pytest.raises(DatasetError, match="raised at row 7: ValueError: the end of the tape"):
-        build_store(rows(), tmp_path / "s", progress=False)
     assert is_empty(tmp_path / "s")
 
 
@@ -168,18 +111,6 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     assert is_empty(tmp_path / "s")
 
 
-def test_stream_is_refused_with_workers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"num_workers=2 with a Stream: .* give num_workers=0"):
-        build_store(Stream(Numbered(9), 9), tmp_path / "s", num_workers=2)
-
-
-def test_store_of_the_same_stream_is_used(tmp_path: Path) -> None:
-    build_store(Stream(Numbered(40), 40), tmp_path / "s", progress=False)
-    manifest = (tmp_path / "s" / "manifest.json").read_bytes()
-    assert holds(build_store(Stream(Numbered(40), 40), tmp_path / "s"), Numbered(40))
-    assert (tmp_path / "s" / "manifest.json").read_bytes() == manifest
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -191,10 +122,19 @@ def test_store_of_the_same_stream_is_used(tmp_path: Path) -> None:
     ],
     ids=["first row", "shorter", "longer", "last row", "structure"],
 )
-def test_store_of_another_stream_is_refused(tmp_path: Path, other: Stream, message: str) -> None:
+def test_store_of_the_same_stream_is_used_and_of_another_one_refused(
+    tmp_path: Path, other: Stream, message: str
+) -> None:
     build_store(Stream(Numbered(40), 40), tmp_path / "s", progress=False)
+    manifest = (tmp_path / "s" / "manifest.json").read_bytes()
+    for check in ("probes", "full"):
+        found = build_store(Stream(Numbered(40), 40), tmp_path / "s", check=check, progress=False)
+        assert holds(found, Numbered(40))
+    assert (tmp_path / "s" / "manifest.json").read_bytes() == manifest
     with pytest.raises(DatasetError, match=message):
         build_store(other, tmp_path / "s", progress=False)
+    with pytest.raises(ValueError, match=r"num_workers=2 with a Stream: .* give num_workers=0"):
+        build_store(other, tmp_path / "s", num_workers=2)
 
 
 def test_generator_is_recognised_by_a_fingerprint_alone(tmp_path: Path) -> None:
@@ -220,6 +160,10 @@ def test_data_module_serves_an_iterable_dataset(tmp_path: Path) -> None:
         batches = [batch["x"] for batch in data.train_dataloader()]
         assert torch.cat(batches).equal(Numbered(50).expected()["x"])
         data.teardown("fit")
+    data = MemmapDataModule(Stream(list(pairs()), 20), store_dir=tmp_path / "p", batch_size=8)
+    data.prepare_data()
+    data.setup("fit")
+    assert type(next(iter(data.train_dataloader()))) is Pair
 
 
 class Pair(NamedTuple):
@@ -255,13 +199,6 @@ def test_data_module_of_a_stored_generator_needs_its_fingerprint(tmp_path: Path)
     MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
     with pytest.raises(DatasetError, match=r"gives its rows once.* give a fingerprint"):
         MemmapDataModule(pairs(), store_dir=tmp_path / "b").prepare_data()
-
-
-def test_batches_of_a_stream_have_the_class_of_its_samples(tmp_path: Path) -> None:
-    data = MemmapDataModule(Stream(list(pairs()), 20), store_dir=tmp_path, batch_size=8)
-    data.prepare_data()
-    data.setup("fit")
-    assert type(next(iter(data.train_dataloader()))) is Pair
 
 
 def test_several_generators_are_several_datasets(tmp_path: Path) -> None:

@@ -109,6 +109,11 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
 
 
 SCALARS = st.sampled_from(["int8", "uint8", "int64", "uint64", "float32", "float64", "bool"])
+LEAVES = SCALARS.map(lambda name: arrow.from_numpy_dtype(name)) | st.sampled_from(
+    [arrow.string(), arrow.large_binary(), arrow.timestamp("us"), arrow.duration("ms")]
+)
+#: Those whose values are the same from a table and as Python items.
+PLAIN = [arrow.int64(), arrow.float64(), arrow.string()]
 
 
 def arrow_types(children: Any) -> Any:
@@ -120,51 +125,77 @@ def arrow_types(children: Any) -> Any:
     )
 
 
-LEAVES = SCALARS.map(lambda name: arrow.from_numpy_dtype(name)) | st.sampled_from(
-    [arrow.string(), arrow.large_binary(), arrow.timestamp("us"), arrow.duration("ms")]
-)
-
-
 def values_of(kind: Any) -> Any:
+    """Values of a type, which may be None at any depth."""
     types = arrow.types
     if types.is_struct(kind):
-        return st.fixed_dictionaries({field.name: values_of(field.type) for field in kind})
-    if types.is_fixed_size_list(kind):
-        return st.lists(values_of(kind.value_type), min_size=2, max_size=2)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return st.lists(values_of(kind.value_type), max_size=3)
-    if types.is_floating(kind):
-        return st.integers(-9, 9).map(float)
-    if types.is_boolean(kind):
-        return st.booleans()
-    if types.is_string(kind):
-        return st.text("abé", max_size=3)
-    return st.binary(max_size=3) if types.is_large_binary(kind) else st.integers(0, 9)
+        found = st.fixed_dictionaries({field.name: values_of(field.type) for field in kind})
+    elif types.is_fixed_size_list(kind):
+        found = st.lists(values_of(kind.value_type), min_size=2, max_size=2)
+    elif types.is_list(kind) or types.is_large_list(kind):
+        found = st.lists(values_of(kind.value_type), max_size=3)
+    elif types.is_floating(kind):
+        found = st.integers(-9, 9).map(float)
+    elif types.is_boolean(kind):
+        found = st.booleans()
+    elif types.is_string(kind):
+        found = st.text("abé", max_size=3)
+    else:
+        found = st.binary(max_size=3) if types.is_large_binary(kind) else st.integers(0, 9)
+    return st.sampled_from([found, st.none() | found]).flatmap(lambda one: one)
+
+
+def are_alike(kind: Any, values: list[Any]) -> bool:
+    """Whether a table gives values as they are: lists of numbers without None come as arrays."""
+    values = [value for value in values if value is not None]
+    if arrow.types.is_struct(kind):
+        return all(are_alike(f.type, [value[f.name] for value in values]) for f in kind)
+    if not arrow.types.is_nested(kind):
+        return kind in PLAIN
+    items = [item for value in values for item in value]
+    is_array = kind.value_type in PLAIN[:2] and None not in items
+    return not is_array and are_alike(kind.value_type, items)
+
+
+def outcome(dataset: Any, path: Path, variable: Any) -> Any:
+    try:
+        store = build(path, dataset, variable=variable)
+    except SchemaError as error:
+        return str(error)
+    return store.schema, store.manifest.probes, column_files(store)
 
 
 @pytest.mark.slow
 @given(kind=st.recursive(LEAVES, arrow_types, max_leaves=3), data=st.data())
-def test_any_table_by_slices_is_the_store_written_item_by_item(
+def test_any_table_gives_the_store_of_its_items(
     tmp_path_factory: pytest.TempPathFactory, kind: Any, data: st.DataObject
 ) -> None:
-    rows = data.draw(st.lists(st.none() | values_of(kind), min_size=1, max_size=12))
+    rows = data.draw(st.lists(values_of(kind), min_size=1, max_size=8))
     table = arrow.table({"x": arrow.array(rows, kind), "row": range(len(rows))})
     if data.draw(st.booleans()):
         table = arrow.concat_tables([table.slice(1), table.slice(0, 1)])
-    path, dataset = tmp_path_factory.mktemp("store"), ColumnDataset(table)
-    nullable = {"x": "nullable"} if None in rows else {}
-    try:
-        by_items = build(path / "items", Wrapped(dataset), variable=nullable)
-    except SchemaError:
-        with pytest.raises(SchemaError):
-            build(path / "slices", dataset)
-        return
+    path, forms = tmp_path_factory.mktemp("store"), {"x": "nullable"} if None in rows else None
+    expected = outcome(Wrapped(ColumnDataset(table)), path / "items", forms)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(range_writer, "_MAX_PACKED_ROWS", 5)
-        by_slices = build(path / "slices", dataset)
-    assert by_slices.schema == by_items.schema
-    assert by_slices.manifest.probes == by_items.manifest.probes
-    assert column_files(by_slices) == column_files(by_items)
+        assert outcome(ColumnDataset(table), path / "slices", forms) == expected
+    import_module("pyarrow.parquet").write_table(table, path / "a.parquet", row_group_size=3)
+    assert outcome(ColumnDataset(path / "a.parquet"), path / "parquet", forms) == expected
+    if are_alike(kind, rows):
+        assert outcome(Wrapped(table.to_pylist()), path / "python", forms) == expected
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    "lists", [[[1, None], [2, 3]], [[None], [2, 3]], [[0.5, 1.0], [None, 2.0]]]
+)
+def test_none_in_a_list_of_a_table_is_as_in_lists_of_python(
+    tmp_path: Path, lists: list[Any], place: int
+) -> None:
+    lists = [lists[place], lists[1 - place], *lists]
+    expected = outcome(ColumnDataset({"s": lists}), tmp_path / "python", None)
+    assert not isinstance(expected, str)
+    assert outcome(ColumnDataset(arrow.table({"s": lists})), tmp_path / "table", None) == expected
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])

@@ -1,0 +1,112 @@
+"""Training while the store is built, beside a DataLoader with as many workers.
+
+``python -m tests.benchmarks.first_epoch [--rows 20000] [--workers 2] [--repeats 3]`` makes small
+JPEG files and reads them: seconds to the first batch, rows per second of the first epoch, and of a
+later one beside those of a finished store.
+"""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memmap import MemmapDataModule
+
+BATCH = 64
+
+
+class Photographs(Dataset[dict[str, Any]]):
+    """Small JPEG files, decoded."""
+
+    def __init__(self, directory: Path, num_rows: int) -> None:
+        self.directory, self.num_rows = directory, num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        with Image.open(self.directory / f"{row}.jpg") as image:
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return {"image": pixels, "label": row % 10}
+
+
+def make_files(directory: Path, num_rows: int) -> None:
+    """Noise that is smooth, as photographs are."""
+    generator = np.random.default_rng(0)
+    for row in range(num_rows):
+        small = generator.integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(small).resize((64, 64)).save(directory / f"{row}.jpg", quality=85)
+
+
+def epoch(batches: Iterable[Any], begin: float) -> tuple[float, float, int]:
+    """Seconds to the first batch, seconds of all, and rows."""
+    first, num_rows = 0.0, 0
+    for batch in batches:
+        first = first or perf_counter() - begin
+        num_rows += len(batch["label"])
+        batch["image"].float().mean()
+    return first, perf_counter() - begin, num_rows
+
+
+def measure(dataset: Photographs, workers: int, stores: Path) -> dict[str, float]:
+    """One round of all."""
+    found = dict[str, float]()
+    begin = perf_counter()
+    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers)
+    first, seconds, rows = epoch(loader, begin)
+    found |= {"DataLoader, first batch (s)": first, "DataLoader (rows/s)": rows / seconds}
+    begin = perf_counter()
+    data = MemmapDataModule(
+        dataset, store_dir=stores, batch_size=BATCH, num_workers=workers, build="while_training"
+    )
+    data.prepare_data()
+    data.setup("fit")
+    batches = data.train_dataloader()
+    first, seconds, rows = epoch(batches, begin)
+    found |= {"first epoch, first batch (s)": first, "first epoch (rows/s)": rows / seconds}
+    _, seconds, rows = epoch(batches, perf_counter())
+    _, seconds, rows = epoch(batches, perf_counter())
+    found["third epoch (rows/s)"] = rows / seconds
+    data.teardown()
+    finished = MemmapDataModule(dataset, store_dir=stores, batch_size=BATCH, num_workers=workers)
+    finished.prepare_data()
+    finished.setup("fit")
+    batches = finished.train_dataloader()
+    epoch(batches, perf_counter())
+    _, seconds, rows = epoch(batches, perf_counter())
+    found["finished store (rows/s)"] = rows / seconds
+    finished.teardown()
+    return found
+
+
+def main() -> None:
+    """Print the median of some rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("rows", 20_000), ("workers", 2), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        files = Path(directory) / "files"
+        files.mkdir()
+        make_files(files, options.rows)
+        rounds = list[dict[str, float]]()
+        for _ in range(options.repeats):
+            stores = Path(directory) / "stores"
+            rounds.append(measure(Photographs(files, options.rows), options.workers, stores))
+            shutil.rmtree(stores)
+    for name in rounds[0]:
+        values = [each[name] for each in rounds]
+        print(f"{name:32} {median(values):12.3f}   {min(values):.3f} to {max(values):.3f}")
+
+
+if __name__ == "__main__":
+    main()
