@@ -328,28 +328,31 @@ class SuperBatchLoader:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
         devices, topology = self.data_devices, self._rows.topology
+        is_whole = self._fetcher.is_whole
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
-            words = self.seed, steps.epoch, number
-            rows = devices, length, step_rows, first, collator
-            if self._fetcher.is_whole:
-                super_batch = SuperBatch(*rows, columns=parts.pop()[0])
+            if is_whole:
+                columns = parts.pop()[0]
+                super_batch = SuperBatch(devices, length, step_rows, first, collator, columns)
+                del columns
             else:
-                leaves = parts.pop()
-                batches = list[Any]()
+                leaves, batches = [*parts.pop()], list[Any]()
                 for index, device in enumerate(devices):
                     batch = collator.collate(leaves.pop(0))
                     if collator.is_apart:
-                        seed = derive_seed(*words, topology.rank + topology.size * index)
+                        consumer = topology.rank + topology.size * index
+                        seed = derive_seed(self.seed, steps.epoch, number, consumer)
                         batch = collator.transformed(batch, device, seed, index)
                     batches.append(batch)
                     del batch
-                super_batch = SuperBatch(*rows, batches=batches)
+                super_batch = SuperBatch(
+                    devices, length, step_rows, first, collator, batches=batches
+                )
                 del leaves, batches
             if collator.is_on_super_batch:
-                super_batch.seed = derive_seed(*words, topology.rank)
+                super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)
             first = (first + length) % len(devices)
             yield super_batch
             del super_batch

@@ -48,7 +48,7 @@ class Fetched:
         count = len(self.devices)
         return slice((receiver - self.first) % count, None, count)
 
-    def by_step(self) -> list[list[list[Leaf]]]:
+    def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
         """The leaves of each step and receiver, the last step first. None are left here."""
         edges, found = [0, *accumulate(self.steps.lengths)], []
         for receiver, leaves in enumerate(self.leaves):
@@ -57,10 +57,10 @@ class Fetched:
             sizes = [end - begin for begin, end in pairwise(ends)]
             leaves = [*leaves, *self.numbers[receiver : receiver + 1]]
             found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
-        steps = [[[*leaves] for leaves in each] for each in zip(*found, strict=True)]
+        steps: list[Sequence[Sequence[Leaf]]] = [*zip(*found, strict=True)]
         self.leaves, self.numbers = [], []
-        for each in steps if len(self.devices) > 1 else ():
-            share_widths(each)
+        if len(self.devices) > 1:
+            steps = [share_widths(each) for each in steps]
         return steps[::-1]
 
 

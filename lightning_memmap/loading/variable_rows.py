@@ -372,14 +372,18 @@ def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
     return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
 
 
-def share_widths(leaves: Sequence[list[Tensor | VariableRows]]) -> None:
-    """Let the rows of all data devices in one step have the same widths."""
-    for index, first in enumerate(leaves[0]):
+def share_widths(
+    leaves: Sequence[Sequence[Tensor | VariableRows]],
+) -> list[list[Tensor | VariableRows]]:
+    """The rows of all data devices in one step, with the same widths."""
+    found = [[*each] for each in leaves]
+    for index, first in enumerate(found[0]):
         if isinstance(first, VariableRows):
-            parts = [rows for each in leaves if isinstance(rows := each[index], VariableRows)]
+            parts = [rows for each in found if isinstance(rows := each[index], VariableRows)]
             widths = largest(np.concatenate([part.sizes for part in parts]))
-            for each, rows in zip(leaves, parts, strict=True):
+            for each, rows in zip(found, parts, strict=True):
                 each[index] = replace(rows, widths=widths)
+    return found
 
 
 def largest(sizes: Integers) -> tuple[int, ...]:
