@@ -46,7 +46,7 @@ from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 _LEAST_SHARE = 0.4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SplitRows:
     """The rows of one split that this process holds."""
 
