@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -55,7 +56,7 @@ class Serving:
         path.mkdir(exist_ok=True)
         for left in path.iterdir():
             left.unlink()
-        _errors.pop(generation, None)
+        _errors.pop(generation.resolve(), None)
         with open(path / "present", "xb") as file:
             file.truncate(_HEADER_BYTES + num_rows)
         return cls(generation, num_rows)
@@ -63,9 +64,10 @@ class Serving:
     def end(self, error: BaseException | None = None) -> None:
         """Tell the readers that the store is whole, or why it will not be."""
         if error is not None:
-            _errors[self.generation] = error
+            _errors[self.generation.resolve()] = error
             text = str(error) or type(error).__name__
-            (self.path / "failed").write_text(text, encoding="utf-8")
+            with suppress(OSError):  # The disk may be full, which other processes are not told.
+                (self.path / "failed").write_text(text, encoding="utf-8")
         self._header[_STATE] = _WHOLE if error is None else _ENDED
 
     @property
@@ -117,10 +119,9 @@ class Serving:
         looked, pause = monotonic(), _SHORT_S
         while True:
             if self._header[_STATE] == _ENDED:
-                if self.generation in _errors:
-                    raise _errors[self.generation]
-                text = (self.path / "failed").read_text(encoding="utf-8")
-                raise StoreError(f"the store is not whole, and its build has ended: {text}")
+                if (error := _errors.get(self.generation.resolve())) is not None:
+                    raise error
+                raise StoreError(f"the store is not whole, and its build has ended: {self._reason}")
             if is_there():
                 return
             now = monotonic()
@@ -130,6 +131,15 @@ class Serving:
                 self._check_alive()
             sleep(pause)
             pause = min(2 * pause, _LONG_S)
+
+    @property
+    def _reason(self) -> str:
+        """Why the build has ended, as its process could write it down."""
+        try:
+            text = (self.path / "failed").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = ""
+        return text or "see what the process with local rank 0 says"
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: the building process holds the journal's lock."""

@@ -83,8 +83,8 @@ class Workers:
         except BrokenProcessPool as error:
             raise DatasetError(
                 "a worker process that read the dataset has died. If memory ran out, use a smaller"
-                f" num_workers than {self.num_workers}; num_workers=0 reads in this process and"
-                " shows where it dies. What was stored is kept"
+                f" num_workers than {self.num_workers}; num_workers=0 (with build='first')"
+                " reads in this process and shows where it dies. What was stored is kept"
             ) from error
         finally:
             for future in waiting:

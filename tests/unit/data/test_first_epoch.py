@@ -1,5 +1,6 @@
 """Training while the store is built: as from a finished store, and no row is read twice."""
 
+import errno
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -228,6 +229,21 @@ def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> N
     assert torch.equal(*map(weights, modules))
     fit(tmp_path, Regression(), Points(NUM_ROWS), "while_training")
     assert_each_is_read_once(tmp_path)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_error_of_a_build_is_its_own_in_a_relative_directory_and_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    def write_text(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.chdir(tmp_path)
+    if is_full:
+        monkeypatch.setattr(Path, "write_text", write_text)
+    dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
+    with pytest.raises(DatasetError, match=r"row 200.*no such file"):
+        fit(Path(), Regression(), dataset, "while_training")
 
 
 def test_dataset_that_fails_ends_training_and_keeps_rows(
