@@ -6,6 +6,7 @@ window that begins there. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -241,11 +242,8 @@ def _copied_items(
 ) -> Tensor:
     """Copy pieces of items, by their begins and lengths, one after another."""
     target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
-    done = 0
-    for begins, lengths in pieces if target.nbytes else ():
-        for part in _parts(source, begins, lengths):
-            upload(part, target[done : done + len(part)])
-            done += len(part)
+    if target.nbytes:
+        upload(chain.from_iterable(_parts(source, *each) for each in pieces), target)
     return target
 
 
