@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -109,7 +108,8 @@ def upload(parts: Iterable[Tensor], target: Tensor) -> None:
     """Fill memory of a device with rows on the CPU, part by part. It may still be under way."""
     module, copied, done = stream_module(target.device), deque[Any](), 0
     step = max(1, _PIECE_BYTES // max(1, target[:1].nbytes))
-    for piece in chain.from_iterable(part.split(step) for part in parts):
+    pieces = (part[first : first + step] for part in parts for first in range(0, len(part), step))
+    for piece in pieces:
         into, done = target[done : done + len(piece)], done + len(piece)
         if not has_streams(target.device):
             into.copy_(piece)

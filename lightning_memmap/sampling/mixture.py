@@ -287,7 +287,8 @@ class MixtureSampler(DrawnSampler):
                 each = divmod(num * count, size)
                 found.append((shard, number, first, num, begin % num, *each, *edges))
             ends[shard] += len(rows)
-        return np.array(found, np.int64).T
+        stretches: Integers = np.array(found, np.int64).T
+        return stretches
 
     def _of_shards(self, shards: Integers) -> "_Stretches":
         """The stretches of some shards, shard after shard."""
@@ -321,8 +322,9 @@ class MixtureSampler(DrawnSampler):
         lengths = np.minimum(found.num[which], (starts + counts)[which] - number * found.num[which])
         lengths -= skipped
         shifts = found.first[which] + skipped - (np.cumsum(lengths) - lengths)
-        rows = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
-        return rows.reshape(len(shards), -1)
+        rows: Integers = np.repeat(shifts, lengths)
+        rows += np.arange(len(rows))
+        return rows.reshape(len(shards), len(rows) // len(shards))
 
     @override
     def _offsets_of(self, epoch: int, shards: Integers) -> Integers:

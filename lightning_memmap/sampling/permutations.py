@@ -52,14 +52,16 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
 
 def permutation(size: int, bits: np.random.Philox) -> Integers:
     """A permutation of one set of rows, int64 of shape (size,)."""
-    return columns_of(permuted(np.array([size]), bits), np.zeros(1, np.int64), size)[0]
+    return columns_of(permuted(np.array([size]), bits), np.zeros(1, np.int64), size).ravel()
 
 
 def columns_of(permutations: Permutation, shards: Integers, count: int) -> Integers:
     """The first permuted offsets of some shards, at least one: int64 of shape (shards, count)."""
     if isinstance(permutations, _Rotated):
         return permutations.columns(0, count - 1, shards)
-    return permutations.grid(0, count - 1, shards, np.zeros_like(shards)).reshape(count, -1).T
+    grid = permutations.grid(0, count - 1, shards, np.zeros_like(shards))
+    offsets: Integers = grid.reshape(count, len(shards)).T
+    return offsets
 
 
 def every(columns: Integers) -> Integers | slice:
@@ -121,7 +123,7 @@ class _Rotated:
         """Permuted offsets; see `Permutation`."""
         turned, num = self._first[first : last + 1], len(columns)
         if num == 1:
-            one: Integers = self.columns(first, last, columns)[0] + begins[0]
+            one: Integers = self.columns(first, last, columns).ravel() + begins[0]
             return one
         step = min(max(1, _CACHED // num), len(turned))
         rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)

@@ -135,12 +135,13 @@ class Sampler(Identified):
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        return self._permuted(epoch, np.array([shard]), drawn[None])[0]
+        return self._permuted(epoch, np.array([shard]), drawn[None]).ravel()
 
     def _permuted(self, epoch: int, shards: Integers, drawn: Integers) -> Integers:
         """The same for shards that have as many positions, of shape (shards, positions)."""
         index = columns_of(self._permutation(epoch), shards, drawn.shape[1])
-        found: Integers = drawn.ravel().take(index + np.arange(len(drawn))[:, None] * len(drawn[0]))
+        index += np.arange(0, drawn.size, drawn.shape[1])[:, None]
+        found: Integers = drawn.ravel().take(index)
         return found
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
@@ -356,7 +357,7 @@ class DrawnSampler(Sampler):
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard]))[0]
+        return self.draws(epoch, np.array([shard])).ravel()
 
     @override
     def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
