@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 
 def derive_seed(seed: int, *words: int) -> int:
-    """A 63-bit seed that depends on every one of the given integers."""
+    """A 63-bit seed that depends on the given integers; zeros behind the others do not count."""
+    # No two generators share their numbers: for its steps, a loader gives as many words each time,
+    # and the seed of blocks, which has fewer, is the key of another kind of generator.
     state = np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)
     return int(state[0]) & MAX_SEED
 
