@@ -5,6 +5,7 @@ import functools
 import io
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 
-class Made(Dataset[dict[str, Any]]):
+class Made(Dataset[dict[str, Any]], ABC):
     """Rows that `sample` makes from their numbers."""
 
     def __init__(self, num_rows: int) -> None:
@@ -36,8 +37,8 @@ class Made(Dataset[dict[str, Any]]):
             raise IndexError(row)
         return self.sample(row)
 
-    def sample(self, row: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def sample(self, row: int) -> dict[str, Any]: ...
 
 
 class Numbered(Made):
