@@ -113,3 +113,30 @@ def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
             loader = make(stores, name, num_devices, **options)
             loader.load_state_dict(states[count - 1])
             assert steps_of(loader, 1) == whole[count:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "other", "words"),
+    [
+        ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS + 1, 140), "digest="),
+        ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS, 141), "num_positions=140"),
+        ("rows", Bucketed(np.arange(ROWS), 12), Bucketed(np.arange(ROWS), 24), "bucket_size=12, "),
+        ("sets", Mixture({"a": 0.7, "b": 0.3}), Mixture({"a": 0.6, "b": 0.4}), "shares="),
+        ("series", WINDOWS, Windows(8, 2), "stride=3"),
+        ("series", WINDOWS, Windows(7, 3), "length=8"),
+    ],
+)
+def test_checkpoint_of_another_order_is_refused(
+    stores: dict[str, Store], kind: str, saved: Any, other: Any, words: str
+) -> None:
+    def loader(given: Any) -> Any:
+        if isinstance(given, Windows):
+            return make_window_loader(stores[kind], given)
+        return make_window_loader(stores[kind], WINDOWS, factory=given, fields=())
+
+    first = loader(saved)
+    next(iter(first))
+    second = loader(other)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=words):
+        next(iter(second))
