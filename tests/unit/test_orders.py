@@ -121,7 +121,12 @@ def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
         ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS + 1, 140), "digest="),
         ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS, 141), "num_positions=140"),
         ("rows", Bucketed(np.arange(ROWS), 12), Bucketed(np.arange(ROWS), 24), "bucket_size=12, "),
-        ("sets", Mixture({"a": 0.7, "b": 0.3}), Mixture({"a": 0.6, "b": 0.4}), "shares="),
+        (
+            "sets",
+            Mixture({"a": 0.7, "b": 0.3}),
+            Mixture({"a": 0.6, "b": 0.4}),
+            "positions of sets=",
+        ),
         ("series", WINDOWS, Windows(8, 2), "stride=3"),
         ("series", WINDOWS, Windows(7, 3), "length=8"),
     ],
