@@ -21,6 +21,8 @@ QUIET: Any = {"progress": False}
 def sample(row: int) -> dict[str, Any]:
     return {
         "x": np.full(3, row, np.int16),
+        # Above the largest int64.
+        "unsigned": np.uint64(2**64 - 1 - row),
         "box": np.full((row % 3, row % 2 + 1), row, np.float32),
         "name": "n" * (row % 4) + str(row),
         "records": [{"label": row, "score": 0.5}] * (row % 3),

@@ -323,6 +323,19 @@ def test_build_that_failed_is_resumed(
     assert verify_store(store.path) == []
 
 
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**62, 2**63 - 1, 10**9])
+def test_hostile_index_is_refused_before_a_row_is_copied(ragged: Path, value: int) -> None:
+    store = open_store(ragged)
+    for place in (0, 40, NUM_ROWS - 1):
+        index = np.memmap(store.files / "sound.index", np.int64, "r+")
+        before, index[place] = int(index[place]), value
+        row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+        with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
+            open_store(ragged)[row]
+        index[place] = before
+        del index
+
+
 @pytest.mark.parametrize(
     "sizes", [(2**32, 2**32), (-1, -1), (2**62, 0), (3, 1), (2**40, 0), (0, 2**39), (2**17, 0)]
 )
