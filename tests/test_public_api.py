@@ -64,9 +64,9 @@ SIGNATURES = {
         train_dataset=None, val_dataset=None, test_dataset=None, predict_dataset=None, *,
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
-        num_workers=0, overwrite=False, fingerprint=None, check='probes', store_dtypes=None,
-        subset=None, member=None, shuffle_window=None, sampler=None, variable=None,
-        with_row_numbers=False, skip_steps=None, build='first'
+        num_workers=0, overwrite=False, fingerprint=None, check='probes', subset=None, member=None,
+        shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
+        skip_steps=None, build='first'
     """,
     SuperBatchStrategy: """
         data_devices=None, root_holds_data=True, prefetch=None, **kwargs
