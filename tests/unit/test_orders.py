@@ -10,6 +10,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, SamplerFactory, Weighted
+from lightning_memmap.sampling.sampler import _Tables
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.joined import JoinedStore
@@ -145,3 +146,19 @@ def test_checkpoint_of_another_order_is_refused(
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=words):
         next(iter(second))
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ORDERS)
+def test_tables_of_an_order_are_used_by_one_thread_at_a_time(
+    stores: dict[str, Store], name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = _Tables.get
+
+    def checked(tables: _Tables, *arguments: Any) -> Any:
+        assert tables.lock.locked()
+        return get(tables, *arguments)
+
+    monkeypatch.setattr(_Tables, "get", checked)
+    assert steps_of(make(stores, name, 3, window=window), 1)
