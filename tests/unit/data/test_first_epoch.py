@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, StoreError
 from lightning_memmap.sampling import (
     Bucketed,
     KFold,
@@ -24,6 +24,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.serving import Serving
@@ -79,6 +80,11 @@ class Watching(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
         serving = getattr(trainer.datamodule.stores["train"], "serving", None)
         self.is_growing.append(serving is not None and not serving.has_all)
+        if self.is_growing == [True]:
+            # Nobody else builds at this place.
+            lock = StoreDirectory(Path(trainer.datamodule.store_dir) / "train").locked(wait=False)
+            with pytest.raises(StoreError, match="another process is writing"), lock:
+                pass
 
 
 def fit(

@@ -290,6 +290,9 @@ def test_build_resumed_from_a_torn_journal_stores_every_row(
         file.write(torn)
     for row in (250, 350):
         assert killed(server.run(replace(build, kill_at_row=row)))
+    # Each has named itself, on a line of its own.
+    writers = [line for line in journal.read_bytes().splitlines() if line.startswith(b"by process")]
+    assert len(writers) == 3
     assert server.run(build) == 0
     assert version_in(tmp_path) == NEW
 
