@@ -39,7 +39,7 @@ NAMES = {
         "push_store",
         "verify_store",
     ],
-    "lightning_memmap.callbacks": ["MemoryTrace", "PredictionTable", "RunSummary"],
+    "lightning_memmap.callbacks": ["PredictionTable", "RunSummary"],
     "lightning_memmap.compare": ["compare"],
     "lightning_memmap.loading": [
         "BatchLoader",
