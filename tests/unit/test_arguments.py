@@ -167,7 +167,6 @@ def test_missing_argument_is_named(
         ["fit", "--config", "config.yaml", "--model", "confg.yaml"],
         ["store", "build", "made", "--dataset", "confg.yaml"],
         ["compare", "--config", "confg.yaml"],
-        ["compare", "--report", "confg.yaml", "--baseline", "confg.yaml"],
         ["rows", "--config", "confg.yaml"],
         ["store", "info", "confg.yaml"],
     ],
