@@ -136,7 +136,6 @@ NAMES = {
         "STRATEGIES",
         "SuperBatchDDPStrategy",
         "SuperBatchStrategy",
-        "consolidate_checkpoint",
         "read_results",
         "register",
     ],
