@@ -180,7 +180,7 @@ STRATEGY = {
 
 DATA_PARALLEL = {"data_devices": None, "kwargs": inspect.Parameter.empty}
 
-MODEL_PARALLEL = {"layers": None, "kwargs": inspect.Parameter.empty}
+MODEL_PARALLEL = {"layers": None, "num_microbatches": 1, "kwargs": inspect.Parameter.empty}
 
 SUPERBATCH_DDP = {
     "data_devices_per_process": 1,
