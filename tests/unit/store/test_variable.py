@@ -251,7 +251,6 @@ class Lists:
     [
         ({}, 0),
         ({"variable": {"ids": "pad"}}, 2),
-        ({"variable": {"ids": "pad"}, "store_dtypes": {"ids": "int16"}}, 0),
     ],
 )
 def test_empty_list_in_the_first_row_is_what_other_rows_show(
@@ -263,13 +262,12 @@ def test_empty_list_in_the_first_row_is_what_other_rows_show(
         assert_holds(store, Lists(first, later))
         field = store.schema.fields[1]
         assert (field.name, field.shape) == ("ids", (None,))
-        assert field.dtype == (torch.int16 if "store_dtypes" in options else torch.int64)
+        assert field.dtype == torch.int64
 
 
 def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
-    for option in ({"variable": {"ids": "pad"}}, {"store_dtypes": {"ids": "int16"}}):
-        with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
-            build(tmp_path / "s", Lists([], []), **option)
+    with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
+        build(tmp_path / "s", Lists([], []), variable={"ids": "pad"})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -323,6 +321,19 @@ def test_build_that_failed_is_resumed(
     assert len(counting.rows) < 300
     assert_holds(store, dataset)
     assert verify_store(store.path) == []
+
+
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**62, 2**63 - 1, 10**9])
+def test_hostile_index_is_refused_before_a_row_is_copied(ragged: Path, value: int) -> None:
+    store = open_store(ragged)
+    for place in (0, 40, NUM_ROWS - 1):
+        index = np.memmap(store.files / "sound.index", np.int64, "r+")
+        before, index[place] = int(index[place]), value
+        row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+        with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
+            open_store(ragged)[row]
+        index[place] = before
+        del index
 
 
 @pytest.mark.parametrize(
