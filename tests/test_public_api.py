@@ -28,7 +28,7 @@ NAMES = {
         build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.callbacks": """
-        MemoryTrace PredictionTable RunSummary
+        PredictionTable RunSummary
     """,
     "lightning_memmap.compare": """
         compare
@@ -54,7 +54,7 @@ NAMES = {
     "lightning_memmap.strategies": """
         DataParallelStrategy FSDP2Strategy IndependentStrategy LocalModelParallelStrategy
         MemberResult MemberResults PipelineStrategy STRATEGIES SuperBatchDDPStrategy
-        SuperBatchStrategy consolidate_checkpoint read_results register
+        SuperBatchStrategy read_results register
     """,
 }
 
@@ -75,7 +75,7 @@ SIGNATURES = {
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        layers=None, **kwargs
+        layers=None, num_microbatches=1, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs
