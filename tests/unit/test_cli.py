@@ -373,6 +373,7 @@ class TestProgram:
         assert "ColumnDataset" in command.out
         assert "PlainRows" not in command.out
 
+    @pytest.mark.slow
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [python(), "-m", "lightning_memmap", "store", "info", str(tmp_path)],

@@ -189,12 +189,14 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.slow
 def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> None:
     assert_alike(tmp_path, Regression, Points(NUM_ROWS), devices=2, **ORDERS[order])
     assert_each_is_read_once(tmp_path)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 4])
+@pytest.mark.slow
 def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
     options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
     assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
@@ -214,16 +216,19 @@ SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
 
 
 @pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+@pytest.mark.slow
 def test_training_on_rows_of_several_lengths(tmp_path: Path, form: str) -> None:
     variable = dict.fromkeys(("sound", "ids"), form) | {"image": "list"}
     assert_alike(tmp_path, *SOUNDS, devices=2, variable=variable)
 
 
+@pytest.mark.slow
 def test_training_on_encoded_images(tmp_path: Path) -> None:
     assert_alike(tmp_path, Brightness, EncodedImages(100), devices=2, variable=FORMS)
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
+@pytest.mark.slow
 def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> None:
     """The rows of the others are there when the next run begins, or are read then."""
     modules = []

@@ -621,6 +621,7 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 
 
+@pytest.mark.slow
 def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:

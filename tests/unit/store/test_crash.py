@@ -24,6 +24,9 @@ from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.layout import building_path, names_in
 
+pytestmark = pytest.mark.slow
+
+
 OLD, NEW = 1, 2
 NUM_ROWS = 600
 RANGE_ROWS = 100

@@ -409,6 +409,7 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [0, UNPROBED])
+@pytest.mark.slow
 def test_build_whose_worker_is_killed_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, row: int
 ) -> None:

@@ -315,6 +315,7 @@ KINDS = ("pandas", "polars", "pyarrow", "parquet", "hugging face", "lists")
 
 @pytest.mark.parametrize("combination", ["whole", "subset", "concatenated"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_missing_values_are_none_by_slices_as_item_by_item(
     tmp_path: Path, kind: str, combination: str
 ) -> None:

@@ -46,6 +46,9 @@ from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
 
+pytestmark = pytest.mark.slow
+
+
 NUM_ROWS, NUM_SHARDS = 60, 4
 
 

@@ -192,6 +192,7 @@ def test_what_others_are_fetching_counts_as_there(
     assert holds(first, one.dataset)
 
 
+@pytest.mark.slow
 def test_eight_processes_that_ask_for_room_at_once_get_what_there_is(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -231,6 +232,7 @@ def fetch_at_once(there: Far, settings: dict[str, str], asking: Any, done: Any, 
     done.wait(60)
 
 
+@pytest.mark.slow
 def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
     server: BuildServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
