@@ -7,13 +7,12 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short_repr
-from time import monotonic
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from lightning_memmap.store.manifest import Manifest, are_class_names, check_num
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.range_writer import RangeWriter
+from lightning_memmap.store.range_writer import RangeWriter, write_dataset
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
@@ -52,7 +51,6 @@ from lightning_memmap.store.workers import Workers, check_num_workers
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
-_JOURNAL_INTERVAL_S = 5.0
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
@@ -488,46 +486,20 @@ def _write(
     first_row: int = 0,
 ) -> None:
     """Write those of some rows that are missing. The workers end with that."""
-    todo, draft = building.missing(rows), building.draft
-    make: Callable[[Any], RangeWriter] = partial(
-        RangeWriter,
-        schema=draft.schema,
-        columns=draft.columns,
-        building=building.path,
-        journal=building.journal,
-        row_bytes=probes.row_bytes,
-        first_row=first_row,
-    )
-    num_done, last_sync = len(rows) - sum(map(len, todo)), monotonic()
-    with (
-        show(what, len(rows), probes.row_bytes, num_done) as advance,
-        closing(make(workers.dataset)) as writer,
-    ):
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=workers.num_workers,
-            row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
-        )
+    todo = building.missing(rows)
+    num_done = len(rows) - sum(map(len, todo))
+    with show(what, len(rows), probes.row_bytes, num_done) as advance:
 
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            written, duration_s = outcome
-            ranges.note(len(written), duration_s)
-            building.wrote(written)
-            advance(len(written))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                building.sync()
-                last_sync = monotonic()
+        def plan(writer: RangeWriter) -> RowRanges:
+            return RowRanges(
+                todo,
+                max_rows=writer.max_rows,
+                num_workers=workers.num_workers,
+                row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
+                advance=advance,
+            )
 
-        try:
-            # A worker process makes its own.
-            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
-        except BaseException:
-            workers.close(at_once=True)
-            building.sync()
-            raise
-    workers.close()
+        write_dataset(building, workers, plan, row_bytes=probes.row_bytes, first_row=first_row)
 
 
 @contextmanager
