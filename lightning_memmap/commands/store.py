@@ -42,7 +42,6 @@ from lightning_memmap.tables import printable
 _FLAGS = {
     "_build": {
         "overwrite": "Replace a store of another dataset.",
-        "fresh": "Start from the beginning where an interrupted build would be resumed.",
         "finish": "Put a store in place whose parts are all written.",
     },
     "_push": {"overwrite": "Replace stores that are there."},
@@ -133,9 +132,8 @@ def _build(*, part: str | None, finish: bool, **options: Any) -> int:
     elif part is None:
         store = build_store(**options)
     else:
-        if others := {"check", "fresh"} & {*given}:
-            raise ValueError(f"--part with --{min(others)}: a part goes on where it stopped")
-        options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
+        if options.pop("check") != defaults["check"]:
+            raise ValueError("--part with --check: a part is compared with no store")
         build_part(part=_part(part), **options)
         return 0
     print_info(store, _make_console())

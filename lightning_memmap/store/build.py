@@ -68,7 +68,6 @@ def build_store(
     progress: bool = True,
     fingerprint: str | None = None,
     check: str = "probes",
-    fresh: bool = False,
     store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
@@ -101,7 +100,6 @@ def build_store(
         check: How a dataset without a ``fingerprint`` is compared with the store that is there.
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
-        fresh: Do not resume an interrupted build.
         store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
             the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
         variable: The fields and lists whose rows may differ in length, or be None, each with a
@@ -156,7 +154,7 @@ def build_store(
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = asked.probes(workers)
-        resume = not (overwrite or fresh or asked.is_stream)
+        resume = not (overwrite or asked.is_stream)
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
         building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
@@ -514,7 +512,7 @@ def _going_on(building: Building, then: str, *, is_kept: bool = True) -> Iterato
             if is_kept:
                 num_rows = building.draft.num_rows
                 kept = f"{building.num_done:,} of {num_rows:,} rows are kept at {building.path}"
-                kept += "; the same build goes on with them, without `overwrite` and `fresh`"
+                kept += "; the same build goes on with them, without `overwrite`"
             _log.warning("interrupted: %s", kept)
         if not is_kept:
             building.abandon()

@@ -156,7 +156,8 @@ class Building:
             building = cls(store, draft, path, journal, descriptor, done)
             if building.num_done and part is None:
                 _log.warning(
-                    "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts again",
+                    "resuming: %s of %s rows were written by %s; overwrite=True (--overwrite)"
+                    " starts again",
                     f"{building.num_done:,}",
                     f"{draft.num_rows:,}",
                     builder,
@@ -341,7 +342,6 @@ def allocate_files(
     fixed_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
     variable_bytes = max(0, int(rows_bytes) - fixed_bytes) if len(fixed) < len(columns) else 0
     try:
-        # Several columns may have a file in common.
         files = {
             name: (num_bytes, column.field.name)
             for column in columns

@@ -24,9 +24,9 @@ from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.spec import MAX_FIELDS
 from lightning_memmap.store.columns import (
     Column,
-    RaggedFiles,
+    ShardItems,
     grow_columns,
-    ragged_files,
+    shard_items,
     stored_columns,
 )
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def file_bytes(self) -> dict[str, int]:
-        """The size of each file by its name, of which several columns may have one in common."""
+        """The size of each file by its name."""
         return {name: size for column in self.columns for name, size in column.file_bytes.items()}
 
     @property
@@ -147,7 +147,7 @@ class Manifest:
             "version": VERSION,
             **{key: getattr(self, key) for key in _File.__struct_fields__ if key != "columns"},
             **self.schema.to_json(),
-            "columns": ragged_files(self.columns),
+            "columns": shard_items(self.columns),
         }
         try:
             data = sign(msgspec.json.encode(body))
@@ -244,7 +244,7 @@ class _File(msgspec.Struct, kw_only=True):
     probes: Annotated[list[tuple[Annotated[int, Meta(ge=0)], _Sum]], Meta(max_length=_MAX_PROBES)]
     checksums: dict[str, list[_Sum]]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
-    columns: dict[str, RaggedFiles] = {}
+    columns: dict[str, ShardItems] = {}
     fingerprint: Fingerprint | None = None
     classes: Annotated[list[_ClassName], Meta(max_length=_MAX_CLASSES)] = []
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -47,8 +48,10 @@ def open_store(path: str | Path) -> Store:
 class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, generation: str | None = None) -> None:
         shards = CachedShards(url)
+        if generation not in (None, shards.manifest.generation):
+            raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
         super().__init__(shards.path, shards.manifest, fetched)
@@ -89,7 +92,7 @@ class RemoteStore(Store):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteStore, (self._shards.files.url,)
+        return RemoteStore, (self._shards.files.url, self.manifest.generation)
 
 
 @dataclass(frozen=True)

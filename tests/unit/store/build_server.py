@@ -50,7 +50,6 @@ class Build:
     num_shards: int = 3
     num_workers: int = 0
     overwrite: bool = False
-    fresh: bool = False
     # In place of a build: one part of it, the commit of all parts, rows that are appended, a table,
     # a URL that is pulled from, one that the store is pushed to, and one that is read by a cache.
     part: tuple[int, int] | None = None
@@ -235,7 +234,6 @@ def build_and_check(build: Build) -> None:
                 build.path,
                 num_shards=build.num_shards + index,
                 num_workers=build.num_workers,
-                fresh=build.fresh,
                 fingerprint=identity,
                 **common,
             )
