@@ -161,7 +161,6 @@ DATA_MODULE = {
     "overwrite": False,
     "fingerprint": None,
     "check": "probes",
-    "store_dtypes": None,
     "subset": None,
     "member": None,
     "shuffle_window": None,

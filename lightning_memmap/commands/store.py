@@ -91,17 +91,13 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
     described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
     is_build = described is not function
-    own = ("dataset", "store_dtypes", "check", "progress") if is_build else ()
+    own = ("dataset", "check", "progress") if is_build else ()
     skip: set[str | int] = {*flags, *own}
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
     if is_build:
         text, required = "The dataset: the name or path of its class.", function is _append
         parser.add_argument("--dataset", type=Dataset, required=required, help=text)
     if function is _build:
-        names = (
-            'By name of a field, the dtype that the store keeps it in, such as {"image": "uint8"}.'
-        )
-        parser.add_argument("--store_dtypes", type=dict[str, str] | None, help=names)
         part = "Write part i of n, counted from 0, such as 0/8; then --finish."
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
         checks, few = Literal["probes", "full", "off"], "a few rows, all or none of them"

@@ -58,7 +58,7 @@ class Planner:
         options, rows = self.stores.options, dict[str, SplitRows]()
         for split, store in opened.items():
             placed = placement.splits[split]
-            found = load_split(store, self.topology, placed, options.fields.forms)
+            found = load_split(store, self.topology, placed, options.forms)
             rows[split] = replace(found, are_numbered=options.with_row_numbers)
             rows[split].check_order(placed.size.order)
         return SetUp(self, opened, placement, rows)
@@ -71,7 +71,7 @@ class Planner:
             split,
             store.manifest,
             self.topology,
-            windowed(store, self.stores.rows(split, store), options.fields.forms),
+            windowed(store, self.stores.rows(split, store), options.forms),
             options.shuffle_window,
             partial(self._order, store) if is_ordered else None,
             partial(largest_window_bytes, store) if options.is_streamed else None,

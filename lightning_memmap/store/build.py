@@ -15,15 +15,12 @@ from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
 
-import torch
 import xxhash
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Nullable, Schema
-from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema import Form, Nullable, Schema, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
@@ -68,7 +65,6 @@ def build_store(
     progress: bool = True,
     fingerprint: str | None = None,
     check: str = "probes",
-    store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
@@ -100,8 +96,6 @@ def build_store(
         check: How a dataset without a ``fingerprint`` is compared with the store that is there.
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
-        store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
-            the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
         variable: The fields and lists whose rows may differ in length, or be None, each with a
             form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
             among the first rows that are read need not be named. Of the form only ``dims`` and
@@ -123,8 +117,8 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     check_choice(check)
-    fields = FieldOptions.of(variable, store_dtypes)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    forms = read_forms(variable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
     if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
@@ -148,7 +142,7 @@ def build_store(
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, fields)
+                spool = Spool(dataset, directory.path, advance, forms)
             stack.callback(spool.close)
             workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
@@ -177,7 +171,6 @@ def build_part(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> None:
     """Write one part of a store. `finish_store` makes the store once all parts are written.
@@ -198,7 +191,6 @@ def build_part(
         progress: Show a progress bar.
         fingerprint: The identity of the dataset in your own words. It alone then decides whether
             the parts are of one dataset.
-        store_dtypes: Other dtypes in which fields are kept, by name.
         variable: The fields whose rows may differ in length, each with a form.
 
     Raises:
@@ -213,8 +205,8 @@ def build_part(
         OSError: The disk is full, or the files cannot be written.
     """
     index, num_parts = check_part(part)
-    fields = FieldOptions.of(variable, store_dtypes)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    forms = read_forms(variable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
     if asked.is_stream:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
@@ -353,7 +345,7 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    asked = Asked(dataset, path, None, num_workers, fingerprint, FieldOptions(), progress)
+    asked = Asked(dataset, path, None, num_workers, fingerprint, {}, progress)
     if asked.is_stream:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
@@ -407,7 +399,7 @@ class Asked:
     num_shards: int | None
     num_workers: int
     fingerprint: str | None
-    fields: FieldOptions
+    forms: Mapping[str, Form]
     progress: bool
 
     def __post_init__(self) -> None:
@@ -442,8 +434,7 @@ class Asked:
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
         nullable = dict.fromkeys(nullable_columns(self.dataset), Nullable())
-        fields = replace(self.fields, forms={**nullable, **self.fields.forms})
-        return take_probes(workers, len(self.dataset), fields)
+        return take_probes(workers, len(self.dataset), {**nullable, **self.forms})
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""
@@ -549,21 +540,13 @@ def check_length(dataset: Any) -> None:
 
 def _reopen(asked: Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
     """Open the store that is where one was to be built, if it is the one that would be built."""
-    directory, dtypes = asked.directory.path, asked.fields.dtypes
+    directory = asked.directory.path
     store = open_directory(directory)
     if asked.num_shards not in (None, store.num_shards):
         raise StoreError(
             f"num_shards={asked.num_shards}: the store at {directory} has {store.num_shards}"
             f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
-    store.schema.stored_as(dtypes)  # Names of no field are refused.
-    for field in store.schema.fields:
-        if field.dtype != dtypes.get(field.name, field.sample_dtype):
-            raise StoreError(
-                f"store_dtypes: the store at {directory} keeps {field.name!r} as"
-                f" {dtype_name(field.dtype)}; build it again with overwrite=True, or give"
-                f" store_dtypes={{{field.name!r}: {dtype_name(field.dtype)!r}}}"
-            )
     found = recognise(
         store,
         asked.dataset,

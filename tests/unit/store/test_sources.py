@@ -428,18 +428,6 @@ def test_row_that_does_not_fit_is_refused_as_item_by_item(
     assert str(by_slices.value) == str(by_items.value)
 
 
-def test_values_that_a_narrower_dtype_does_not_hold_are_refused_at_their_row(
-    tmp_path: Path,
-) -> None:
-    values = [np.full(k % 4, 257 if k == 31 else k) for k in range(60)]
-    dataset, dtypes = ColumnDataset({"x": values}), {"x": "uint8"}
-    with pytest.raises(SchemaError, match=r"row 31, .*257 cannot be kept as uint8"):
-        build(tmp_path / "s", dataset, store_dtypes=dtypes)
-    kept = Subset(dataset, range(30))
-    by_items = build(tmp_path / "t", Wrapped(kept), store_dtypes=dtypes)
-    assert_same_store(build(tmp_path / "u", kept, store_dtypes=dtypes), by_items)
-
-
 class Doubled(TensorDataset):
     def __getitem__(self, row: int) -> Any:
         return (2 * super().__getitem__(row)[0],)

@@ -251,7 +251,6 @@ class Lists:
     [
         ({}, 0),
         ({"variable": {"ids": "pad"}}, 2),
-        ({"variable": {"ids": "pad"}, "store_dtypes": {"ids": "int16"}}, 0),
     ],
 )
 def test_empty_list_in_the_first_row_is_what_other_rows_show(
@@ -263,13 +262,12 @@ def test_empty_list_in_the_first_row_is_what_other_rows_show(
         assert_holds(store, Lists(first, later))
         field = store.schema.fields[1]
         assert (field.name, field.shape) == ("ids", (None,))
-        assert field.dtype == (torch.int16 if "store_dtypes" in options else torch.int64)
+        assert field.dtype == torch.int64
 
 
 def test_list_that_is_empty_in_all_rows_read_is_refused(tmp_path: Path) -> None:
-    for option in ({"variable": {"ids": "pad"}}, {"store_dtypes": {"ids": "int16"}}):
-        with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
-            build(tmp_path / "s", Lists([], []), **option)
+    with pytest.raises(SchemaError, match=r"'ids' is an empty list in each of the 300 rows"):
+        build(tmp_path / "s", Lists([], []), variable={"ids": "pad"})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
