@@ -64,6 +64,20 @@ class _Column:
     field: Field
     shards: Shards
 
+    @property
+    def shard_bytes(self) -> Integers:
+        """Bytes of the rows of each shard where they are resident, int64 of shape (C,)."""
+        return self.shards.sizes * self.field.item_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows where they are resident."""
+        return int(self.shard_bytes.sum())
+
+    def mean_bytes(self, num_rows: int) -> int:
+        """Bytes of so many rows on average, rounded up."""
+        return -(-self.num_bytes * num_rows // self.shards.num_rows)
+
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
         """Bytes outside of a shard that its rows are found by: file, first byte, and the bytes."""
         return ()
@@ -94,10 +108,6 @@ class FixedColumn(_Column):
         """The size of each file by its name. There is no file for a field without bytes."""
         num_bytes = self.shards.num_rows * self.field.row_bytes
         return {self.rows_name: num_bytes} if num_bytes else {}
-
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident."""
-        return len(rows) * self.field.row_bytes
 
     def shard_ranges(self) -> list[list[FileRange]]:
         """The pieces of files that each shard consists of, in order: together all bytes."""
@@ -193,15 +203,12 @@ class RaggedColumn(_Column):
         num_bytes = sum(self.shard_items) * self.field.item_bytes
         return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
 
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident; exact for those of a shard."""
-        size, shards = self.field.item_bytes, self.shards
+    @property
+    @override
+    def shard_bytes(self) -> Integers:
         if not self.shard_items:
-            return len(rows) * size
-        first = rows.start if isinstance(rows, range) else -1
-        if 0 <= first < shards.num_shards and rows == shards.rows_of(first):
-            return self.shard_items[first] * size
-        return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
+            return super().shard_bytes
+        return np.array(self.shard_items, np.int64) * self.field.item_bytes
 
     def shard_ranges(self) -> list[list[FileRange]]:
         """The pieces of files that each shard consists of, in order: together all bytes."""
