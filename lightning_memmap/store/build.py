@@ -26,13 +26,12 @@ from lightning_memmap.store.building import (
     NUM_PARTS,
     ORDER,
     Building,
-    PartInUseError,
     explained,
     read_draft,
-    read_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
+from lightning_memmap.store.journal import Journal, PartInUseError, journal_name
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.probes import Probes, probe_rows, take_probes
@@ -590,13 +589,19 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     problems = []
     for index in range(num_parts):
         rows = _rows_of(index, num_parts, draft.num_rows)
+        done = list[range]()
+        is_begun = os.path.lexists(generation / journal_name(index))
         try:
-            done = read_part(generation, index, draft.num_rows)
+            if is_begun:
+                with closing(
+                    Journal(generation, draft.num_rows, index, is_writer=False)
+                ) as journal:
+                    done = journal.rows
         except PartInUseError as error:
             problems.append(f"part {index} is being written by {error.writer}")
             continue
-        num_missing = sum(map(len, missing_ranges(done or (), rows.stop, rows.start)))
-        if num_missing and done is None:
+        num_missing = sum(map(len, missing_ranges(done, rows.stop, rows.start)))
+        if num_missing and not is_begun:
             problems.append(f"part {index} is missing")
         elif num_missing:
             written = f"{len(rows) - num_missing:,} of {len(rows):,} rows"

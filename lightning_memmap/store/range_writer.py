@@ -67,7 +67,7 @@ def write_dataset(
         schema=building.draft.schema,
         columns=building.draft.columns,
         building=building.path,
-        journal=building.journal,
+        journal=building.journal.name if building.journal else None,
         row_bytes=row_bytes,
         first_row=first_row,
     )
@@ -103,7 +103,7 @@ class RangeWriter:
         schema: Schema,
         columns: Sequence[Column],
         building: Path,
-        journal: str,
+        journal: str | None,
         row_bytes: int,
         first_row: int = 0,
     ) -> None:
