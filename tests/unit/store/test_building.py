@@ -9,7 +9,6 @@ import pytest
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.schema.forms import FieldOptions
 from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import Building, read_draft
@@ -65,7 +64,7 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def build(dataset: Counting) -> list[int]:
-        asked = Asked(dataset, tmp_path / "s", None, 0, "one", FieldOptions(), progress=False)
+        asked = Asked(dataset, tmp_path / "s", None, 0, "one", {}, progress=False)
         building = BackgroundBuild(asked)
         assert building.serving is not None
         try:
