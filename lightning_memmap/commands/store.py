@@ -21,7 +21,7 @@ from lightning_memmap.commands.found_stores import (
     unfinished_in,
 )
 from lightning_memmap.commands.store_info import print_info
-from lightning_memmap.commands.store_plan import plan_blocks, plan_devices
+from lightning_memmap.commands.store_plan import plan_devices
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.store import (
     append_store,
@@ -212,8 +212,6 @@ def _plan(
     devices: str = "1..8",
     memory: str = "80GiB",
     memory_fraction: float = 0.7,
-    residency: Literal["auto", "stream"] = "auto",
-    shuffle_window: int | None = None,
 ) -> int:
     """Print which device would hold what.
 
@@ -222,18 +220,9 @@ def _plan(
         devices: Counts of devices, like 4 or 1..8.
         memory: Memory of one device, in bytes or with a unit such as GB or GiB.
         memory_fraction: Share of it that shards may take, above 0 and at most 1.
-        residency: auto, or stream for data larger than memory.
-        shuffle_window: Rows of a shard in a block of stream; by default what makes 512 MiB over
-            all shards.
     """
-    stores = stores_in(path)
-    if residency == "stream":
-        plan = plan_blocks(stores, devices, shuffle_window)
-    elif shuffle_window is not None:
-        raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
-    else:
-        manifests = {name: store.manifest for name, store in stores.items()}
-        plan = plan_devices(manifests, devices, memory, memory_fraction)
+    manifests = {name: store.manifest for name, store in stores_in(path).items()}
+    plan = plan_devices(manifests, devices, memory, memory_fraction)
     _make_console().print(plan)
     return 0
 

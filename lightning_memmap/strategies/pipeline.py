@@ -45,6 +45,7 @@ from lightning_memmap.strategies._pipeline_state import (
     module_state,
 )
 from lightning_memmap.strategies._unsupported import SplitModuleChecks
+from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 #: The methods of a module in which it may be called.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -353,24 +354,12 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         every = list(self.module.parameters())
         local = [parameter for parameter in every if not parameter.is_meta]
         frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
-        # Apart from the gradients of other losses, since the backward pass may scale each loss.
-        before = [parameter.grad for parameter in local]
-        for parameter in local:
-            parameter.grad = None
-        try:
+        with gradients_apart(local) as grads:
             mean = self._pipeline.train(
                 output.args, output.num_rows, batch, self._micro_loss, frozen
             )
-        finally:
-            grads = [parameter.grad for parameter in local]
-            for parameter, grad in zip(local, before, strict=True):
-                parameter.grad = grad
-        found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        loss = mean.requires_grad_()
-        loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
-        # A copy, which the user may change in place, unlike a leaf.
-        return loss.clone()
+        return loss_of(mean, grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -477,28 +466,6 @@ class _PendingOutput:
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(_PENDING)
-
-
-class _KnownGradients:
-    """Adds gradients that are already computed when ``backward`` reaches their loss."""
-
-    def __init__(self, grads: dict[nn.Parameter, Tensor]) -> None:
-        self._grads: dict[nn.Parameter, Tensor] | None = grads
-
-    def __call__(self, scale: Tensor) -> None:
-        """Add the gradients, scaled by the gradient of the loss."""
-        if self._grads is None:
-            raise RuntimeError(
-                "backward was called twice for one loss of memmap_pipeline: compute the loss again"
-            )
-        for parameter, grad in self._grads.items():
-            if scale.device.type != "cpu" or scale != 1:
-                grad.mul_(scale.to(grad.dtype))
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad += grad
-        self._grads = None
 
 
 def _num_rows_of(args: Sequence[Any]) -> int:
