@@ -160,7 +160,7 @@ class JoinedManifest(Manifest):
             for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
                 part = self.parts[number]
                 some = [c for c in part.columns if fields is None or c.field.name in fields]
-                sizes[shard] += sum(c.num_bytes(range(-1, count - 1)) for c in some)
+                sizes[shard] += sum(c.mean_bytes(count) for c in some)
         return sizes
 
 

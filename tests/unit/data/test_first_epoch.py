@@ -61,7 +61,7 @@ def only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         is_open = log is None or Path(log).with_suffix(".open").exists()
         return not is_open and not is_set_up and all(serving.present[p].all() for p in asked)
 
-    monkeypatch.setattr(BackgroundBuild, "_must_pause", must_pause)
+    monkeypatch.setattr(BackgroundBuild, "must_pause", must_pause)
 
 
 class Watching(L.Callback):

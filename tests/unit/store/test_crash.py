@@ -221,7 +221,7 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     assert holds(store, numbered)
     how = f"resuming: {len(done):,} of 5,000 rows were written by process {os.getpid()} on"
     assert how in caplog.text
-    assert "fresh=True (--fresh) starts again" in caplog.text
+    assert "overwrite=True (--overwrite) starts again" in caplog.text
     assert {row for row in mended.rows if row in done} <= set(probe_rows(5000))
     assert set(range(5000)) - done <= set(mended.rows)
 
@@ -231,7 +231,6 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     [
         {"version": OLD},
         {"num_shards": 4},
-        {"fresh": True},
         {"overwrite": True},
     ],
     ids=str,
