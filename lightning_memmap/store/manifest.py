@@ -7,7 +7,7 @@ name in it is checked before a file is touched.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -93,18 +93,12 @@ class Manifest:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
 
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         """Bytes of the rows of each shard."""
-        columns = [c for c in self.columns if fields is None or c.field.name in fields]
         if pool is not None and isinstance(pool.rows, WindowedRows):
-            return _window_bytes(columns, pool, num_data_devices)
+            return _window_bytes(self.columns, pool, num_data_devices)
         parts = self.shards if pool is None else pool
-        sizes = [rows_bytes(columns, parts.rows_of(c)) for c in range(parts.num_shards)]
+        sizes = [rows_bytes(self.columns, parts.rows_of(c)) for c in range(parts.num_shards)]
         return np.array(sizes, np.int64)
 
     @property
