@@ -30,7 +30,7 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
-REFUSALS = (MemmapError, ValueError, ModuleNotFoundError, MisconfigurationException)
+REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 
