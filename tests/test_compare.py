@@ -16,6 +16,9 @@ from torch.utils.data import get_worker_info
 from tests.models import Points
 from tests.preloaded import python
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 240
 #: Bytes of tests.models.Regression: two layers with their biases, in float32.

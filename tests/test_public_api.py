@@ -144,6 +144,7 @@ print(seen, set(threading.enumerate()) - threads, changed, os.listdir("."))
 """
 
 
+@pytest.mark.slow
 def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     package = Path(lightning_memmap.__file__).parent
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
@@ -161,6 +162,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[] set() set() []"
 
 
+@pytest.mark.slow
 def test_import_twice_registers_once(tmp_path: Path) -> None:
     program = """
 import importlib

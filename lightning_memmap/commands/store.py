@@ -32,17 +32,15 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.places import check_path, place_of
+from lightning_memmap.store.checksums import hashed_bytes, unknown_files
+from lightning_memmap.store.places import check_path
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
 #: What is switched on without a value, and what that means.
 _FLAGS = {
     "_build": {
         "overwrite": "Replace a store of another dataset.",
-        "fresh": "Start from the beginning where an interrupted build would be resumed.",
         "finish": "Put a store in place whose parts are all written.",
     },
     "_push": {"overwrite": "Replace stores that are there."},
@@ -129,9 +127,8 @@ def _build(*, part: str | None, finish: bool, **options: Any) -> int:
     elif part is None:
         store = build_store(**options)
     else:
-        if others := {"check", "fresh"} & {*given}:
-            raise ValueError(f"--part with --{min(others)}: a part goes on where it stopped")
-        options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
+        if options.pop("check") != defaults["check"]:
+            raise ValueError("--part with --check: a part is compared with no store")
         build_part(part=_part(part), **options)
         return 0
     print_info(store, _make_console())
@@ -181,8 +178,9 @@ def _verify(path: str) -> int:
     """Check every byte of a store.
 
     Args:
-        path: Directory or URL of a store, or of one store per split.
+        path: Directory of a store, or of one store per split.
     """
+    check_path(path)
     console = _make_console()
     damaged = False
     for store in stores_or_errors(path).values():
@@ -198,8 +196,7 @@ def _verify(path: str) -> int:
         for damage in damages:
             console.print(printable(damage), style="red", soft_wrap=True)
         where = printable(store.location)
-        is_here = isinstance(place_of(store.location), Path)
-        for name in unknown_files(store.path, store.manifest) if is_here else ():
+        for name in unknown_files(store.path, store.manifest):
             line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:

@@ -154,7 +154,7 @@ class JoinedManifest(Manifest):
             rows = pool.dataset_rows(*pool.offsets_of(shard))
             for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
                 columns = self.parts[number].columns
-                sizes[shard] += sum(c.num_bytes(range(-1, count - 1)) for c in columns)
+                sizes[shard] += sum(c.mean_bytes(count) for c in columns)
         return sizes
 
 

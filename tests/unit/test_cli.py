@@ -102,7 +102,7 @@ class TestParts:
         [
             ((*POINTS, "--part", "3/3"), "part=3/3: parts are counted from 0"),
             ((*POINTS, "--part", "1"), "part='1': write its number and that of all, like 0/8"),
-            ((*POINTS, "--part", "0/2", "--fresh"), "--part with --fresh: a part goes on"),
+            ((*POINTS, "--part", "0/2", "--check", "off"), "--part with --check"),
             ((*POINTS, "--finish"), "--finish with --dataset: it takes the path"),
             (("--finish", "--part", "0/2"), "--finish with --part"),
             (("--finish", "--num_shards", "3"), "--finish with --num_shards"),
@@ -373,6 +373,7 @@ class TestProgram:
         assert "ColumnDataset" in command.out
         assert "PlainRows" not in command.out
 
+    @pytest.mark.slow
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [python(), "-m", "lightning_memmap", "store", "info", str(tmp_path)],

@@ -148,8 +148,7 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     # Of the other fields, a piece of a series counts as their mean.
     others = [each for each in store.manifest.columns if each.field.name != "value"]
-    count = store.num_rows
-    rest = sum(-(-each.num_bytes(range(count)) // count) for each in others)
+    rest = sum(-(-each.num_bytes // store.num_rows) for each in others)
     pieces = int((counts > 0).sum())
     least = steps * 4 + pieces * rest
     assert (

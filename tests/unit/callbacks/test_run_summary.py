@@ -221,6 +221,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_run_summary_two_processes_prints_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(_TWO_PROCESSES)

@@ -15,6 +15,9 @@ from lightning_memmap.compare.page import render_html
 from lightning_memmap.compare.report import Report
 from tests.unit.compare.reports import MODEL, make_parity, make_report, make_variant
 
+pytestmark = pytest.mark.slow
+
+
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

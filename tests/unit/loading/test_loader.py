@@ -531,6 +531,7 @@ class TestKeeping:
             assert rows_of(first)[-1] > 0
 
     @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.slow
     def test_batches_kept_in_another_process_are_never_overwritten(
         self, numbered_store: Stores, transform: Any
     ) -> None:

@@ -18,7 +18,6 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.manifest import rows_bytes
 
 CPU = torch.device("cpu")
 ROWS, RANKS, GLOBAL_BATCH = 10**10, 1024, 2**20
@@ -30,9 +29,7 @@ class ManyRows:
     num_rows, num_shards, row_bytes = ROWS, RANKS, 8
 
     def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
-        column = FixedColumn(Field("x", torch.int64, ()), Shards(ROWS, RANKS))
-        parts = pool or column.shards
-        return np.array([rows_bytes([column], parts.rows_of(c)) for c in range(RANKS)], np.int64)
+        return FixedColumn(Field("x", torch.int64, ()), Shards(ROWS, RANKS)).shard_bytes
 
 
 def order_of(kind: str, pool: Pool) -> Sampler:

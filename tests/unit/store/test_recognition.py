@@ -111,7 +111,7 @@ def test_build_notes_its_rows_every_few_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look at the clock takes two seconds.
-    monkeypatch.setattr("lightning_memmap.store.build.monotonic", itertools.count(step=2).__next__)
+    monkeypatch.setattr(range_writer, "monotonic", itertools.count(step=2).__next__)
     sizes = []
 
     class Watching(Labelled):
@@ -147,7 +147,7 @@ def test_build_with_another_fingerprint_resumes_nothing(
     interrupt(tmp_path, OLD, fingerprint="version 1")
     HIDDEN[UNPROBED] = -1
     caplog.clear()
-    build(OLD, tmp_path, fingerprint=given, fresh=given is None)
+    build(OLD, tmp_path, fingerprint=given, overwrite=given is None)
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
     if given is not None:
         assert "its fingerprint was 'version 1' and is 'version 2'" in caplog.text
@@ -409,6 +409,7 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [0, UNPROBED])
+@pytest.mark.slow
 def test_build_whose_worker_is_killed_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, row: int
 ) -> None:
