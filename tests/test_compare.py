@@ -87,7 +87,7 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     assert process.returncode == 0, printed
     report = read(tmp_path / "out")
     auto, ddp, fsdp = report["variants"]
-    assert [variant["status"] for variant in report["variants"]] == ["ok", "ok", "unavailable"]
+    assert [variant["status"] for variant in report["variants"]] == ["ok", "ok", "refused"]
     assert "GPU" in fsdp["reason"]
     for variant in (auto, ddp):
         assert variant["parity"]["holds"] is True

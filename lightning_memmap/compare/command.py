@@ -2,10 +2,7 @@
 
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import current_thread, main_thread
 
 from rich.console import Console
 
@@ -22,6 +19,7 @@ from lightning_memmap.compare.report import (
 )
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.launched import on_sigterm
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
@@ -44,7 +42,8 @@ def compare(args: list[str]) -> int:
         refuse_several_configs(args)
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
-        with _ended_like_an_interrupt():
+        # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
+        with on_sigterm(signal.default_int_handler):
             report = Comparison(options, console, command).run()
         out = Path(options.out)
         # At once, so that no later error can lose hours of work.
@@ -56,19 +55,6 @@ def compare(args: list[str]) -> int:
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
     _write_html(report, out / "report.html", console)
     return report.exit_code
-
-
-@contextmanager
-def _ended_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def print_report(report: Report, console: Console) -> None:

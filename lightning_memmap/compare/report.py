@@ -14,7 +14,7 @@ from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Me
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, text
 
-Status = Literal["ok", "unavailable", "refused", "failed", "pending"]
+Status = Literal["ok", "refused", "failed", "pending"]
 
 
 @dataclass
@@ -112,7 +112,6 @@ MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
     each.heading: each.meaning for each in METRICS.values() if each.table
 }
 _STATUS = {
-    "unavailable": text("cannot run here", UNSURE),
     "refused": text("not supported", UNSURE),
     "failed": text("FAILED", BAD),
     "pending": text("not finished", UNSURE),

@@ -7,7 +7,7 @@ name in it is checked before a file is touched.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -93,14 +93,9 @@ class Manifest:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
 
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         """Bytes of the rows of each shard: by their mean where it is not one of the store."""
-        columns = [c for c in self.columns if fields is None or c.field.name in fields]
+        columns = self.columns
         if pool is not None and isinstance(pool.rows, WindowedRows):
             return _window_bytes(columns, pool, num_data_devices)
         if pool is None or _are_stored(pool, self.shards):

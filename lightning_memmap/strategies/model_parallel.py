@@ -160,6 +160,8 @@ def find_stages(
     """Cut the layers of a module evenly, in their order."""
     name, groups = _find_layers(module, layers)
     if len(groups) < len(devices):
+        groups = [[layer] for group in groups for layer in group]
+    if len(groups) < len(devices):
         raise ValueError(
             f"{name} has {len(groups)} layers for {len(devices)} devices: use at most"
             f" Trainer(devices={len(groups)}), or divide it into more"

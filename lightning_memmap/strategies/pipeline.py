@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import with_article
-from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import RowWeighted, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
@@ -34,7 +32,6 @@ from lightning_memmap.strategies._pipeline_stages import (
     check_schedule,
     cut_module,
     keep_local,
-    train_fields,
 )
 from lightning_memmap.strategies._pipeline_state import (
     average_gradients,
@@ -63,13 +60,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device, and
     may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is the
     whole output, on every process.
-
-    It may have two more attributes, which are then needed both: ``input_fields``, the names of the
-    fields that ``training_step`` passes to ``self(inputs)``; and ``loss_fields``, those that
-    ``loss`` reads. The process with the first stage then holds and fetches the first of the
-    training rows, the one with the last stage the others, and those in between none. In
-    ``training_step`` all other fields have a shape and a dtype, and no values. Validation, test and
-    prediction have all fields on every process.
 
     Args:
         data_parallel_size: Number of pipelines. ``auto``: the number of processes divided by
@@ -170,13 +160,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         """Data-parallel rank and size: the processes of one pipeline have the same batches."""
         layout = self.layout
         return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank}
-
-    @property
-    @override
-    def data_topology(self) -> DataTopology:
-        """Batches are assembled on the root device, of the fields that this process needs."""
-        fields = train_fields(self.lightning_module, self.layout)
-        return replace(super().data_topology, train_fields=fields)
 
     @override
     def setup_environment(self) -> None:
@@ -335,12 +318,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 " validation_step, test_step or predict_step"
             )
         num_rows = _num_rows_of(args)
-        if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
-            raise ValueError(
-                f"memmap_pipeline: {type(self.module).__name__} was called with rows that the"
-                " first process does not hold: name in input_fields all fields that training_step"
-                " passes to self(...), or leave out input_fields and loss_fields"
-            )
         if torch.is_grad_enabled():
             return _PendingOutput(args, num_rows)
         assert self._pipeline is not None

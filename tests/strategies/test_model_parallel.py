@@ -380,7 +380,7 @@ class TestErrors:
             (lambda m: delattr(m, "net"), None, r"0 attributes that are an nn\.Sequential"),
             (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), None, "1 layers for 2 devices"),
             (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
-            (give_stages(slice(0, 3)), None, r"stages\(\) has 1 layers for 2 devices"),
+            (give_stages(0), None, r"stages\(\) has 1 layers for 2 devices"),
             (give_stages(0, slice(0, 0)), None, r"stages\(\) gave .* an empty one"),
             (give_stages(slice(0, 3), 2), None, r"net\.2\.weight \(stage 0\)"),
             (

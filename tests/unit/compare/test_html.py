@@ -28,7 +28,7 @@ REPORT = make_report(
     make_variant("auto+workers2", (500.0, 700.0)),
     make_variant("auto+ideal", (1200.0, 1210.0)),
     make_variant("ddp"),
-    make_variant("fsdp", (), status="unavailable", reason="needs GPUs", parity=None),
+    make_variant("fsdp", (), status="refused", reason="needs GPUs", parity=None),
 )
 #: Widths in CSS pixels: a small phone, a usual one, a desktop.
 WIDTHS = (320, 390, 1280)

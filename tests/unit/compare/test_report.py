@@ -23,7 +23,6 @@ UNJUDGED = make_parity(holds=None)
         ({"parity": UNJUDGED}, 3),
         ({"status": "failed", "figures": {}}, 3),
         ({"status": "failed", "parity": WRONG}, 1),
-        ({"status": "unavailable", "parity": None, "figures": {}}, 0),
         ({"status": "refused", "parity": None, "figures": {}}, 0),
         ({"status": "pending"}, 3),
     ],

@@ -1,7 +1,6 @@
 """Many rows over many processes: what a process sets up does not grow with the rows."""
 
 import tracemalloc
-from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -29,12 +28,7 @@ class ManyRows:
 
     num_rows, num_shards, row_bytes = ROWS, RANKS, 8
 
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         return FixedColumn(Field("x", torch.int64, ()), Shards(ROWS, RANKS)).shard_bytes
 
 
