@@ -61,7 +61,7 @@ class FirstEpoch:
             options.num_shards,
             options.num_workers,
             options.fingerprint_of(split),
-            options.fields,
+            options.forms,
             progress=False,
         )
         build = BackgroundBuild(asked, after=first)

@@ -123,9 +123,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             dataset; see `lightning_memmap.store.build_store`.
         check: How a dataset without a fingerprint is compared with its store: ``"probes"``,
             ``"full"`` or ``"off"``; see there.
-        store_dtypes: Other dtypes than those of the samples in which the stores keep fields, by
-            name of the field, such as ``{"image": "uint8"}``. A value that would change is an
-            error.
         subset: Which rows of the stores are used, without copying any: of `lightning_memmap.
             sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
             or `KFold`, which hold rows of the training store out to validate on.
@@ -195,7 +192,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         overwrite: bool = False,
         fingerprint: str | dict[str, str] | None = None,
         check: str = "probes",
-        store_dtypes: dict[str, str] | None = None,
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
@@ -689,7 +685,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        collate = FormedCollate(schema, options.fields.forms, sample)
+        collate = FormedCollate(schema, options.forms, sample)
         return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
 
 

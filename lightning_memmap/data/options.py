@@ -6,8 +6,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-import torch
-
 from lightning_memmap.data.splits import SPLITS, check_datasets
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
@@ -15,7 +13,7 @@ from lightning_memmap.placement import Residency, check_memory_fraction, check_r
 from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, Subset
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
-from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -76,7 +74,6 @@ class DataOptions:
     overwrite: bool
     fingerprint: str | Mapping[str, str] | None
     check: str
-    store_dtypes: Mapping[str, str | torch.dtype] | None
     subset: Selection | Mapping[str, Subset] | None
     member: int | None
     shuffle_window: int | None
@@ -113,7 +110,7 @@ class DataOptions:
         self._check_window()
         self._check_build()
         check_choice(self.check)
-        FieldOptions.of(self.variable, self.store_dtypes)
+        read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
             if str(split).partition("/")[0] not in SPLITS:
@@ -217,9 +214,9 @@ class DataOptions:
         return self.residency == Residency.STREAM.value
 
     @property
-    def fields(self) -> FieldOptions:
-        """What is said of the fields: ``variable`` and ``store_dtypes``."""
-        return FieldOptions.of(self.variable, self.store_dtypes)
+    def forms(self) -> dict[str, Form]:
+        """The forms of ``variable``, by name of the field."""
+        return read_forms(self.variable)
 
     def selection(self, split: str) -> Selection | None:
         """What selects the rows of a split; None where it has all of its store."""

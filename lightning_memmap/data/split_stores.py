@@ -67,7 +67,7 @@ class SplitStores:
         """Check that the options fit the datasets: both may have been set since the other was."""
         self.check_datasets()
         self.options.check_splits(self.datasets)
-        windows = self.options.fields.forms.get("tokens")
+        windows = self.options.forms.get("tokens")
         for dataset in self.datasets.values():
             if isinstance(dataset, TokenStream) and isinstance(windows, Windows):
                 dataset.check_windows(windows.length, windows.stride)
@@ -130,7 +130,6 @@ class SplitStores:
             overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),
             check=options.check,
-            store_dtypes=options.store_dtypes,
             variable=options.variable,
         )
         self.note(split, store)
@@ -234,8 +233,7 @@ class SplitStores:
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        fingerprint, dtypes = options.fingerprint_of(split), options.fields.dtypes
-        given = options.num_shards, fingerprint, options.check, dtypes
+        given = options.num_shards, options.fingerprint_of(split), options.check
         return self.datasets[split], *given, store.manifest.content
 
     @property

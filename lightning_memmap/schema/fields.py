@@ -48,13 +48,6 @@ class Field:
     #: Of one row. Leading dimensions that differ from row to row are None.
     shape: Annotated[tuple[_Size | None, ...], msgspec.Meta(max_length=64)]
     kind: AnyKind = NUMBERS
-    #: The dtype in which the dataset gives it, if rows are kept in another one.
-    given: torch.dtype | None = None
-
-    @property
-    def sample_dtype(self) -> torch.dtype:
-        """The dtype in which the dataset gives it."""
-        return self.given or self.dtype
 
     @cached_property
     def num_variable(self) -> int:
@@ -112,7 +105,7 @@ class Field:
 
     def merged(self, other: "Field") -> "Field | None":
         """The field that has the rows of both: sizes that differ are None. None if more differs."""
-        is_alike = self.sample_dtype == other.sample_dtype and len(self.shape) == len(other.shape)
+        is_alike = self.dtype == other.dtype and len(self.shape) == len(other.shape)
         if not is_alike or not self.kind.takes(other.kind):
             return None
         differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
@@ -139,13 +132,12 @@ class Field:
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
             "kind": msgspec.to_builtins(self.kind),
-            **({"given": dtype_name(self.given)} if self.given is not None else {}),
         }
 
     @property
-    def as_given(self) -> str:
+    def described(self) -> str:
         """What the dataset gives, for messages."""
-        return described(self.sample_dtype, self.shape, self.kind)
+        return described(self.dtype, self.shape, self.kind)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer, check_number, is_refused_call
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
-from lightning_memmap.schema.fields import DTYPES, Field, dtype_name
+from lightning_memmap.schema.fields import Field, dtype_name
 from lightning_memmap.schema.kinds import Bytes, Image
 
 
@@ -335,38 +335,3 @@ def _form(name: str, given: Any) -> Form:
         if is_refused_call(error):  # An argument is missing, or is none of the form's.
             known = f": form {kind!r} has {', '.join(each.name for each in fields(_FORMS[kind]))}"
         raise type(error)(f"variable: field {name!r}: {error}{known}") from error
-
-
-@dataclass(frozen=True)
-class FieldOptions:
-    """What the user says of fields, beyond what the rows that are read first show."""
-
-    forms: Mapping[str, Form] = field(default_factory=dict)
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        variable: Mapping[str, Any] | None,
-        store_dtypes: Mapping[str, str | torch.dtype] | None,
-    ) -> "FieldOptions":
-        """Check what a user gives; see `lightning_memmap.store.build_store`."""
-        return cls(read_forms(variable), check_store_dtypes(store_dtypes))
-
-    @property
-    def names(self) -> set[str]:
-        """The fields and lists that are named."""
-        return {*self.forms, *self.dtypes}
-
-
-def check_store_dtypes(given: Any) -> dict[str, torch.dtype]:
-    """Check the dtypes in which a user wants fields to be kept."""
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"store_dtypes={given!r}: give a dict such as {{'image': 'uint8'}}")
-    dtypes = {}
-    for name, dtype in (given or {}).items():
-        key = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-        if not isinstance(key, str) or key not in DTYPES:
-            raise ValueError(f"store_dtypes[{name!r}]={dtype!r}: choose one of {', '.join(DTYPES)}")
-        dtypes[name] = DTYPES[key]
-    return dtypes

@@ -1,6 +1,6 @@
 """Kinds: what the rows of a field mean, beyond their dtype and shape.
 
-A new kind is a class here and its place in `AnyKind` and `_KINDS`.
+A new kind is a class here and its place in `AnyKind` and `_READERS`.
 """
 
 import datetime
@@ -43,11 +43,6 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
     dtype: ClassVar[torch.dtype | None] = None
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """A leaf of this kind as a dense CPU array, and what it is; None for any other leaf."""
-        raise NotImplementedError
-
     def takes(self, other: "Kind") -> bool:
         """Whether a leaf of another kind may be a row."""
         return self == other
@@ -67,9 +62,9 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 class Numbers(Kind, frozen=True):
     """Tensors, arrays, numbers and bools."""
 
-    @override
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """A tensor, an array or a number."""
         if isinstance(leaf, Tensor):
             check_dense(name, leaf)
             leaf = leaf.detach()
@@ -101,9 +96,9 @@ class Text(Kind, frozen=True):
     #: The types that are encoded without another look.
     types: ClassVar[set[type]] = {str, np.str_}
 
-    @override
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """A string or a path, as UTF-8."""
         if not isinstance(leaf, (str, PurePath)):
             return None
         return np.frombuffer(cls.encode(str(leaf)), np.uint8), cls()
@@ -138,9 +133,9 @@ class Bytes(Text, frozen=True):
 
     types = {bytes, bytearray, np.bytes_}
 
-    @override
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """Bytes, as uint8."""
         return (
             (np.frombuffer(leaf, np.uint8), cls()) if isinstance(leaf, (bytes, bytearray)) else None
         )
@@ -163,9 +158,9 @@ class Duration(Kind, frozen=True):
     dtype = torch.int64
     _numpy: ClassVar[str] = "timedelta64"
 
-    @override
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """A date, a time or a duration, as int64."""
         zoned = False
         if isinstance(leaf, (datetime.date, datetime.timedelta)):
             zoned = isinstance(leaf, datetime.datetime) and leaf.tzinfo is not None
@@ -227,9 +222,9 @@ class Image(Kind, frozen=True):
     # It is printed, and may come from a stranger.
     mode: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9;]{1,16}\Z")]
 
-    @override
     @classmethod
     def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
+        """An image of Pillow, as its pixels."""
         pillow = sys.modules.get("PIL.Image")
         if pillow is None or not isinstance(leaf, pillow.Image):
             return None
@@ -258,8 +253,9 @@ class Image(Kind, frozen=True):
 
 AnyKind = Numbers | Mask | Text | Bytes | Duration | Time | Image
 NUMBERS = Numbers()
-#: In the order in which they are asked for a leaf: numpy's strings and times are its scalars too.
-_KINDS: tuple[type[Kind], ...] = (Text, Bytes, Duration, Numbers, Image)
+#: Each gives a leaf of its kind as a dense CPU array, and what it is, and None for any other leaf.
+#: In the order in which they are asked: numpy's strings and times are its scalars too.
+_READERS = (Text.read, Bytes.read, Duration.read, Numbers.read, Image.read)
 
 
 def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
@@ -275,8 +271,8 @@ def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
             f"field {name!r}: found {leaf!r}, a member of an enum, whose class a store does not"
             " keep: give its .value or its .name in the dataset"
         )
-    for kind in _KINDS:
-        if (found := kind.read(name, leaf)) is not None:
+    for read in _READERS:
+        if (found := read(name, leaf)) is not None:
             return found
     if is_missing(leaf):
         raise SchemaError(f"field {name!r}: found {leaf}")

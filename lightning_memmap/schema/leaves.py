@@ -88,14 +88,14 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
     except SchemaError as error:
         kind_of_error = MismatchError if is_missing(leaf) else SchemaError
-        raise kind_of_error(f"{error}; expected {field.as_given}") from error
+        raise kind_of_error(f"{error}; expected {field.described}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
-    if dtype != field.sample_dtype or not field.admits(shape) or not field.kind.takes(kind):
+    if dtype != field.dtype or not field.admits(shape) or not field.kind.takes(kind):
         raise MismatchError(
             f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
-            f" {field.as_given}"
+            f" {field.described}"
         )
-    return narrowed(field, array)
+    return array
 
 
 def as_tensor(values: Array) -> Tensor:
@@ -165,26 +165,3 @@ def numbers_array(name: str, lists: Sequence[Sequence[Any]]) -> Array:
         return torch.stack([torch.as_tensor(value, dtype=dtype) for value in values])
     except (ValueError, RuntimeError, OverflowError) as error:
         raise SchemaError(f"field {name!r}: a number does not fit into {dtype}: {error}") from error
-
-
-def narrowed(field: Field, values: Array) -> Array:
-    """Convert values to the dtype in which a field is kept."""
-    if field.given is None:
-        return values
-    tensor = as_tensor(values)
-    kept = tensor.to(field.dtype)
-    before, after, back = map(_comparable, (tensor, kept, kept.to(field.given)))
-    # Compared both ways: -1 becomes 65535 and then -1 again, and 2**53 + 1 equals the double 2**53.
-    is_kept = ((before == after) & (before == back)) | (np.isnan(before) & np.isnan(after))
-    if not is_kept.all():
-        value = before[~is_kept].reshape(-1)[0] if before.ndim else before
-        raise SchemaError(
-            f"field {field.name!r}: {value} cannot be kept as {dtype_name(field.dtype)}: leave the"
-            " field out of store_dtypes, or give a dtype that holds all its values"
-        )
-    return kept
-
-
-def _comparable(values: Tensor) -> np.ndarray:
-    """As a numpy array: torch cannot compare all kinds of integers, and numpy has no bfloat16."""
-    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from reprlib import repr as short_repr
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.build import BATCH, Nesting, builder
-from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
-from lightning_memmap.schema.forms import FieldOptions, Form
+from lightning_memmap.schema.fields import Field, check_names, field_name
+from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
 from lightning_memmap.schema.leaves import (
     RowList,
@@ -24,7 +23,7 @@ from lightning_memmap.schema.stack import stack_samples
 from lightning_memmap.schema.structure import Node, Path, columns_of
 from lightning_memmap.schema.values import Values
 
-_NO_OPTIONS = FieldOptions()
+_NO_FORMS: Mapping[str, Form] = {}
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,15 @@ class Schema:
     structure: Node
 
     @classmethod
-    def infer(cls, samples: Sequence[Any], options: FieldOptions = _NO_OPTIONS) -> "Schema":
+    def infer(cls, samples: Sequence[Any], forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
         """Find the schema that samples have in common."""
-        structure, fields = infer_samples(samples, options.forms)
+        structure, fields = infer_samples(samples, forms)
         found = cls(tuple(fields), structure)
         if not fields and not found.unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
-        return found._declaring(options.forms).stored_as(options.dtypes)
+        return found._declaring(forms)
 
     def _declaring(self, variable: Mapping[str, Form]) -> "Schema":
         """The schema of samples that may differ from those of this one as forms say."""
@@ -84,9 +83,6 @@ class Schema:
             if node.kind == "none" or (node.is_list and not node.keys)
         }
 
-    def _is_unknown(self, name: str) -> bool:
-        return any(f"{name}.".startswith(f"{unknown}.") for unknown in self.unknown)
-
     @property
     def lists(self) -> dict[str, tuple[str, ...]]:
         """The lists of records, by name, each with the names of its fields."""
@@ -104,15 +100,6 @@ class Schema:
             for path, node in self.structure.walk()
             if node.kind == "optional"
         }
-
-    @property
-    def same_lengths(self) -> dict[str, str]:
-        """By the name of a field, another one of the same list whose rows have as many items."""
-        found, fields = dict[str, str](), {field.name: field for field in self.fields}
-        for names in self.lists.values():
-            alike = [n for n in names if fields[n].num_variable == 1 and not fields[n].is_text]
-            found |= dict.fromkeys(alike[1:], alike[0]) if alike else {}
-        return found
 
     def arguments(self) -> dict[str, Any]:
         """The argument ``variable`` that admits all samples of this schema."""
@@ -164,30 +151,6 @@ class Schema:
                     " values: give the length as a number, or leave the field out"
                 )
         return cls(tuple(fields), structure)
-
-    def stored_as(self, dtypes: Mapping[str, torch.dtype]) -> "Schema":
-        """Return this schema with other dtypes in which fields are kept."""
-        names = [field.name for field in self.fields]
-        for name in dtypes:
-            if name not in names and not self._is_unknown(name):
-                raise SchemaError(
-                    f"store_dtypes[{name!r}]: there is no such field; the fields are"
-                    f" {', '.join(names)}"
-                )
-        fields = []
-        for field in self.fields:
-            dtype, given = dtypes.get(field.name, field.dtype), field.sample_dtype
-            if field.is_text and dtype != given:
-                raise SchemaError(
-                    f"store_dtypes[{field.name!r}]: text is kept as UTF-8; leave it out"
-                )
-            if given.is_complex and not dtype.is_complex:
-                raise SchemaError(
-                    f"store_dtypes[{field.name!r}]={dtype_name(dtype)!r}: the field is"
-                    f" {dtype_name(given)}; choose complex64 or complex128"
-                )
-            fields.append(replace(field, dtype=dtype, given=None if given == dtype else given))
-        return replace(self, fields=tuple(fields))
 
     @property
     def has_classes(self) -> bool:

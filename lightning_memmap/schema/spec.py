@@ -77,10 +77,8 @@ def _check_field(field: Field, is_in_list: bool, is_mask: bool) -> None:
         raise SchemaError(f"{what}: sizes that differ come first")
     if is_in_list != (kind.many if isinstance(kind, Text) else is_in_list and shape[:1] == (None,)):
         raise SchemaError(f"{what} is not in the list of records that it should be in")
-    if kind.dtype not in (None, field.sample_dtype) or kind.shape not in (None, shape):
+    if kind.dtype not in (None, field.dtype) or kind.shape not in (None, shape):
         raise SchemaError(f"{what} is of another dtype or shape")
-    if field.is_text and field.given is not None:
-        raise SchemaError(f"{what} is kept as another dtype")
     record = field.of_record if is_in_list else field
     is_bool = (field.dtype, record.shape) == (torch.bool, ())
     if is_mask != isinstance(kind, Mask) or (is_mask and not is_bool):

@@ -31,7 +31,6 @@ from lightning_memmap.schema.leaves import (
     array_dtype,
     as_tensor,
     leaf_array,
-    narrowed,
     numbers_array,
 )
 from lightning_memmap.schema.structure import Node, Path, columns_of
@@ -228,9 +227,9 @@ def fit_items(field: Field, items: Any, lengths: Any) -> Values:
 def _fitting(field: Field, rows: Any, sizes: Integers | None) -> Values:
     array, kind = to_array(field.name, rows)
     dtype, shape = array_dtype(field.name, array), tuple(array.shape[1:])
-    if not field.kind.takes_rows(kind) or (dtype, shape) != (field.sample_dtype, field.item_shape):
+    if not field.kind.takes_rows(kind) or (dtype, shape) != (field.dtype, field.item_shape):
         raise MismatchError(
             f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
-            f" {field.as_given}"
+            f" {field.described}"
         )
-    return Values(as_tensor(narrowed(field, array)), sizes)
+    return Values(as_tensor(array), sizes)

@@ -7,41 +7,36 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short_repr
-from time import monotonic
 from typing import Any
 
-import torch
 import xxhash
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Nullable, Schema
-from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema import Form, Nullable, Schema, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
     ORDER,
     Building,
-    PartInUseError,
     explained,
     read_draft,
-    read_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
+from lightning_memmap.store.journal import Journal, PartInUseError, journal_name
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.range_writer import RangeWriter
+from lightning_memmap.store.range_writer import RangeWriter, write_dataset
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import check_choice, recognise
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
@@ -52,7 +47,6 @@ from lightning_memmap.store.workers import Workers, check_num_workers
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
-_JOURNAL_INTERVAL_S = 5.0
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
@@ -70,8 +64,6 @@ def build_store(
     progress: bool = True,
     fingerprint: str | None = None,
     check: str = "probes",
-    fresh: bool = False,
-    store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
@@ -103,9 +95,6 @@ def build_store(
         check: How a dataset without a ``fingerprint`` is compared with the store that is there.
             ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
             all rows, each time. ``"off"``: length and schema alone.
-        fresh: Do not resume an interrupted build.
-        store_dtypes: Other dtypes than those of the samples in which fields are kept, by name of
-            the field, such as ``{"image": "uint8"}``. Every value must stay what it is.
         variable: The fields and lists whose rows may differ in length, or be None, each with a
             form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
             among the first rows that are read need not be named. Of the form only ``dims`` and
@@ -127,8 +116,8 @@ def build_store(
         OSError: The disk is full, or the files cannot be written.
     """
     check_choice(check)
-    fields = FieldOptions.of(variable, store_dtypes)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    forms = read_forms(variable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
     if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
@@ -152,13 +141,13 @@ def build_store(
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, fields)
+                spool = Spool(dataset, directory.path, advance, forms)
             stack.callback(spool.close)
             workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = asked.probes(workers)
-        resume = not (overwrite or fresh or asked.is_stream)
+        resume = not (overwrite or asked.is_stream)
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
         building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
@@ -181,7 +170,6 @@ def build_part(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    store_dtypes: Mapping[str, str | torch.dtype] | None = None,
     variable: Mapping[str, Any] | None = None,
 ) -> None:
     """Write one part of a store. `finish_store` makes the store once all parts are written.
@@ -202,7 +190,6 @@ def build_part(
         progress: Show a progress bar.
         fingerprint: The identity of the dataset in your own words. It alone then decides whether
             the parts are of one dataset.
-        store_dtypes: Other dtypes in which fields are kept, by name.
         variable: The fields whose rows may differ in length, each with a form.
 
     Raises:
@@ -217,8 +204,8 @@ def build_part(
         OSError: The disk is full, or the files cannot be written.
     """
     index, num_parts = check_part(part)
-    fields = FieldOptions.of(variable, store_dtypes)
-    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, fields, progress)
+    forms = read_forms(variable)
+    asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
     if asked.is_stream:
         raise ValueError(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
@@ -357,7 +344,7 @@ def append_store(
         StoreError: It is damaged, or may not be replaced by this process.
         OSError: The disk is full, or the files cannot be written.
     """
-    asked = Asked(dataset, path, None, num_workers, fingerprint, FieldOptions(), progress)
+    asked = Asked(dataset, path, None, num_workers, fingerprint, {}, progress)
     if asked.is_stream:
         raise ValueError(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
@@ -411,7 +398,7 @@ class Asked:
     num_shards: int | None
     num_workers: int
     fingerprint: str | None
-    fields: FieldOptions
+    forms: Mapping[str, Form]
     progress: bool
 
     def __post_init__(self) -> None:
@@ -446,8 +433,7 @@ class Asked:
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
         nullable = dict.fromkeys(nullable_columns(self.dataset), Nullable())
-        fields = replace(self.fields, forms={**nullable, **self.fields.forms})
-        return take_probes(workers, len(self.dataset), fields)
+        return take_probes(workers, len(self.dataset), {**nullable, **self.forms})
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""
@@ -488,46 +474,20 @@ def _write(
     first_row: int = 0,
 ) -> None:
     """Write those of some rows that are missing. The workers end with that."""
-    todo, draft = building.missing(rows), building.draft
-    make: Callable[[Any], RangeWriter] = partial(
-        RangeWriter,
-        schema=draft.schema,
-        columns=draft.columns,
-        building=building.path,
-        journal=building.journal,
-        row_bytes=probes.row_bytes,
-        first_row=first_row,
-    )
-    num_done, last_sync = len(rows) - sum(map(len, todo)), monotonic()
-    with (
-        show(what, len(rows), probes.row_bytes, num_done) as advance,
-        closing(make(workers.dataset)) as writer,
-    ):
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=workers.num_workers,
-            row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
-        )
+    todo = building.missing(rows)
+    num_done = len(rows) - sum(map(len, todo))
+    with show(what, len(rows), probes.row_bytes, num_done) as advance:
 
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            written, duration_s = outcome
-            ranges.note(len(written), duration_s)
-            building.wrote(written)
-            advance(len(written))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                building.sync()
-                last_sync = monotonic()
+        def plan(writer: RangeWriter) -> RowRanges:
+            return RowRanges(
+                todo,
+                max_rows=writer.max_rows,
+                num_workers=workers.num_workers,
+                row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
+                advance=advance,
+            )
 
-        try:
-            # A worker process makes its own.
-            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
-        except BaseException:
-            workers.close(at_once=True)
-            building.sync()
-            raise
-    workers.close()
+        write_dataset(building, workers, plan, row_bytes=probes.row_bytes, first_row=first_row)
 
 
 @contextmanager
@@ -542,7 +502,7 @@ def _going_on(building: Building, then: str, *, is_kept: bool = True) -> Iterato
             if is_kept:
                 num_rows = building.draft.num_rows
                 kept = f"{building.num_done:,} of {num_rows:,} rows are kept at {building.path}"
-                kept += "; the same build goes on with them, without `overwrite` and `fresh`"
+                kept += "; the same build goes on with them, without `overwrite`"
             _log.warning("interrupted: %s", kept)
         if not is_kept:
             building.abandon()
@@ -579,21 +539,13 @@ def check_length(dataset: Any) -> None:
 
 def _reopen(asked: Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
     """Open the store that is where one was to be built, if it is the one that would be built."""
-    directory, dtypes = asked.directory.path, asked.fields.dtypes
+    directory = asked.directory.path
     store = open_directory(directory)
     if asked.num_shards not in (None, store.num_shards):
         raise StoreError(
             f"num_shards={asked.num_shards}: the store at {directory} has {store.num_shards}"
             f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
-    store.schema.stored_as(dtypes)  # Names of no field are refused.
-    for field in store.schema.fields:
-        if field.dtype != dtypes.get(field.name, field.sample_dtype):
-            raise StoreError(
-                f"store_dtypes: the store at {directory} keeps {field.name!r} as"
-                f" {dtype_name(field.dtype)}; build it again with overwrite=True, or give"
-                f" store_dtypes={{{field.name!r}: {dtype_name(field.dtype)!r}}}"
-            )
     found = recognise(
         store,
         asked.dataset,
@@ -637,13 +589,19 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     problems = []
     for index in range(num_parts):
         rows = _rows_of(index, num_parts, draft.num_rows)
+        done = list[range]()
+        is_begun = os.path.lexists(generation / journal_name(index))
         try:
-            done = read_part(generation, index, draft.num_rows)
+            if is_begun:
+                with closing(
+                    Journal(generation, draft.num_rows, index, is_writer=False)
+                ) as journal:
+                    done = journal.rows
         except PartInUseError as error:
             problems.append(f"part {index} is being written by {error.writer}")
             continue
-        num_missing = sum(map(len, missing_ranges(done or (), rows.stop, rows.start)))
-        if num_missing and done is None:
+        num_missing = sum(map(len, missing_ranges(done, rows.stop, rows.start)))
+        if num_missing and not is_begun:
             problems.append(f"part {index} is missing")
         elif num_missing:
             written = f"{len(rows) - num_missing:,} of {len(rows):,} rows"

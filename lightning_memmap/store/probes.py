@@ -1,7 +1,7 @@
 """Probe rows: a few rows that identify a dataset, and show whether it is random."""
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,8 +15,7 @@ import xxhash
 from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.schema import Schema
-from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema import Form, Schema
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.samples import flatten_row, infer_schema, read_row, read_sample
 from lightning_memmap.store.workers import Workers, run_tasks
@@ -74,35 +73,38 @@ def _pickled(dataset: Any, row: int) -> bytes | None:
         return None
 
 
-def take_probes(workers: Workers, num_rows: int, options: FieldOptions | Schema) -> Probes:
-    """Read each probe row twice and hash it. The schema is found by the options, or given."""
+def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+    """Read each probe row twice and hash it. The schema is found with some forms, or given."""
     found = list[Probes]()
-    workers.run(partial(_Prober, options=options), [num_rows], found.append)
+    workers.run(partial(_Prober, forms=forms), [num_rows], found.append)
     return found[0]
 
 
 def find_schema(
-    samples: list[Any], rows: list[int], options: FieldOptions, more: Iterator[tuple[int, Any]]
+    samples: list[Any],
+    rows: list[int],
+    forms: Mapping[str, Form],
+    more: Iterator[tuple[int, Any]],
 ) -> Schema:
     """The schema of samples, with more of them where these do not show what has some names."""
-    schema, named = infer_schema(samples, rows, options), options.names
+    schema = infer_schema(samples, rows, forms)
     # As many as there are: all are looked at again.
-    while schema.unknown.keys() & named and (new := list(islice(more, len(samples)))):
+    while schema.unknown.keys() & forms.keys() and (new := list(islice(more, len(samples)))):
         rows += [row for row, _ in new]
         samples += [sample for _, sample in new]
-        schema = infer_schema(samples, rows, options)
+        schema = infer_schema(samples, rows, forms)
     if not schema.fields:
         raise SchemaError(
             f"the {len(rows)} rows that were read first hold no tensor, array or number: empty"
             " lists and None have no dtype; give arrays, or add a field that has values"
         )
     for name, what in schema.unknown.items():
-        if name in named or what == "None":
+        if name in forms or what == "None":
             way_out = (
                 "give arrays in place of lists, such as numpy.array(values, numpy.int64)"
                 if what != "None"
                 else f"let more rows be read with variable={{{name!r}: 'nullable'}}"
-                if name not in named
+                if name not in forms
                 else "leave it out of the samples"
             )
             raise SchemaError(
@@ -117,7 +119,7 @@ class _Prober:
     """Reads the probe rows of a dataset of so many rows."""
 
     dataset: Any
-    options: FieldOptions | Schema
+    forms: Mapping[str, Form] | Schema
 
     def __call__(self, num_rows: int) -> Probes:
         rows, durations = probe_rows(num_rows), list[float]()
@@ -126,8 +128,8 @@ class _Prober:
             start = perf_counter()
             samples.append(read_sample(self.dataset, row))
             durations.append(perf_counter() - start)
-        schema = self.options
-        if isinstance(schema, FieldOptions):
+        schema = self.forms
+        if not isinstance(schema, Schema):
             spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
             others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
             more = ((row, read_sample(self.dataset, row)) for row in others)

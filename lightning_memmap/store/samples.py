@@ -11,9 +11,8 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema import Form, Schema, Values, read_forms
 from lightning_memmap.schema.fields import field_name
-from lightning_memmap.schema.forms import FieldOptions, read_forms
 
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
@@ -62,14 +61,14 @@ def _raised(row: int, error: Exception) -> DatasetError:
     return DatasetError(f"the dataset raised at row {row}: {describe_error(error)}")
 
 
-def infer_schema(samples: Sequence[Any], rows: Sequence[int], options: FieldOptions) -> Schema:
+def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Mapping[str, Form]) -> Schema:
     """Find the schema of samples; see `Schema.infer`. An error names the row."""
     with suppress(SchemaError):
-        return Schema.infer(samples, options)
+        return Schema.infer(samples, forms)
     schema: Schema | None = None
     for count, (row, sample) in enumerate(zip(rows, samples, strict=True), 1):
         try:
-            schema = Schema.infer(samples[:count], options)
+            schema = Schema.infer(samples[:count], forms)
         except SchemaError as error:
             if schema is not None and isinstance(error, MismatchError):
                 flatten_row(sample, row, schema, lambda: samples[0])
@@ -124,7 +123,7 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
     """What to do about samples of which the last one does not fit."""
     known = schema.arguments()
     try:
-        found = Schema.infer(samples, FieldOptions(read_forms(known)))
+        found = Schema.infer(samples, read_forms(known))
     except MismatchError:
         return _ONE_STRUCTURE
     except SchemaError as error:

@@ -47,7 +47,7 @@ def test_cases_of_kind_find_nothing_wrong(
 ) -> None:
     todo = cases(SCALE, 0, beginnings, [kind])
     if kind.startswith(("calls-", "errors-")) and not can_trace():
-        pytest.skip("strace is not installed")
+        pytest.skip("strace, a program that pip does not install, is not there")
     assert todo
     futures = [pool.submit(run_case, Subject(), beginnings, case) for case in todo]
     faults = [

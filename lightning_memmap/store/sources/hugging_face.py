@@ -80,7 +80,7 @@ def nullable_columns(dataset: Any) -> list[str]:
 
 def _wanted(field: Field, values: np.ndarray) -> np.ndarray:
     """Values of a table as samples have them: in types of Python, or the default ones of torch."""
-    wanted = TO_NUMPY[field.sample_dtype]
+    wanted = TO_NUMPY[field.dtype]
     if values.dtype.kind in "mM" and isinstance(field.kind, Duration):
         times = field.kind.numpy_dtype
         return values.astype(times) if np.can_cast(values.dtype, times, "safe") else values

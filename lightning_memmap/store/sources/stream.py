@@ -8,7 +8,7 @@ and a stream need not give the same rows twice.
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Values
-from lightning_memmap.schema.forms import FieldOptions
+from lightning_memmap.schema import Field, Form, Values
 from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, find_schema, hash_row
@@ -59,7 +58,7 @@ class Spool:
     """The rows of a stream in temporary files, which have no names and end with this process."""
 
     def __init__(
-        self, stream: Any, directory: Path, advance: Advance, options: FieldOptions
+        self, stream: Any, directory: Path, advance: Advance, forms: Mapping[str, Form]
     ) -> None:
         self._num_rows, self._directory = 0, directory
         samples = samples_of(stream)
@@ -69,7 +68,7 @@ class Spool:
             raise ValueError(f"the dataset is empty: there is nothing to store.{read}")
         self._first = piece[0]
         more = islice(enumerate(samples, len(piece)), MAX_PROBES - len(piece))
-        self.schema = find_schema(piece, list(range(len(piece))), options, more)
+        self.schema = find_schema(piece, list(range(len(piece))), forms, more)
         with ExitStack() as stack:
             self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
             for column in self._columns:

@@ -1,19 +1,21 @@
 """The cache of stores at URLs: what others do to it, and how much is in it."""
 
+import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store import build_store, open_store
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
 from tests.datasets import Numbered, holds
+from tests.reliability.runner import fork_server
 from tests.unit.store.build_server import Build, BuildServer, killed
 
 NUM_ROWS, NUM_SHARDS = 60, 4
@@ -100,48 +102,17 @@ def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path, patter
     assert {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")} == before
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[5] ^= 4
-    path.write_bytes(bytes(data))
-
-
-def verify(url: str) -> int:
-    """The exit code of the command."""
-    with pytest.raises(SystemExit) as ended:
-        main(["store", "verify", url])
-    return int(ended.value.code or 0)
-
-
-def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+def test_version_opened_offline_is_the_last_one_though_the_clock_was_set_back(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = far(tmp_path / "far")
+    there = far(tmp_path / "far", 1)
     assert holds(open_store(there.url), there.dataset)
-    assert verify_store(there.url) == []
-    (path,) = cache.rglob("x.memmap")
-    flip(path)
-    assert not holds(open_store(there.url), there.dataset)
-    assert verify(there.url) == 1
-    assert f"field 'x', shard 0 is damaged ({there.url})" in capsys.readouterr().out
+    for path in cache.rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    there = far(tmp_path / "far", 2)
     assert holds(open_store(there.url), there.dataset)
-    assert verify(there.url) == 0
-    assert "checksums match" in capsys.readouterr().out
-
-
-def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(
-    tmp_path: Path, cache: Path
-) -> None:
-    there = far(tmp_path / "far")
-    assert open_store(there.url)[0] is not None
-    (path,) = there.path.rglob("x.memmap")
-    flip(path)
-    # Shard 0 was fetched before.
-    assert verify_store(there.url) == []
-    shutil.rmtree(cache)
-    counts: list[int] = []
-    assert verify_store(there.url, advance=counts.append) == [Damage("x", 0, there.url)]
-    assert sum(counts) == there.num_bytes
+    monkeypatch.setenv(OFFLINE, "1")
+    assert holds(open_store(there.url), there.dataset)
 
 
 # How much is in it
@@ -176,6 +147,47 @@ def test_what_others_are_fetching_counts_as_there(
     assert holds(first, one.dataset)
 
 
+@pytest.mark.slow
+def test_eight_processes_that_ask_for_room_at_once_get_what_there_is(
+    tmp_path: Path, cache: Path
+) -> None:
+    stores = [far(tmp_path / str(version), version) for version in range(8)]
+    # Not in this process: what forks others keeps its environment.
+    settings = {DIRECTORY: str(cache), LIMIT: f"{int(3.5 * stores[0].num_bytes)}B"}
+    context = fork_server()
+    asking, done, ends = context.Barrier(8), context.Barrier(9), context.Queue()
+    processes = [
+        context.Process(target=fetch_at_once, args=(each, settings, asking, done, ends))
+        for each in stores
+    ]
+    for process in processes:
+        process.start()
+    outcomes = [ends.get(timeout=120) for _ in processes]
+    # Those that got no room were told before a byte was fetched.
+    records = [np.fromfile(path, np.int64) for path in cache.glob("*/g-*/shards.tmp")]
+    assert sorted(outcomes) == ["fetched"] * 3 + ["no room"] * 5
+    assert sum(bool(each.any()) for each in records) == 3
+    assert sum(int(abs(each).sum()) for each in records) <= 3.5 * stores[0].num_bytes
+    done.wait(60)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def fetch_at_once(there: Far, settings: dict[str, str], asking: Any, done: Any, ends: Any) -> None:
+    """Fetch all of a store when the others do, and keep it open until all have ended."""
+    os.environ |= settings
+    opened = open_store(there.url)
+    asking.wait(60)
+    try:
+        opened.provide(None, range(NUM_SHARDS))
+        ends.put("fetched" if holds(opened, there.dataset) else "other rows")
+    except StoreError as error:
+        ends.put("no room" if "no room in the cache" in str(error) else str(error))
+    done.wait(60)
+
+
+@pytest.mark.slow
 def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
     server: BuildServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,9 @@ from tests.datasets import Numbered, holds
 from tests.unit.store.layout import files_of, is_empty
 from tests.unit.store.signing import sign_manifest
 
+pytestmark = pytest.mark.slow
+
+
 OLD, NEW = Numbered(100, 1), Numbered(100, 2)
 OWNER, OTHER = 65533, 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
@@ -215,6 +218,30 @@ def test_what_others_have_planted_in_a_directory_is_neither_followed_nor_removed
         assert run_as(OTHER, action) == ["done"]
     assert holds(open_store(path), OLD)
     assert (everything(planted), everything(outside)) == before
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        Path.symlink_to,
+        lambda path, at: path.symlink_to(at.with_name("nowhere")),
+        lambda path, at: os.mkfifo(path),
+    ],
+    ids=["link", "dangling link", "pipe"],
+)
+def test_lock_that_others_have_planted_is_refused_and_not_followed(
+    shared: Path, outside: Path, plant: Callable[[Path, Path], Any]
+) -> None:
+    path = shared / "s"
+    path.mkdir()
+    os.chown(path, *(OTHER, OTHER) if os.geteuid() == 0 else (-1, -1))
+    plant(path / ".lock", outside)
+    before = everything(shared), everything(outside)
+    kind, text = run_as(OTHER, lambda: build(path))
+    assert kind == "StoreError"
+    assert str(path / ".lock") in text
+    assert (everything(shared), everything(outside)) == before
+    assert not (outside.parent / "nowhere").exists()
 
 
 # What the system refuses

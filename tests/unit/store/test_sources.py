@@ -22,6 +22,9 @@ from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files, texts
 
+pytestmark = pytest.mark.slow
+
+
 import_module("polars")  # It sets an environment variable, which a test must not do.
 
 NUM_ROWS = 90
@@ -426,18 +429,6 @@ def test_row_that_does_not_fit_is_refused_as_item_by_item(
     with pytest.raises(SchemaError) as by_slices:
         build(tmp_path / "slices", dataset)
     assert str(by_slices.value) == str(by_items.value)
-
-
-def test_values_that_a_narrower_dtype_does_not_hold_are_refused_at_their_row(
-    tmp_path: Path,
-) -> None:
-    values = [np.full(k % 4, 257 if k == 31 else k) for k in range(60)]
-    dataset, dtypes = ColumnDataset({"x": values}), {"x": "uint8"}
-    with pytest.raises(SchemaError, match=r"row 31, .*257 cannot be kept as uint8"):
-        build(tmp_path / "s", dataset, store_dtypes=dtypes)
-    kept = Subset(dataset, range(30))
-    by_items = build(tmp_path / "t", Wrapped(kept), store_dtypes=dtypes)
-    assert_same_store(build(tmp_path / "u", kept, store_dtypes=dtypes), by_items)
 
 
 class Doubled(TensorDataset):

@@ -1,0 +1,34 @@
+"""A training in which a rank dies."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memmap import MemmapDataModule
+from tests.models import Points, Regression, make_trainer
+
+
+class Dying(Regression):
+    """One rank kills itself in the middle of an epoch, and leaves a mark."""
+
+    def __init__(self, rank: int, mark: Path) -> None:
+        super().__init__()
+        self.rank = rank
+        self.mark = mark
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 3 and self.global_rank == self.rank:
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def die(out: Path, rank: int, strategy: str) -> dict[str, Any]:
+    """Train until a rank dies, which is before the end of the first epoch."""
+    data = MemmapDataModule(Points(160), store_dir=out / "stores", batch_size=8)
+    trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=1000)
+    trainer.fit(Dying(rank, out / "died"), data)
+    return {}

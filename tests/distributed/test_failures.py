@@ -1,0 +1,31 @@
+"""A process that dies ends all the others, soon and with a message."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import launch_any
+
+#: Processes take about 10 s to start on a machine that does other things as well. What would
+#: hang, hangs for the 30 minutes after which gloo gives up.
+SOON_S = 120
+
+
+# The first rank is the process that was started by hand, and has started the other one.
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("memmap_superbatch_ddp", 1)])
+def test_rank_that_dies_in_training_ends_all_processes(
+    tmp_path: Path, strategy: str, rank: int
+) -> None:
+    outcome = launch_any(
+        "failing.die",
+        tmp_path,
+        processes=2,
+        timeout_s=SOON_S,
+        to_the_last=True,
+        rank=rank,
+        strategy=strategy,
+    )
+    assert (tmp_path / "died").exists()
+    assert 0 not in outcome.codes
+    assert rank != 0 or outcome.codes == [-9]
+    assert "Connection closed by peer" in outcome.report or "reset by peer" in outcome.report
