@@ -18,7 +18,7 @@ from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.places import Places, SeriesPlaces
 from lightning_memmap.loading.row_source import (
     Leaf,
-    RandomAccessRows,
+    RowSource,
     fixed_fields,
     released_error,
 )
@@ -111,7 +111,7 @@ class Columns:
         return leaves
 
 
-class Memory(RandomAccessRows):
+class Memory(RowSource):
     """Rows of some shards in one place in memory."""
 
     def __init__(self, columns: Columns, places: Places) -> None:
@@ -130,10 +130,10 @@ class Memory(RandomAccessRows):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         return self._places.locate(sampler, epoch, positions)
 
-    @override
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Leaf]:
+        """Copy rows into a batch; see `EpochRows.fetch`."""
         if self.columns is None:
             raise released_error()
         return self.columns.take(slots, slots, out, pin_memory)
