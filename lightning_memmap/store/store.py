@@ -74,7 +74,7 @@ class Store:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field, shard after shard. Writing into one never changes the file."""
+        """One mapped tensor per field, shard after shard. Writing to it changes no file."""
         return [column.tensor for column in self.columns]
 
     def rows(self, subset: Integers | None = None) -> Rows:
