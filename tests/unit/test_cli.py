@@ -66,10 +66,6 @@ class TestBuild:
         assert command("build", store_path, *other, "--overwrite") == 0
         assert open_store(store_path).num_rows == 61
 
-    def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
-        assert command("build", tmp_path / "made", *POINTS, "--num_shards", 0) == 2
-        assert command.err.strip() == "error: num_shards=0: at least 1 is needed, and at most 65536"
-
     @pytest.mark.parametrize(
         "arguments",
         [(), ("--dataset", "tests.models.Nothing"), ("--dataset", "tests.models.Regression")],
@@ -277,13 +273,6 @@ class TestFolder:
         assert command("info", splits) == 2
         assert str(splits / "train") in command.err
         assert command.out.count("60 rows") == 2
-
-    def test_plan_of_a_store_that_cannot_be_read_is_refused(
-        self, command: Command, splits: Path
-    ) -> None:
-        assert command("plan", splits) == 2
-        assert str(splits / "train") in command.err
-        assert command.table() == []
 
     @pytest.mark.parametrize("task", ["info", "verify", "plan"])
     def test_terminal_codes_in_a_name_are_not_printed(
