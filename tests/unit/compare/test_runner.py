@@ -98,6 +98,6 @@ def test_run_is_started_ahead_only_where_it_is_done(
             raise RunError("it ended")
 
     monkeypatch.setattr(Comparison, "_launch_ahead", lambda self, folder: ahead.append(folder))
-    compare("auto,ddp", fault)
+    compare("ddp,auto", fault)
     assert done == ["auto/check", "ddp/check", "auto/timed1", "auto/timed2"]
     assert ahead == ["ddp/check"]
