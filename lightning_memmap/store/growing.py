@@ -31,7 +31,7 @@ from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
 from lightning_memmap.store.probes import Probes
-from lightning_memmap.store.range_writer import Rows, write_dataset
+from lightning_memmap.store.range_writer import RowNumbers, write_dataset
 from lightning_memmap.store.serving import Serving
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
@@ -93,7 +93,7 @@ class _Queue:
             self._num_begun += len(rows)
             yield rows
 
-    def note(self, rows: Rows, duration_s: float) -> None:
+    def note(self, rows: RowNumbers, duration_s: float) -> None:
         """Tell the readers that rows are there, and take into account how long they took."""
         self._serving.present[self._shards.locate(np.asarray(rows))] = 1
         self._row_s = (self._row_s + duration_s / len(rows)) / 2

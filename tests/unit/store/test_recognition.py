@@ -220,17 +220,6 @@ def test_build_neither_resumes_nor_follows_what_others_have_planted(
     assert all(stat.S_ISREG(path.lstat().st_mode) for path in files_of(tmp_path / "s").iterdir())
 
 
-def test_linked_generation_is_neither_followed_nor_removed(tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "s").mkdir()
-    link = tmp_path / "s" / "g-0123456789abcdef"
-    link.symlink_to(tmp_path / "outside")
-    build(OLD, tmp_path)
-    assert verify_store(tmp_path / "s") == []
-    assert link.is_symlink()
-    assert list((tmp_path / "outside").iterdir()) == []
-
-
 # A store that is there
 
 
@@ -324,18 +313,6 @@ def test_rebuild_fingerprint_decides_alone(tmp_path: Path) -> None:
         build(OLD, tmp_path, fingerprint="version 2")
     build(dataset, tmp_path, fingerprint="version 2", overwrite=True)
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
-
-
-def test_rebuild_fingerprint_of_a_store_without_one_is_recorded_once_all_rows_agree(
-    tmp_path: Path,
-) -> None:
-    build(OLD, tmp_path)
-    with pytest.raises(DatasetError, match=f"row {UNPROBED}"):
-        build(NEW, tmp_path, fingerprint="version 1")
-    build(OLD, tmp_path, fingerprint="version 1")
-    dataset = Counting(OLD)
-    build(dataset, tmp_path, fingerprint="version 1")
-    assert dataset.rows == []
 
 
 @pytest.mark.parametrize(("given", "error"), [(3, TypeError), ("", ValueError)])
