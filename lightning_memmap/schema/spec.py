@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names, field_name
+from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names
 from lightning_memmap.schema.kinds import Mask, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import (
@@ -48,16 +48,12 @@ def read_schema(value: Any) -> Schema:
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
     check_names(field.name for field in schema.fields)
-    leaves = [(field_name(path), node) for path, node in nodes if node.is_field]
-    if [field.name for field in schema.fields] != [name for name, _ in leaves]:
+    if [field.name for field in schema.fields] != schema.structure.field_names():
         raise SchemaError("the fields are not the leaves of the structure")
     in_lists = {name for names in schema.lists.values() for name in names}
     masks = {names[-1] for names in schema.optional.values()}
-    for field, (name, node) in zip(schema.fields, leaves, strict=True):
-        _check_field(field, name in in_lists, name in masks)
-        shape = field.of_record.shape if name in in_lists else field.shape
-        if node.kind == "sequence" and (len(shape) != 1 or field.is_text):
-            raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
+    for field in schema.fields:
+        _check_field(field, field.name in in_lists, field.name in masks)
     _check_batch_sizes(schema)
     return schema
 

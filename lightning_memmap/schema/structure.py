@@ -22,7 +22,6 @@ MAX_DEPTH = 32
 MAX_CLASSES = 256
 #: The last part of the name of the field that says which rows of another one are not None.
 MASK = "mask"
-FIELD_NODES = ("leaf", "sequence")
 CLASS_KINDS = ("namedtuple", "dataclass")
 #: The number of children of the kinds that have no keys.
 WRAPPERS = {"records": 1, "optional": 2}
@@ -37,11 +36,11 @@ Fields = TypeVar("Fields", range, Sequence[Field])
 class Node:
     """A container of a sample, or a part of it that is one field."""
 
-    #: "sequence" is a field of a list of numbers; "records" a list of any length, whose one child
-    #: is what each part of it has; "optional" has a part that is None in some rows, and the field
-    #: that says in which; "none" was None in all rows seen.
+    #: "records" is a list of any length, whose one child is what each part of it has; "optional"
+    #: has a part that is None in some rows, and the field that says in which; "none" was None in
+    #: all rows seen.
     kind: Literal[
-        "leaf", "sequence", "records", "optional", "none",
+        "leaf", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
     #: The key, name or position of each child, where it has one.
@@ -55,7 +54,7 @@ class Node:
     @property
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
-        return self.kind in FIELD_NODES
+        return self.kind == "leaf"
 
     @property
     def is_list(self) -> bool:
@@ -110,7 +109,6 @@ class Node:
 
 
 LEAF = Node("leaf")
-SEQUENCE = Node("sequence")
 NONE = Node("none")
 
 

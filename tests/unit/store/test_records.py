@@ -246,7 +246,7 @@ LEAF = {"kind": "leaf"}
         edit_node("captions", children=[{"kind": "records", "children": [LEAF]}]),
         edit_node("captions", kind="optional"),
         edit_node("age", children=[LEAF]),
-        edit_node("age", children=[LEAF, {"kind": "sequence"}]),
+        edit_node("age", children=[LEAF, {"kind": "none"}]),
         edit_node("age", children=[{"kind": "optional", "children": [LEAF, LEAF]}, LEAF]),
         edit_node("age", kind="none", keys=[], children=[]),
         edit_node("age", kind="records"),
