@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -223,6 +223,26 @@ def assert_ragged(
             assert found.layout is torch.jagged
             found = found.unbind()
         assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, rows, strict=True)), name
+
+
+class Mixed(Made):
+    """Rows with a field of one shape, one that differs in two dimensions, text, records, None."""
+
+    classes: ClassVar[list[str]] = ["odd", "even"]
+    forms: ClassVar[dict[str, Any]] = {
+        "box": {"form": "pad", "dims": 2}, "records": "pad", "maybe": "nullable"
+    }  # fmt: skip
+
+    def sample(self, row: int) -> dict[str, Any]:
+        return {
+            "x": np.full(3, row, np.int16),
+            # Above the largest int64.
+            "unsigned": np.uint64(2**64 - 1 - row),
+            "box": np.full((row % 3, row % 2 + 1), row, np.float32),
+            "name": "n" * (row % 4) + str(row),
+            "records": [{"label": row, "score": 0.5}] * (row % 3),
+            "maybe": None if row % 5 == 3 else row,
+        }
 
 
 START = datetime.datetime(2024, 5, 1, 12)

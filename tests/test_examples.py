@@ -5,17 +5,14 @@ import re
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from examples import gpt, kfold
 from examples.augmentation import MirrorAndTurn
-from examples.data import photographs, shapes
 from examples.data.breast_cancer import BreastCancer
 from examples.data.digits import Digits
-from examples.data.photographs import Photos
 from examples.data.shapes import Shapes
 from examples.data.text import Text
 from examples.folders import made_at_once
@@ -355,62 +352,7 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
 # Segmentation data
 
 
-def test_shapes_are_made_once_and_are_the_same_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(shapes._NUM_ROWS, "val", 20)
-    first, elsewhere = Shapes("val", tmp_path / "one"), Shapes("val", tmp_path / "two")
-    monkeypatch.setattr(shapes, "make_shapes", None)
-    again = Shapes("val", tmp_path / "one")
-    assert len(first) == len(again) == len(elsewhere) == 20
-    seen = torch.zeros(4)
-    for row in range(20):
-        sample = first[row]
-        for other in (again[row], elsewhere[row]):
-            assert np.array_equal(sample["image"], other["image"])
-            assert torch.equal(sample["mask"], other["mask"])
-            assert torch.equal(sample["kinds"], other["kinds"])
-            assert sample["striped"] == other["striped"]
-        present = torch.tensor([bool((sample["mask"] == k).any()) for k in (1, 2, 3)])
-        assert torch.equal(sample["kinds"].bool(), present)
-        seen += torch.tensor([sample["striped"], *present.tolist()])
-    assert ((seen > 0) & (seen < 20)).all()
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["val"]
-
-
 # Photographs
-
-
-@pytest.fixture
-def few_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(photographs, "_NUM_ROWS", {"train": 16, "val": 8, "test": 8})
-
-
-@pytest.mark.usefixtures("few_photos")
-def test_photos_are_patches_of_the_photographs(tmp_path: Path) -> None:
-    dataset = Photos("train", tmp_path)
-    temple, flower = (torch.tensor(image) for image in photographs.load_sample_images().images)
-    assert len(dataset) == 16
-    labels = []
-    for row in range(len(dataset)):
-        image, label = dataset[row]["image"], dataset[row]["label"]
-        assert image.shape == (3, 128, 128)
-        assert image.dtype == torch.uint8
-        labels.append(label)
-        name = photographs.CLASSES[label]
-        photo = temple if name.startswith("temple") else flower
-        upright = image.flip(1) if name.endswith("turned") else image
-        assert is_part_of(upright, photo.movedim(-1, 0))
-    assert np.bincount(labels).tolist() == [4] * 4
-    assert dataset.classes == [*photographs.CLASSES]
-
-
-def is_part_of(patch: Tensor, photo: Tensor) -> bool:
-    """Whether a patch is somewhere in a photograph; both of shape (3, H, W)."""
-    size = patch.shape[-1]
-    corners = photo.unfold(1, size, 1).unfold(2, size, 1)[..., 0, 0]
-    places = (corners == patch[:, :1, :1]).all(dim=0).nonzero().tolist()
-    return any(torch.equal(photo[:, y : y + size, x : x + size], patch) for y, x in places)
 
 
 def test_folder_that_another_process_has_made_is_kept(tmp_path: Path) -> None:

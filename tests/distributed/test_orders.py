@@ -64,6 +64,13 @@ def test_two_processes_train_and_resume_as_one(
             torch.testing.assert_close(one["weights"], alone["weights"], rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("case", orders.CASES)
+def test_one_process_resumes_bitwise(one_process: dict[str, Any], case: str) -> None:
+    whole, resumed = one_process[case]["whole"], one_process[case]["resumed"]
+    assert resumed["seen"] == whole["seen"][SAVE_AT:]
+    assert torch.equal(resumed["weights"], whole["weights"])
+
+
 def test_stream_has_the_rows_and_weights_of_the_mapping(one_process: dict[str, Any]) -> None:
     stream, mapping = (one_process[f"points {name}"]["whole"] for name in ("streamed", "in blocks"))
     assert stream["seen"] == mapping["seen"]

@@ -15,11 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
-    EarlyStopping,
-    LearningRateMonitor,
     ModelCheckpoint,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
@@ -135,13 +132,6 @@ class TestRegistration:
 
 @every_strategy
 class TestStages:
-    def test_fit_under_an_object_sees_each_row(self, name: str, tmp_path: Path) -> None:
-        strategy = CONTRACTS[name].make_class()()
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
-        module, (_, data) = Regression(), make_run(name, tmp_path)
-        trainer.fit(module, datamodule=data)
-        assert sorted(joined(module.seen["train"])) == list(range(63))
-
     def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
         module, trainer = fit(name, tmp_path, max_epochs=3, num_sanity_val_steps=0)
         train = seen_steps(name, module, "train")
@@ -282,12 +272,6 @@ class TestTraining:
         sanity = [[*range(100, 110)], [*range(110, 120)]]
         assert seen_steps(name, checked, "val") == sanity + seen_steps(name, unchecked, "val")
 
-    def test_overfit_batches_gives_the_same_rows_each_epoch(
-        self, name: str, tmp_path: Path
-    ) -> None:
-        module, _ = fit(name, tmp_path, overfit_batches=2, max_epochs=2, num_sanity_val_steps=0)
-        assert seen_steps(name, module, "train") == [[*range(10)], [*range(10, 20)]] * 2
-
     def test_limits_hold_in_each_stage(self, name: str, tmp_path: Path) -> None:
         trainer, data = make_run(
             name,
@@ -309,17 +293,6 @@ class TestTraining:
         assert predictions is not None
         assert [len(batch["row"]) for batch in predictions] == [10]
 
-    def test_reloading_each_epoch_gives_the_same_epochs(self, name: str, tmp_path: Path) -> None:
-        once, _ = fit(name, tmp_path, max_epochs=3)
-        anew, _ = fit(name, tmp_path, max_epochs=3, reload_dataloaders_every_n_epochs=1)
-        assert anew.seen == once.seen
-        assert torch.equal(weights(anew), weights(once))
-
-    def test_fit_twice_is_the_same(self, name: str, tmp_path: Path) -> None:
-        one, _ = fit(name, tmp_path, max_epochs=2)
-        other, _ = fit(name, tmp_path, max_epochs=2)
-        assert torch.equal(weights(one), weights(other))
-
     def test_compiled_module_is_as_one_that_is_not(self, name: str, tmp_path: Path) -> None:
         plain, _ = fit(name, tmp_path, Quiet())
         module: Any = Quiet()
@@ -337,18 +310,6 @@ class Quiet(Regression):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
-
-
-@every_strategy
-class TestOptimizers:
-    def test_scheduler_and_its_monitor_follow_the_steps(self, name: str, tmp_path: Path) -> None:
-        logger = CSVLogger(tmp_path)
-        monitor = LearningRateMonitor("step")
-        fit(name, tmp_path, Scheduled(), logger=logger, log_every_n_steps=1, callbacks=[monitor])
-        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-        column = lines[0].split(",").index("lr-Adam")
-        rates = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
-        assert rates == pytest.approx([0.08 * 0.5**step for step in range(7)])
 
 
 @every_strategy
@@ -389,11 +350,6 @@ class TestCallbacks:
             weights_only=True,
         )  # fmt: skip
         assert metrics["test_loss"] == pytest.approx(mean_loss(module, TEST), rel=1e-5)
-
-    def test_early_stopping_stops(self, name: str, tmp_path: Path) -> None:
-        stopping = EarlyStopping("val_loss", min_delta=1e9, patience=2)
-        _, trainer = fit(name, tmp_path, callbacks=[stopping], max_epochs=10)
-        assert trainer.current_epoch == 3
 
     def test_transfer_hooks_get_plain_batches_and_may_change_them(
         self, name: str, tmp_path: Path

@@ -700,7 +700,22 @@ class TestOutputs:
     def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
         scattered = MicroBatches.split(batch, [CPU] * 2)
         assert scattered.parts == [batch]
+        assert scattered.rows == [1]
         assert scattered.merge([["output"]]) == ["output"]
+
+    @pytest.mark.parametrize(("num_rows", "num_devices"), [(1, 2), (5, 1)])
+    def test_batch_that_is_not_divided_is_merged_as_it_is(
+        self, num_rows: int, num_devices: int
+    ) -> None:
+        scattered = MicroBatches.split(torch.arange(num_rows), [CPU] * num_devices)
+        assert scattered.rows == [num_rows]
+        assert torch.equal(scattered.assembled, torch.arange(num_rows))
+        ragged = [torch.ones(row + 1) for row in range(num_rows)]
+        output = {"rows": torch.arange(num_rows) * 2, "ragged": ragged, "mean": torch.tensor(3.0)}
+        found = scattered.merge([output])
+        assert torch.equal(found["rows"], output["rows"])
+        assert list(map(len, found["ragged"])) == [row + 1 for row in range(num_rows)]
+        assert found["mean"] == 3.0
 
     @pytest.mark.parametrize("first", [0, 1, 2])
     def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:

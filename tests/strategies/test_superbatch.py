@@ -45,10 +45,13 @@ class TestDevices:
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
         assert trainer.global_step == 7
 
-    def test_root_that_holds_no_data_leaves_it_to_the_others(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("devices", "batch_size"), [(4, 3), (2, 9)])
+    def test_root_that_holds_no_data_leaves_it_to_the_others(
+        self, tmp_path: Path, devices: int, batch_size: int
+    ) -> None:
         strategy = SuperBatchStrategy(root_holds_data=False)
-        module, _, _ = fit(tmp_path, strategy, 3, devices=4)
-        assert strategy.data_devices == (CPU,) * 3
+        module, _, _ = fit(tmp_path, strategy, batch_size, devices=devices)
+        assert strategy.data_devices == (CPU,) * (devices - 1)
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
 
     @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
-import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import (
@@ -25,7 +23,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Windows
 from tests.datasets import Series, windows_in
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import Points
 
 ROWS = 90
 HALF = np.where(np.arange(ROWS) % 9 < 4, 1.0, 0.0)
@@ -76,34 +74,6 @@ def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:
     assert set(chain.from_iterable(places)) == set(range(ROWS))
     # Most rows are where the store has them: an order moves few of them.
     assert held.num_rows < 2 * ROWS
-
-
-@pytest.mark.parametrize("stop", [7, 16, 20])
-def test_fit_is_resumed_on_either_side_of_a_change(tmp_path: Path, stop: int) -> None:
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == stop:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Regression:
-        module = Regression()
-        trainer = make_trainer(
-            tmp_path,
-            strategy="memmap_superbatch",
-            devices=devices,
-            max_epochs=4,
-            limit_val_batches=0,
-            **options,
-        )
-        data = make_data(tmp_path, batch_size=12 // devices)
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        return module
-
-    whole = fit(1, callbacks=[Save()])
-    for devices in (1, 4):
-        resumed = fit(devices, tmp_path / "stopped.ckpt")
-        assert resumed.seen["train"] == whole.seen["train"][stop:]
-        assert torch.equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """What users of Lightning have around a Trainer: bars, loggers, short runs, averaged weights."""
 
-import csv
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression
-from tests.preloaded import python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
@@ -68,21 +63,6 @@ def test_progress_bars_count_the_steps_of_the_loader(tmp_path: Path, bar: Any) -
     assert shown == [6] * 12
 
 
-def test_csv_logger_has_what_is_logged(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, "csv")
-    fit(tmp_path, logger=logger)
-    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows if row["train_loss"]] == list(range(12))
-    assert len([row for row in rows if row["val_loss"]]) == 2
-
-
-def test_tensorboard_logger_writes_its_events(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path, "board")
-    fit(tmp_path, logger=logger)
-    assert list(Path(logger.log_dir).glob("events.out.*"))
-
-
 WANDB = """
 from pathlib import Path
 from lightning.pytorch.loggers import WandbLogger
@@ -92,18 +72,6 @@ logger = WandbLogger(project="any", save_dir=".", offline=True)
 fit(Path("."), logger=logger)
 logger.experiment.finish()
 """
-
-
-def test_wandb_logger_writes_offline(tmp_path: Path) -> None:
-    # In another process: it starts a service, and leaves it to the end of the interpreter.
-    names = ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")
-    environment = {**os.environ, **dict.fromkeys(names, str(tmp_path)), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [python(), "-c", WANDB], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 @STRATEGIES

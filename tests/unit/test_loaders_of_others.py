@@ -55,19 +55,6 @@ def test_combined_loaders_give_the_batches_of_torch(
     torch.testing.assert_close(weights(found), weights(expected))
 
 
-def test_combined_loaders_have_another_order_in_each_epoch(tmp_path: Path) -> None:
-    module = Both()
-    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0, "devices": 2}
-    trainer = make_trainer(tmp_path, strategy="memmap_superbatch", **options)
-    trainer.fit(module, CombinedData(tmp_path, "max_size", 4, shuffle=True))
-    steps: Any = module.seen["both"]
-    epochs = [steps[: len(steps) // 2], steps[len(steps) // 2 :]]
-    for name, size in (("long", 48), ("short", 24)):
-        orders = [[row for step in epoch for row in step.get(name, [])] for epoch in epochs]
-        assert [len(set(order)) for order in orders] == [size, size]
-        assert orders[0] != orders[1]
-
-
 class Growing(L.Callback):
     """Another batch size from an epoch on.
 

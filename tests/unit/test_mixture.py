@@ -1,23 +1,19 @@
 """Several training sets in given shares: the same under every division, and as often as asked."""
 
-import json
 import pickle
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import (
@@ -35,8 +31,8 @@ from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers, mixed_sets
-from tests.models import make_trainer
 from tests.rows import StridedRows, loader_over, make_split
+from tests.unit.commands.test_rows import Command
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -127,61 +123,6 @@ def test_joined_store_is_its_stores(
     assert joined.values("number").tolist() == [row["number"].item() for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("residency", "by_batch"),
-    [("mmap", False), ("host", False), ("stream", False), ("mmap", True), ("stream", True)],
-)
-def test_steps_are_the_same_on_any_number_of_devices(
-    tmp_path: Path, residency: str, by_batch: bool
-) -> None:
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 1)
-            self.seen: list[list[int]] = []
-            torch.nn.init.ones_(self.layer.weight)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.append(checked_numbers(batch))
-            return self.layer(batch["pad"] / 300).square().mean()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            raise AssertionError("there is nothing to validate on")
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Module:
-        module = Module()
-        trainer = make_trainer(
-            tmp_path,
-            strategy="memmap_superbatch",
-            devices=devices,
-            max_epochs=2,
-            limit_val_batches=0,
-            **options,
-        )
-        sampler = Mixture(SHARES, SAMPLES, by_batch)
-        data = make_data(tmp_path, batch_size=12 // devices, residency=residency, sampler=sampler)
-        data.shuffle_window = 3 if residency == "stream" else None
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        return module
-
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 13:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    alone = fit(1, callbacks=[Save()])
-    if by_batch:
-        assert all(len({number // 100 for number in step}) == 1 for step in alone.seen)
-    for devices in (2, 3, 4):
-        assert fit(devices).seen == alone.seen
-    resumed = fit(2, tmp_path / "stopped.ckpt")
-    assert resumed.seen == alone.seen[13:]
-    assert torch.equal(resumed.layer.weight, alone.layer.weight)
-
-
 def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
     data = make_data(
         tmp_path,
@@ -228,27 +169,17 @@ def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
 def test_command_shows_set_and_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
 ) -> None:
-    data = set_up(make_data(tmp_path, **given))
-    second = epoch_of(data)[1]
-    mixture = {
-        "class_path": "lightning_memmap.sampling.Mixture",
-        "init_args": {"shares": SHARES, "num_samples": SAMPLES},
-    }
-    options = {"store_dir": str(tmp_path / "stores"), "batch_size": 6, "seed": 5}
-    dataset = {
-        name: {"class_path": "tests.unit.test_mixture.Set", "init_args": {"code": 0, "num_rows": 1}}
-        for name in SIZES
-    }
-    arguments = {**options, **given, "sampler": mixture, "train_dataset": dataset}
-    config = {"data": {"class_path": "lightning_memmap.MemmapDataModule", "init_args": arguments}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    command = ["rows", "--config", str(path), "--step", "1", "--devices", "2"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([*command, "--json"])
-    assert end.value.code == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    second = epoch_of(set_up(make_data(tmp_path, **given)))[1]
+    sampler = {"shares": SHARES, "num_samples": SAMPLES}
+    forbidden = {"class_path": "tests.unit.commands.test_rows.Forbidden"}
+    command = Command(tmp_path, capsys)
+    command.write(
+        **given,
+        seed=5,
+        sampler={"class_path": "lightning_memmap.sampling.Mixture", "init_args": sampler},
+        train_dataset=dict.fromkeys(SIZES, forbidden),
+    )
+    (found,) = command.steps("--step", 1, "--devices", 2)
     assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
 
 

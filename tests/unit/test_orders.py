@@ -10,6 +10,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, SamplerFactory, Weighted
+from lightning_memmap.sampling.sampler import _Tables
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.joined import JoinedStore
@@ -113,3 +114,51 @@ def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
             loader = make(stores, name, num_devices, **options)
             loader.load_state_dict(states[count - 1])
             assert steps_of(loader, 1) == whole[count:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "other", "words"),
+    [
+        ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS + 1, 140), "digest="),
+        ("rows", Weighted(WEIGHTS, 140), Weighted(WEIGHTS, 141), "num_positions=140"),
+        ("rows", Bucketed(np.arange(ROWS), 12), Bucketed(np.arange(ROWS), 24), "bucket_size=12, "),
+        (
+            "sets",
+            Mixture({"a": 0.7, "b": 0.3}),
+            Mixture({"a": 0.6, "b": 0.4}),
+            "positions of sets=",
+        ),
+        ("series", WINDOWS, Windows(8, 2), "stride=3"),
+        ("series", WINDOWS, Windows(7, 3), "length=8"),
+    ],
+)
+def test_checkpoint_of_another_order_is_refused(
+    stores: dict[str, Store], kind: str, saved: Any, other: Any, words: str
+) -> None:
+    def loader(given: Any) -> Any:
+        if isinstance(given, Windows):
+            return make_window_loader(stores[kind], given)
+        return make_window_loader(stores[kind], WINDOWS, factory=given, fields=())
+
+    first = loader(saved)
+    next(iter(first))
+    second = loader(other)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=words):
+        next(iter(second))
+
+
+@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ORDERS)
+def test_tables_of_an_order_are_used_by_one_thread_at_a_time(
+    stores: dict[str, Store], name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = _Tables.get
+
+    def checked(tables: _Tables, *arguments: Any) -> Any:
+        assert tables.lock.locked()
+        return get(tables, *arguments)
+
+    monkeypatch.setattr(_Tables, "get", checked)
+    assert steps_of(make(stores, name, 3, window=window), 1)

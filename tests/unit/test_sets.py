@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memmap import MemmapDataModule, Store, build_store, open_store
-from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import KFold, Parts, RandomSplit, Subset, Weighted
+from lightning_memmap.sampling import KFold, RandomSplit, Subset, Weighted
 from tests.models import Points, Regression, make_trainer
 from tests.preloaded import python
 from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader, rows_in
@@ -287,21 +286,6 @@ def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: 
         data.with_options(subset=KFold(3), member=0).setup("fit")
 
 
-def test_store_commands_describe_all_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_data(tmp_path, val_dataset={"clean": CLEAN, "noisy": NOISY}).prepare_data()
-    capsys.readouterr()
-    for command in ("info", "verify", "plan"):
-        with pytest.raises(SystemExit) as end:
-            main(["store", command, str(tmp_path / "stores")])
-        assert end.value.code == 0
-    output = capsys.readouterr()
-    assert "skipped" not in output.err
-    assert "20 rows" in output.out
-    assert "val/noisy" in output.out
-
-
 def test_config_names_several_and_samplers(tmp_path: Path) -> None:
     points = {"class_path": "tests.models.Points", "init_args": {"num_rows": 7, "offset": 100}}
     config = {
@@ -470,25 +454,6 @@ def test_subset_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make_data(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (Subset(range(3)), "Subset(rows=range(0, 3))"),
-        (Subset(field="label", values=[1]), "Subset(field='label', values=[1])"),
-        (RandomSplit(0.2), "RandomSplit(validation=0.2, seed=0)"),
-        (KFold(5, stratify="y"), "KFold(num_folds=5, shuffle=True, stratify='y', seed=0)"),
-        (Parts(3), "Parts(num_parts=3)"),
-        (Weighted("label"), "Weighted(weights='label', replacement=True)"),
-    ],
-)
-def test_selections_and_samplers_say_what_they_are(value: Any, text: str) -> None:
-    assert repr(value) == text
-
-
-def test_selection_of_many_rows_is_short_in_a_message() -> None:
-    assert len(repr(Subset(list(range(10_000))))) < 100
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -57,18 +57,6 @@ def test_batch_size_finder_ends_with_the_rows_of_a_data_device(
     num_rows = [len(batch) for batch in module.seen["train"]]
     assert sum(num_rows) >= 88 - drop_last * (devices * found - 1)
     assert max(num_rows) <= found * devices
-
-
-def test_learning_rate_finder_leaves_the_rows_of_the_fit_as_they_are(tmp_path: Path) -> None:
-    seen = []
-    for callbacks in ([], [LearningRateFinder(num_training_steps=20)]):
-        module = Recorder()
-        trainer = make_trainer(
-            tmp_path, strategy="memmap_superbatch", devices=2, max_epochs=2, callbacks=callbacks
-        )
-        trainer.fit(module, make_data(tmp_path))
-        seen.append(module.seen["train"])
-    assert seen[0] == seen[1]
 
 
 def test_overfitting_with_a_shuffled_loader_beside_ours_is_possible(tmp_path: Path) -> None:

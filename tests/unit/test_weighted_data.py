@@ -42,21 +42,6 @@ def make_loader(store: Store, factory: Weighted) -> SuperBatchLoader:
     return make_window_loader(store, Windows(1, 1), fields=(), factory=factory)
 
 
-def test_checkpoint_of_other_weights_is_refused(numbered_store: Callable[..., Store]) -> None:
-    store = numbered_store(ROWS, 12)
-    saved = make_loader(store, Weighted(WEIGHTS, num_samples=SAMPLES))
-    steps = iter(saved)
-    next(steps)
-    for factory, words in (
-        (Weighted(WEIGHTS + 1, num_samples=SAMPLES), "digest="),
-        (Weighted(WEIGHTS, num_samples=SAMPLES + 1), "num_positions=140"),
-    ):
-        loader = make_loader(store, factory)
-        loader.load_state_dict(saved.state_dict())
-        with pytest.raises(ValueError, match=words):
-            next(iter(loader))
-
-
 def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) -> None:
     store = numbered_store(ROWS, 12)
     for weights, most in ((WEIGHTS, np.count_nonzero(WEIGHTS) + 11), (np.eye(1, ROWS, 7)[0], 12)):
@@ -113,13 +98,6 @@ def test_num_samples_is_the_length_of_an_epoch(
     assert len(joined(module.seen["train"])) == 600
     assert len(module.seen["train"]) == 100
     assert "samples/s" in capsys.readouterr().out
-
-
-def test_overfit_batches_are_in_dataset_order(tmp_path: Path) -> None:
-    module = Regression()
-    data = make_data(tmp_path, val_dataset=Points(12))
-    make_trainer(tmp_path, max_epochs=2, overfit_batches=2).fit(module, data)
-    assert module.seen["train"] == [list(range(6)), list(range(6, 12))] * 2
 
 
 def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:

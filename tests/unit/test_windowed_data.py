@@ -1,21 +1,17 @@
 """Windows over series through loaders and the data module: the same under every division."""
 
-import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.cli import main
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
@@ -36,8 +32,8 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
-from tests.models import make_trainer
 from tests.rows import StridedRows, make_window_loader
+from tests.unit.commands.test_rows import Command
 
 LENGTHS = [5 + row * 7 % 30 for row in range(40)]
 LENGTH, STRIDE = 8, 3
@@ -154,21 +150,6 @@ def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     assert steps * 4 <= values.sum() <= (steps + 12 * (LENGTH - STRIDE)) * 4
 
 
-@pytest.mark.parametrize(
-    ("windows", "words"),
-    [(Windows(LENGTH, 2), "stride=3"), (Windows(LENGTH - 1, STRIDE), "length=8")],
-)
-def test_checkpoint_of_other_windows_is_refused(store: Store, windows: Windows, words: str) -> None:
-    saved = make_window_loader(store, WINDOWS)
-    next(iter(saved))
-    loader = make_window_loader(store, windows)
-    loader.load_state_dict(saved.state_dict())
-    with pytest.raises(ValueError, match="another row order"):
-        next(iter(loader))
-    state = saved.state_dict()["sampler"]["shards"]["windows"]
-    assert "{}={}".format(*words.split("=")) in [f"{k}={v}" for k, v in state.items()]
-
-
 @pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_rows_of_one_shape_are_cut_too(tmp_path: Path, residency: str) -> None:
     lengths = [20] * 9
@@ -262,57 +243,6 @@ def make_data(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModu
     )
 
 
-class Module(L.LightningModule):
-    """Notes the windows that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(LENGTH, 1)
-        self.train_windows: list[list[tuple[int, int]]] = []
-        self.val_windows: list[tuple[int, int]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.train_windows.append(windows_in(batch, LENGTH))
-        return self.layer(batch["value"].float() / 1e4).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.val_windows += windows_in(batch, LENGTH)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_fit_on_windows_is_the_same_on_any_number_of_devices_and_resumed(tmp_path: Path) -> None:
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 17:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    def fit(devices: int, ckpt_path: Path | None = None, **options: Any) -> Module:
-        module = Module()
-        trainer = make_trainer(
-            tmp_path,
-            strategy="memmap_superbatch",
-            devices=devices,
-            max_epochs=2,
-            num_sanity_val_steps=0,
-            **options,
-        )
-        data = make_data(tmp_path, batch_size=12 // devices)
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        return module
-
-    alone = fit(1, callbacks=[Save()])
-    assert alone.val_windows == all_windows(LENGTHS[:9], LENGTH, STRIDE) * 2
-    assert sorted(joined(alone.train_windows)) == sorted(EXPECTED * 2)
-    other, resumed = fit(3), fit(2, tmp_path / "stopped.ckpt")
-    assert other.train_windows == alone.train_windows
-    assert resumed.train_windows == alone.train_windows[17:]
-    for module in (other, resumed):
-        assert torch.equal(module.layer.weight, alone.layer.weight)
-
-
 def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
     data = make_data(tmp_path, subset=Subset(range(20)), sampler=Weighted("row", num_samples=400))
     data.prepare_data()
@@ -352,37 +282,17 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
 
 
 def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_data(tmp_path)
-    data.prepare_data()
-    config = {
-        "data": {
-            "class_path": "lightning_memmap.MemmapDataModule",
-            "init_args": {
-                "store_dir": str(tmp_path / "stores"),
-                "batch_size": 6,
-                "seed": 5,
-                "residency": "stream",
-                "shuffle_window": 3,
-                "variable": {
-                    name: {"form": "windows", "length": LENGTH, "stride": STRIDE}
-                    for name in ("value", "time")
-                },
-            },
-        },
-        "trainer": {"accelerator": "cpu"},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    arguments = ["rows", "--config", str(path), "--epoch", "1", "--step", "2", "--devices", "2"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main([*arguments, "--json"])
-    (found,) = json.loads(capsys.readouterr().out)
+    make_data(tmp_path).prepare_data()
+    command = Command(tmp_path, capsys)
+    form = {"form": "windows", "length": LENGTH, "stride": STRIDE}
+    options = {"residency": "stream", "shuffle_window": 3, "seed": 5}
+    command.write(**options, variable={"value": form, "time": form})
+    arguments = ("--epoch", 1, "--step", 2, "--devices", 2)
+    (found,) = command.steps(*arguments)
     stored = open_store(tmp_path / "stores" / "train")
     loader = make_window_loader(stored, WINDOWS, 2, 6, residency="stream", window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]
-    with pytest.raises(SystemExit):
-        main([*arguments, "--show", str(tmp_path / "rows.html")])
+    assert command(*arguments, "--show", tmp_path / "rows.html") == 0
     shown = (tmp_path / "rows.html").read_text()
     series, step = found["rows"][0]
     assert f"row {series}:{step}, data device 0" in shown

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling import Bucketed, Mixture, Weighted
+from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, Weighted
 from lightning_memmap.schema import Windows
 from tests.datasets import (
     FORMS,
@@ -115,6 +115,8 @@ def read_points(batch: Any) -> tuple[list[Any], Tensor]:
     return batch["row"].tolist(), batch["x"][:, :4]
 
 
+WEIGHTED = Weighted([float(row % 7) for row in range(60)], 120)
+BACKWARDS = Weighted([float(60 - row) for row in range(60)], 120)
 BLOCKS: dict[str, dict[str, Any]] = {
     "in blocks": {"shuffle_window": 2},
     "streamed": {"shuffle_window": 2, "residency": "stream"},
@@ -136,13 +138,16 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
                 mixed_sets(),
                 store_dir=path,
                 batch_size=size,
-                sampler=Mixture(SHARES, SAMPLES),
                 variable={"steps": "list", "image": "list"},
-                **options,
+                **{"sampler": Mixture(SHARES, SAMPLES), **options},
             ),
             read_mixture,
         )
-        for name, options in (("", {}), (" streamed", BLOCKS["streamed"]))
+        for name, options in {
+            "": {},
+            " streamed": BLOCKS["streamed"],
+            " by batch": {"sampler": Mixture(SHARES, SAMPLES, by_batch=True)},
+        }.items()
     },
     **{
         f"points {name}": (
@@ -154,7 +159,8 @@ CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {
         for name, options in {
             **BLOCKS,
             # Rows by weight, more than there are, some of which never come.
-            "weighted": {"sampler": Weighted([float(row % 7) for row in range(60)], 120)},
+            "weighted": {"sampler": WEIGHTED},
+            "of a curriculum": {"sampler": Curriculum({0: WEIGHTED, 1: BACKWARDS})},
         }.items()
     },
     **{

@@ -3,14 +3,24 @@
 import math
 import tracemalloc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import ReadWindows, Sampler, default_window, shard_rows
+from lightning_memmap.sampling import (
+    ReadWindows,
+    Sampler,
+    default_window,
+    permutations,
+    shard_rows,
+)
+from lightning_memmap.sampling.permutations import BlockPermutation
 from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
 from tests.rows import make_sampler
 
@@ -38,6 +48,27 @@ def offsets_by_window(cut: ReadWindows, epoch: int) -> list[list[list[int]]]:
         shards, offsets = sampler.at(epoch, range(first, min(sampler.num_positions, first + size)))
         found.append([offsets[shards == shard].tolist() for shard in range(sampler.num_shards)])
     return found
+
+
+def test_block_is_permuted_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, calls, permuted = (
+        BlockPermutation(np.array([90, 90]), 9, 1, 0),
+        [],
+        permutations.permuted,
+    )
+
+    def slow(*arguments: Any) -> Any:
+        calls.append(arguments)
+        sleep(0.02)
+        return permuted(*arguments)
+
+    monkeypatch.setattr(permutations, "permuted", slow)
+    zeros = np.zeros(2, np.int64)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: order.grid(0, 8, np.arange(2), zeros), range(4)))
+    assert all(np.array_equal(each, found[0]) for each in found)
+    # That of the blocks was made before.
+    assert len(calls) == 1
 
 
 @given(windows(), st.integers(0, 5))

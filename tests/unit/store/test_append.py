@@ -13,21 +13,9 @@ from torch.utils.data import ConcatDataset, TensorDataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
-from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 
 QUIET: Any = {"progress": False}
-
-
-def sample(row: int) -> dict[str, Any]:
-    return {
-        "x": np.full(3, row, np.int16),
-        # Above the largest int64.
-        "unsigned": np.uint64(2**64 - 1 - row),
-        "box": np.full((row % 3, row % 2 + 1), row, np.float32),
-        "name": "n" * (row % 4) + str(row),
-        "records": [{"label": row, "score": 0.5}] * (row % 3),
-        "maybe": None if row % 5 == 3 else row,
-    }
 
 
 @settings(max_examples=20)
@@ -39,14 +27,13 @@ def test_store_that_was_appended_to_is_that_of_all_rows_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, ...], num_shards: int
 ) -> None:
     directory = tmp_path_factory.mktemp("append")
-    box = {"form": "pad", "dims": 2}
-    variable = {"box": box, "records": "pad", "maybe": "nullable"}
-    options = {"num_shards": num_shards, "variable": variable, **QUIET}
+    rows = list(Mixed(sum(counts)))
+    options = {"num_shards": num_shards, "variable": Mixed.forms, **QUIET}
     ends = np.cumsum(counts).tolist()
-    build_store([sample(row) for row in range(ends[0])], directory / "s", **options)
+    build_store(rows[: ends[0]], directory / "s", **options)
     for first, end in pairwise(ends):
-        append_store([sample(row) for row in range(first, end)], directory / "s", **QUIET)
-    build_store([sample(row) for row in range(ends[-1])], directory / "one", **options)
+        append_store(rows[first:end], directory / "s", **QUIET)
+    build_store(rows, directory / "one", **options)
     found, expected = open_store(directory / "s").manifest, open_store(directory / "one").manifest
     assert found.content == expected.content
     assert found.probes == expected.probes

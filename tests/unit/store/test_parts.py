@@ -11,11 +11,9 @@ from threading import Barrier
 from time import sleep
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import (
@@ -30,33 +28,12 @@ from lightning_memmap.store import (
 from lightning_memmap.store.directory import PARTS
 from lightning_memmap.store.files import write_all
 from lightning_memmap.store.manifest import Manifest
-from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer
 from tests.unit.store.layout import files_of, names_in, parts_path
 
 NUM_ROWS = 600
 QUIET: Mapping[str, Any] = {"progress": False}
-VARIABLE = {"tokens": "pad", "records": "pad", "maybe": "nullable"}
-
-
-class Mixed(Dataset[dict[str, Any]]):
-    """Rows with a field of one shape, one that differs in length, text, records and None."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.classes = ["odd", "even"]
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {
-            "x": np.full(3, row, np.int16),
-            "tokens": np.arange(row * row % 7, dtype=np.int32),
-            "name": "n" * (row % 4) + str(row),
-            "records": [{"label": row, "score": 0.5}] * (row % 3),
-            "maybe": None if row % 5 == 3 else row,
-        }
 
 
 def assert_same_store(path: Path, other: Path) -> None:
@@ -78,7 +55,7 @@ def test_store_of_parts_is_that_of_one_process_byte_for_byte(
     options: Any = {
         **QUIET,
         "num_shards": data.draw(st.integers(1, 7), label="shards"),
-        "variable": VARIABLE,
+        "variable": Mixed.forms,
     }
     num_parts = data.draw(st.integers(1, 9), label="parts")
     # In any order, and some of them twice.
@@ -143,8 +120,9 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
     options: Any = {**QUIET, "num_shards": 3, "fingerprint": "version 0"}
     with pytest.raises(
         StoreError, match=f"part 1 of 3 .* is being written by process {pid} on .*: give each"
-    ):
+    ) as raised:
         build_part(Numbered(NUM_ROWS), tmp_path / "s", (1, 3), **options)
+    assert "another build" not in str(raised.value)
     # Others are not kept waiting.
     build_part(Numbered(NUM_ROWS), tmp_path / "s", (2, 3), **options)
     with pytest.raises(StoreError, match=f"part 0 is missing; part 1 is being .* process {pid}"):
@@ -254,7 +232,7 @@ def test_key_of_parts_that_is_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def _part_of(path: Path, index: int, num_parts: int) -> int:
-    build_part(Mixed(100), path, (index, num_parts), variable=VARIABLE, **QUIET)
+    build_part(Mixed(100), path, (index, num_parts), variable=Mixed.forms, **QUIET)
     return index
 
 
@@ -263,7 +241,7 @@ def test_parts_by_an_executor_make_the_store(tmp_path: Path) -> None:
         done = [pool.submit(_part_of, tmp_path / "s", index, 4) for index in range(4)]
         assert [part.result() for part in done] == [0, 1, 2, 3]
     finish_store(tmp_path / "s", **QUIET)
-    build_store(Mixed(100), tmp_path / "one", variable=VARIABLE, **QUIET)
+    build_store(Mixed(100), tmp_path / "one", variable=Mixed.forms, **QUIET)
     assert_same_store(tmp_path / "s", tmp_path / "one")
 
 

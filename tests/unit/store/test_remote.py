@@ -21,7 +21,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
@@ -41,7 +40,7 @@ from lightning_memmap.store.remote import files, shards
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.strategies import SuperBatchStrategy
-from tests.datasets import Numbered, holds
+from tests.datasets import Mixed, Numbered, holds
 from tests.models import Points, Regression, make_trainer, weights
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
@@ -50,35 +49,14 @@ from tests.unit.store.signing import encode_signed
 NUM_ROWS, NUM_SHARDS = 60, 4
 
 
-class Mixed(Dataset[dict[str, Any]]):
-    """Rows with a field of one shape, one that differs in two dimensions, text, records, None."""
-
-    def __init__(self, num_rows: int = NUM_ROWS) -> None:
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {
-            "x": np.full(3, row, np.int16),
-            "box": np.full((row % 3, row % 2 + 1), row, np.float32),
-            "name": "n" * (row % 4) + str(row),
-            "records": [{"label": row, "score": 0.5}] * (row % 3),
-            "maybe": None if row % 5 == 3 else row,
-        }
-
-
 def build_mixed(path: Path, num_rows: int = NUM_ROWS, num_shards: int = NUM_SHARDS) -> Store:
-    box = {"form": "pad", "dims": 2}
-    variable = {"box": box, "records": "pad", "maybe": "nullable"}
     return build_store(
-        Mixed(num_rows), path, num_shards=num_shards, variable=variable, progress=False
+        Mixed(num_rows), path, num_shards=num_shards, variable=Mixed.forms, progress=False
     )
 
 
 def is_row(found: Any, row: int) -> bool:
-    expected = Mixed()[row]
+    expected = Mixed(NUM_ROWS)[row]
     return (
         found["name"] == expected["name"]
         and np.array_equal(found["x"].numpy(), expected["x"])
