@@ -64,7 +64,7 @@ SIGNATURES = {
         train_dataset=None, val_dataset=None, test_dataset=None, predict_dataset=None, *,
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
-        num_workers=0, overwrite=False, fingerprint=None, check='probes', subset=None, member=None,
+        num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
         shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
         skip_steps=None, build='first'
     """,

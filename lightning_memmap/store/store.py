@@ -284,7 +284,6 @@ class Store:
         dataset: Any,
         *,
         fingerprint: str | None = None,
-        check: str = "probes",
         num_workers: int = 0,
     ) -> None:
         """Check that this store was built from a dataset.
@@ -295,13 +294,12 @@ class Store:
         Args:
             dataset: The dataset.
             fingerprint: The one that was given to `build_store`.
-            check: With ``"off"``, no probe row is compared.
             num_workers: Processes that read the probe rows; with 0, this one.
 
         Raises:
             DatasetError: The store was built from another dataset; the message says what differs.
         """
-        check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
+        check_briefly(self, dataset, fingerprint, num_workers=num_workers)
 
     def __len__(self) -> int:
         return self.num_rows
