@@ -105,7 +105,9 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError(f"a {kind} of the name {short_repr(node.name)}")
     if kind in CLASS_KINDS:
         _check_class(node)
-    if (kind == "tensordict" and not keys) or (kind != "tensordict" and node.feature_dims):
+    is_tensordict = kind == "tensordict"
+    within = {child.kind for child in node.children} - {"leaf", kind}
+    if (is_tensordict and (within or not keys)) or (not is_tensordict and node.feature_dims):
         raise SchemaError(f"a {kind} of {short_repr(keys)} with {node.feature_dims} dimensions")
 
 
@@ -134,13 +136,10 @@ def _is_identifier(name: str | int) -> bool:
 
 def _check_batch_sizes(schema: Schema) -> None:
     """Check that the fields of each TensorDict share its batch size."""
-    if any(node.kind == "tensordict" for _, node in schema.structure.walk()):
-        try:
-            schema.builder()(
-                [
-                    torch.empty([size or 0 for size in f.shape], dtype=f.dtype, device="meta")
-                    for f in schema.fields
-                ]
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error
+    shapes = {field.name: field.shape for field in schema.fields}
+    for path, node in schema.structure.walk():
+        if node.kind == "tensordict":
+            first, *others = (shapes[name] for name in node.field_names(path))
+            size = first[: max(0, len(first) - node.feature_dims)]
+            if any(shape[: len(size)] != size for shape in others):
+                raise SchemaError("the fields of a TensorDict do not share its batch_size")

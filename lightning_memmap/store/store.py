@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
@@ -50,7 +49,7 @@ class Store:
         self.files = path / manifest.generation
         self.manifest = manifest
         self.columns = list(columns)
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(is_row=True)
 
     @property
     def location(self) -> str:
