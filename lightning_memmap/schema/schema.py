@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.build import builder
-from lightning_memmap.schema.fields import Field, check_names, field_name
+from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
 from lightning_memmap.schema.leaves import (
@@ -23,6 +24,8 @@ from lightning_memmap.schema.stack import stack_samples
 from lightning_memmap.schema.structure import Node, Path, columns_of
 from lightning_memmap.schema.values import Values
 
+#: Each field is a file and a mapping, of which a process has at most some ten thousand.
+MAX_FIELDS = 4096
 _NO_FORMS: Mapping[str, Form] = {}
 
 
@@ -30,7 +33,7 @@ _NO_FORMS: Mapping[str, Form] = {}
 class Schema:
     """The fields of a sample in the order of its leaves, and the nesting around them."""
 
-    fields: tuple[Field, ...]
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
     structure: Node
 
     @classmethod
@@ -199,10 +202,8 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Convert this schema to JSON values."""
-        return {
-            "fields": [field.to_json() for field in self.fields],
-            "structure": self.structure.to_json(),
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dtype_name)
+        return found
 
 
 def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:

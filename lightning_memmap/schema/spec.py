@@ -3,10 +3,9 @@
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """
 
-from dataclasses import dataclass
 from keyword import iskeyword
 from reprlib import repr as short_repr
-from typing import Annotated, Any
+from typing import Any
 from unicodedata import normalize
 
 import msgspec
@@ -25,25 +24,15 @@ from lightning_memmap.schema.structure import (
     Node,
 )
 
-#: Each field is a file and a mapping, of which a process has at most some ten thousand.
-MAX_FIELDS = 4096
-
-
-@dataclass(frozen=True)
-class _Schema:
-    fields: Annotated[list[Field], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
-    structure: Node
-
 
 def read_schema(value: Any) -> Schema:
     """Read a schema from JSON, or its values, that have not been checked: see `Schema.to_json`."""
     try:
         read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
-        found = read(value, type=_Schema, dec_hook=_dtype)
+        schema = read(value, type=Schema, dec_hook=_dtype)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{type(error).__name__}: {error}") from None
-    _check_node(found.structure, 0)
-    schema = Schema(tuple(found.fields), found.structure)
+    _check_node(schema.structure, 0)
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")

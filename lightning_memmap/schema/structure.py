@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from reprlib import repr as short_repr
@@ -32,8 +31,7 @@ Path = tuple[Key, ...]
 Fields = TypeVar("Fields", range, Sequence[Field])
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A container of a sample, or a part of it that is one field."""
 
     #: "records" is a list of any length, whose one child is what each part of it has; "optional"
@@ -94,18 +92,6 @@ class Node:
     def field_names(self, path: Path = ()) -> list[str]:
         """The names of the fields below this node, which is at a path."""
         return list(map(field_name, self.field_paths(path)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert this structure to JSON values, nested as the structure is."""
-        if self.is_field:
-            return {"kind": self.kind}
-        return {
-            "kind": self.kind,
-            **({} if self.kind in WRAPPERS else {"keys": list(self.keys)}),
-            **({"name": self.name} if self.name else {}),
-            **({"feature_dims": self.feature_dims} if self.kind == "tensordict" else {}),
-            "children": [child.to_json() for child in self.children],
-        }
 
 
 LEAF = Node("leaf")
