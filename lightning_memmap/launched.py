@@ -4,9 +4,13 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from time import monotonic, sleep
+from types import FrameType
+from typing import Any
 
 _POLL_S = 0.01
 
@@ -76,3 +80,16 @@ class Launched(subprocess.Popen[bytes]):
         except ProcessLookupError:
             return False
         return True
+
+
+@contextmanager
+def on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle SIGTERM within the context. Python allows that in the main thread only."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

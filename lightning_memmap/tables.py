@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-#: How a text is meant: as good, bad or uncertain news, or as what matters less.
-GOOD, BAD, UNSURE, SOFT = "green", "bold red", "yellow", "dim"
+#: How a text is meant: as good, bad or uncertain news.
+GOOD, BAD, UNSURE = "green", "bold red", "yellow"
 
 
 def printable(value: object) -> str:

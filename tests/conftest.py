@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -67,58 +68,8 @@ _LONGEST = (
     "unit/store/test_records.py",
     "unit/loading/test_loader.py",
 )
-#: What starts programs, builds in processes that die, trains for long, counts over thousands of
-#: seeds or reads the texts of the project, by the beginning of its name: all but the fast tier.
-_SLOW = (
-    "benchmarks/",
-    "distributed/",
-    "parity/",
-    "reliability/",
-    "strategies/",
-    "test_benchmarks.py",
-    "test_compare.py",
-    "test_docs.py",
-    "test_private_names.py",
-    "test_public_api.py::test_import",
-    "test_simulated_gpu.py",
-    "unit/callbacks/test_run_summary.py::test_run_summary_two_processes_prints_once",
-    "unit/compare/test_faults.py",
-    "unit/compare/test_html.py",
-    "unit/compare/test_launch.py",
-    "unit/compare/test_worker.py",
-    "unit/loading/test_loader.py::TestKeeping::test_batches_kept_in_another_process",
-    "unit/loading/test_streamed.py",
-    "unit/data/test_first_epoch.py::test_training",
-    "unit/sampling/test_sampler.py::test_sampler_long_shards",
-    "unit/sampling/test_sampler.py::test_shuffle",
-    "unit/sampling/test_weighted.py",
-    "unit/sampling/test_windows.py::test_each_row_is_equally_often",
-    "unit/sampling/test_windows.py::test_other_rows_share",
-    "unit/sampling/test_windows.py::test_windows_come_in_each_order",
-    "unit/store/test_append.py",
-    "unit/store/test_build.py::test_build_on_full_disk",
-    "unit/store/test_concurrency.py",
-    "unit/store/test_crash.py",
-    "unit/store/test_parts.py",
-    "unit/store/test_recognition.py::test_build_whose_worker_is_killed",
-    "unit/store/test_records.py::test_build_killed",
-    "unit/store/test_records.py::test_missing_values",
-    "unit/store/test_remote.py",
-    "unit/store/test_remote_http.py::test_push_killed",
-    "unit/store/test_shared_directory.py",
-    "unit/store/test_sources.py",
-    "unit/store/test_table.py",
-    "unit/test_cli.py::TestConfig::test_config_accepts_residency_window_and_forms",
-    "unit/test_cli.py::TestProgram::test_module_run_as_a_program",
-    "unit/test_curriculum.py",
-    "unit/test_habits.py",
-    "unit/test_image_commands.py::test_config_trains",
-    "unit/test_loaders_of_others.py",
-    "unit/test_mixture.py",
-    "unit/test_process_group.py",
-    "unit/test_sets.py::test_config_names_several_and_samplers",
-    "unit/test_tuning.py",
-)
+#: All tests of these folders are slow. Elsewhere, modules and tests have the marker.
+_SLOW = ("benchmarks", "distributed", "parity", "reliability", "strategies")
 
 
 # What is imported stays: it is looked through for garbage once, when the tests are collected.
@@ -142,10 +93,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The fast tier imports no module whose tests are all slow."""
-    if config.option.markexpr != "not slow":
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
-    name = collection_path.relative_to(_TESTS).as_posix()
-    return name in _SLOW or f"{name}/" in _SLOW or None
+    return is_slow(collection_path) or None
+
+
+@functools.cache
+def is_slow(path: Path) -> bool:
+    """Whether all tests of a module are slow."""
+    in_folder = path.relative_to(_TESTS).parts[0] in _SLOW
+    return in_folder or bool(
+        re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow", path.read_text(), re.M)
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -154,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     remember_entry_points()
     items.sort(key=_rank)
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(_SLOW):
+        if item.path.relative_to(_TESTS).parts[0] in _SLOW:
             item.add_marker("slow")
 
 

@@ -4,7 +4,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.preloaded import python
+
+pytestmark = pytest.mark.slow
+
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "benchmarks" / "gpu.py"

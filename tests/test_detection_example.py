@@ -6,28 +6,7 @@ import pytest
 import torch
 
 from examples.boxes import BoxF1
-from examples.data.scenes import SIZE, Scenes
-from examples.detection import BACKGROUND, CELL, Detector
 from tests.test_examples import ROOT, metric, run, run_cli
-
-
-@pytest.mark.parametrize("split", ["train", "val", "test"])
-def test_scenes_have_a_box_around_the_ink_of_each_digit(split: str) -> None:
-    scenes = Scenes(split)
-    counts = set()
-    for row in range(60):
-        sample = scenes[row]
-        image = sample["image"][0].clone()
-        counts.add(len(sample["objects"]))
-        for each in sample["objects"]:
-            left, top, right, bottom = (int(edge) for edge in each["box"])
-            ink = image[top:bottom, left:right]
-            # Ink at each edge of the box, and nowhere but in a box.
-            assert all(edge.any() for edge in (ink[0], ink[-1], ink[:, 0], ink[:, -1]))
-            ink.zero_()
-        assert not image.any()
-        assert torch.equal(scenes[row]["image"], sample["image"])
-    assert {0, 1, 2, 3} <= counts
 
 
 def test_f1_counts_missed_false_double_and_mistaken_boxes() -> None:
@@ -51,21 +30,6 @@ def test_f1_counts_missed_false_double_and_mistaken_boxes() -> None:
         assert alone.compute() == pytest.approx(score)
         whole.update([found], [wanted])
     assert whole.compute() == pytest.approx(2 * (2 + 1 + 2) / (4 + 4 + 4 + 2 + 2 + 0 + 5))
-
-
-def test_detector_finds_what_its_cells_say() -> None:
-    model = Detector().eval()
-    logits = torch.full((2, BACKGROUND + 1, SIZE // CELL, SIZE // CELL), -9.0)
-    logits[:, BACKGROUND] = 0
-    logits[1, 7, 5, 2] = 8  # The row and column of a cell.
-    logits[1, 4, 5, 3] = 7  # Its neighbour is less sure.
-    edges = torch.zeros(2, 4, SIZE // CELL, SIZE // CELL)
-    edges[1, :, 5, 2] = torch.tensor([-1.0, -2, 1, 3])
-    model.network = torch.nn.Sequential()
-    first, second = model.predict_step({"image": torch.cat([logits, edges], dim=1)}, 0)
-    assert first["box"].shape == (0, 4)
-    assert second["label"].tolist() == [7]
-    assert second["box"].tolist() == [[6.0, 14.0, 14.0, 34.0]]
 
 
 @pytest.mark.slow

@@ -26,9 +26,10 @@ from lightning_memmap.cli import main
 from tests.preloaded import python
 
 # LightningCLI uses names that jsonargparse has changed.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

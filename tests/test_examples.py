@@ -14,7 +14,6 @@ from examples.augmentation import MirrorAndTurn
 from examples.data.breast_cancer import BreastCancer
 from examples.data.digits import Digits
 from examples.data.shapes import Shapes
-from examples.data.text import Text
 from examples.folders import made_at_once
 from lightning_memmap import open_store
 from tests.preloaded import python
@@ -245,18 +244,6 @@ def test_gpt_learns_the_same_when_it_is_divided(
     assert metric(printed, "val_loss") == pytest.approx(gpt_losses["val_loss"], abs=2e-3)
     saved = torch.load(tmp_path / "checkpoints" / "gpt" / "best.ckpt", weights_only=True)
     gpt.GPT().load_state_dict(saved["state_dict"])
-
-
-def test_gpt_windows_cover_the_text(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_bytes(bytes(range(200)))
-    splits = {name: Text(name, length=4, file=file) for name in ("train", "val", "test")}
-    assert [len(split) for split in splits.values()] == [44, 2, 2]
-    assert splits["train"][1]["tokens"].tolist() == [4, 5, 6, 7, 8]
-    assert splits["val"][0]["tokens"].tolist() == [180, 181, 182, 183, 184]
-    assert splits["train"][0]["tokens"].dtype == torch.uint8
-    with pytest.raises(ValueError, match="length=10: the 10 bytes of the val split"):
-        Text("val", length=10, file=file)
 
 
 # Digits

@@ -8,6 +8,11 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_memmap"
 #: Names with an underscore that are public: those of named tuples, and of what nobody uses.

@@ -28,7 +28,7 @@ NAMES = {
         build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.callbacks": """
-        MemoryTrace PredictionTable RunSummary
+        PredictionTable RunSummary
     """,
     "lightning_memmap.compare": """
         compare
@@ -54,7 +54,7 @@ NAMES = {
     "lightning_memmap.strategies": """
         DataParallelStrategy FSDP2Strategy IndependentStrategy LocalModelParallelStrategy
         MemberResult MemberResults PipelineStrategy STRATEGIES SuperBatchDDPStrategy
-        SuperBatchStrategy consolidate_checkpoint read_results register
+        SuperBatchStrategy read_results register
     """,
 }
 
@@ -75,7 +75,7 @@ SIGNATURES = {
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        layers=None, **kwargs
+        layers=None, num_microbatches=1, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs
@@ -144,6 +144,7 @@ print(seen, set(threading.enumerate()) - threads, changed, os.listdir("."))
 """
 
 
+@pytest.mark.slow
 def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     package = Path(lightning_memmap.__file__).parent
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
@@ -161,6 +162,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[] set() set() []"
 
 
+@pytest.mark.slow
 def test_import_twice_registers_once(tmp_path: Path) -> None:
     program = """
 import importlib

@@ -9,6 +9,9 @@ import pytest
 
 from tests.simulated_gpu.build import why_unavailable
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 900
 

@@ -1,7 +1,6 @@
 """Callbacks of this pack, one file each."""
 
-from lightning_memmap.callbacks.memory_trace import MemoryTrace
 from lightning_memmap.callbacks.prediction_table import PredictionTable
 from lightning_memmap.callbacks.run_summary import RunSummary
 
-__all__ = ["MemoryTrace", "PredictionTable", "RunSummary"]
+__all__ = ["PredictionTable", "RunSummary"]

@@ -1,7 +1,6 @@
 """``lightning-memmap rows``: the rows of any step, looked up without any data being loaded."""
 
 import json as json_format
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ from lightning_memmap.arguments import (
     read_config,
     refuse_several_configs,
 )
-from lightning_memmap.commands.steps import Epochs, StepRows, steps_of_checkpoint, stored_rows
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.placement import DataTopology, topology_of
-from lightning_memmap.sampling import Sampler
-from lightning_memmap.sampling.schedule import SkippedSteps
+from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.store import Store
 
-_DESCRIPTION = """List the rows of a global batch, device by device: of any step of any epoch, or of
-the last and the next step of a checkpoint. The order of rows is computed: no data is loaded."""
+_DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
+is computed: no data is loaded."""
 #: Sections of the Trainer that decide nothing about rows, and may need what is not here.
 _LEFT_OUT = ("callbacks", "logger", "plugins", "profiler", "barebones", "fast_dev_run")
 
@@ -45,7 +43,6 @@ class RowsOptions:
             loaded; the training store must be there.
         epoch: The epoch, counted from 0.
         step: The step of the epoch, counted from 0.
-        ckpt_path: Instead of them, a checkpoint: the last step that it has seen, and the next one.
         devices: Data devices of all processes; by default those of the config's Trainer.
         json: Print JSON instead of a table.
         show: Write a page with the fields of each row, images too, to this HTML file.
@@ -57,19 +54,57 @@ class RowsOptions:
     config: str
     epoch: NonNegativeInt = 0
     step: NonNegativeInt = 0
-    ckpt_path: str | None = None
     devices: PositiveInt | None = None
     json: bool = False
     show: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ckpt_path is not None and (self.epoch or self.step):
-            raise ValueError(
-                f"ckpt_path={self.ckpt_path!r} with epoch={self.epoch}, step={self.step}: the"
-                " checkpoint says where it stands; leave them out"
-            )
         if self.show is not None and self.json:
             raise ValueError(f"show={self.show!r} with json=True: give one of the two")
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """The rows that one data device gives in a step."""
+
+    device: int
+    rank: int
+    rows: list[Any]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step."""
+
+    epoch: int
+    step: int
+    first: int
+    last: int
+    rows: list[Any]
+    devices: list[DeviceRows]
+    run_step: int
+    is_skipped: bool
+
+
+def step_rows(
+    data: MemmapDataModule, order: Sampler, topology: DataTopology, epoch: int, step: int
+) -> StepRows:
+    """The rows of a step of an epoch, whether it is left out or not."""
+    count = topology.num_data_devices
+    size = data.batch_size * count
+    schedule = BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
+    if step >= len(schedule):
+        raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
+    first, last = schedule.bounds(step)
+    found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
+    devices = [
+        DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
+        for device in range(count)
+    ]
+    skipped = SkippedSteps().adding(steps_to_skip(data.skip_steps), schedule).of_epoch(epoch)
+    is_skipped = any(begin <= first < end for begin, end in skipped)
+    run_step = epoch * len(schedule) + step
+    return StepRows(epoch, step, first, last, found, devices, run_step, is_skipped)
 
 
 def rows_parser() -> BriefParser:
@@ -96,28 +131,23 @@ def rows(args: list[str]) -> int:
                 f" {question.config}` or `lightning-memmap store build`"
             ) from error
         order = data.train_sampler(store, topology)
-        if question.ckpt_path is None:
-            epochs = Epochs.of(data, order, topology, SkippedSteps())
-            steps = [epochs.step_rows(question.epoch, question.step)]
-        else:
-            steps = steps_of_checkpoint(question.ckpt_path, data, order, topology)
+        step = step_rows(data, order, topology, question.epoch, question.step)
         if question.show is not None:
-            _write_page(Path(question.show), store, order, steps)
+            _write_page(Path(question.show), store, order, step)
     except (MemmapError, OSError, ValueError, IndexError, TypeError) as error:
         print_error(error)
         return 2
     if question.json:
-        print(json_format.dumps([asdict(step) for step in steps]))
+        print(json_format.dumps(asdict(step)))
         return 0
     console = Console(markup=False)
-    for step in steps:
-        console.print(_title(order, step), soft_wrap=True)
-        table = Table()
-        for name in ("data device", "rank", "rows"):
-            table.add_column(name, overflow="fold")
-        for each in step.devices:
-            table.add_row(str(each.device), str(each.rank), " ".join(map(_name, each.rows)))
-        console.print(table)
+    console.print(_title(order, step), soft_wrap=True)
+    table = Table()
+    for name in ("data device", "rank", "rows"):
+        table.add_column(name, overflow="fold")
+    for each in step.devices:
+        table.add_row(str(each.device), str(each.rank), " ".join(map(_name, each.rows)))
+    console.print(table)
     if question.show is not None:
         console.print(question.show, soft_wrap=True)
     return 0
@@ -136,20 +166,20 @@ def _name(row: Any) -> str:
     return f"{_name(row[0])}:{row[1]}" if isinstance(row, list) else str(row)
 
 
-def _write_page(path: Path, store: Store, order: Sampler, steps: Sequence[StepRows]) -> None:
+def _write_page(path: Path, store: Store, order: Sampler, step: StepRows) -> None:
     with imports_for_pages():
         from lightning_memmap.commands.store_page import Section, render, values_of
-    sections = []
-    for step in steps:
-        names = [
-            f"row {_name(row)}, data device {position % len(step.devices)}"
-            for position, row in enumerate(step.rows, step.first)
-        ]
-        samples = zip(names, values_of(store, stored_rows(order, step)), strict=True)
-        title = f"Epoch {step.epoch}, step {step.step}"
-        sections.append(Section(title, [_title(order, step), store.location], [*samples]))
+    names = [
+        f"row {_name(row)}, data device {position % len(step.devices)}"
+        for position, row in enumerate(step.rows, step.first)
+    ]
+    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
+    values = values_of(store, order.pool.rows.stored_rows(rows).tolist())
+    samples = [*zip(names, values, strict=True)]
+    title = f"Epoch {step.epoch}, step {step.step}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(sections), encoding="utf-8")
+    page = render([Section(title, [_title(order, step), store.location], samples)])
+    path.write_text(page, encoding="utf-8")
 
 
 def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from torch.utils.data import Dataset
@@ -21,7 +21,7 @@ from lightning_memmap.commands.found_stores import (
     unfinished_in,
 )
 from lightning_memmap.commands.store_info import print_info
-from lightning_memmap.commands.store_plan import plan_blocks, plan_devices
+from lightning_memmap.commands.store_plan import plan_devices
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
 from lightning_memmap.store import (
     append_store,
@@ -32,17 +32,15 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.places import check_path, place_of
+from lightning_memmap.store.checksums import hashed_bytes, unknown_files
+from lightning_memmap.store.places import check_path
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
 #: What is switched on without a value, and what that means.
 _FLAGS = {
     "_build": {
         "overwrite": "Replace a store of another dataset.",
-        "fresh": "Start from the beginning where an interrupted build would be resumed.",
         "finish": "Put a store in place whose parts are all written.",
     },
     "_push": {"overwrite": "Replace stores that are there."},
@@ -126,9 +124,8 @@ def _build(*, part: str | None, finish: bool, **options: Any) -> int:
     elif part is None:
         store = build_store(**options)
     else:
-        if others := {"check", "fresh"} & {*given}:
-            raise ValueError(f"--part with --{min(others)}: a part goes on where it stopped")
-        options = {name: value for name, value in options.items() if name not in ("check", "fresh")}
+        if options.pop("check") != defaults["check"]:
+            raise ValueError("--part with --check: a part is compared with no store")
         build_part(part=_part(part), **options)
         return 0
     print_info(store, _make_console())
@@ -178,8 +175,9 @@ def _verify(path: str) -> int:
     """Check every byte of a store.
 
     Args:
-        path: Directory or URL of a store, or of one store per split.
+        path: Directory of a store, or of one store per split.
     """
+    check_path(path)
     console = _make_console()
     damaged = False
     for store in stores_or_errors(path).values():
@@ -195,8 +193,7 @@ def _verify(path: str) -> int:
         for damage in damages:
             console.print(printable(damage), style="red", soft_wrap=True)
         where = printable(store.location)
-        is_here = isinstance(place_of(store.location), Path)
-        for name in unknown_files(store.path, store.manifest) if is_here else ():
+        for name in unknown_files(store.path, store.manifest):
             line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:
@@ -212,8 +209,6 @@ def _plan(
     devices: str = "1..8",
     memory: str = "80GiB",
     memory_fraction: float = 0.7,
-    residency: Literal["auto", "stream"] = "auto",
-    shuffle_window: int | None = None,
 ) -> int:
     """Print which device would hold what.
 
@@ -222,18 +217,9 @@ def _plan(
         devices: Counts of devices, like 4 or 1..8.
         memory: Memory of one device, in bytes or with a unit such as GB or GiB.
         memory_fraction: Share of it that shards may take, above 0 and at most 1.
-        residency: auto, or stream for data larger than memory.
-        shuffle_window: Rows of a shard in a block of stream; by default what makes 512 MiB over
-            all shards.
     """
-    stores = stores_in(path)
-    if residency == "stream":
-        plan = plan_blocks(stores, devices, shuffle_window)
-    elif shuffle_window is not None:
-        raise ValueError(f"shuffle_window={shuffle_window}: give residency='stream' to plan for it")
-    else:
-        manifests = {name: store.manifest for name, store in stores.items()}
-        plan = plan_devices(manifests, devices, memory, memory_fraction)
+    manifests = {name: store.manifest for name, store in stores_in(path).items()}
+    plan = plan_devices(manifests, devices, memory, memory_fraction)
     _make_console().print(plan)
     return 0
 

@@ -34,8 +34,7 @@ def print_info(store: Store, console: Console) -> None:
     for name in ("bytes per row", "bytes", "bytes per shard"):
         table.add_column(name, justify="right")
     for field, column in zip(store.schema.fields, manifest.columns, strict=True):
-        num_bytes = column.num_bytes(range(store.num_rows))
-        row_bytes = -(-num_bytes // store.num_rows)
+        num_bytes, row_bytes = column.num_bytes, column.mean_bytes(1)
         table.add_row(
             printable(field.name),
             str(field.dtype).removeprefix("torch."),

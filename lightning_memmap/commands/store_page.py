@@ -49,7 +49,7 @@ def render(sections: Sequence[Section]) -> str:
 
 def section_of(name: str, store: Store) -> Section:
     """Evenly spaced samples of a store, and its bytes by field and by shard."""
-    manifest, every = store.manifest, range(store.num_rows)
+    manifest = store.manifest
     last, count = store.num_rows - 1, min(_NUM_SAMPLES, store.num_rows)
     rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
     shard_bytes = manifest.shard_bytes().tolist()
@@ -64,7 +64,7 @@ def section_of(name: str, store: Store) -> Section:
     ]
     sizes = {
         "by field": {
-            f"{field.name} {field}": int(column.num_bytes(every))
+            f"{field.name} {field}": column.num_bytes
             for field, column in zip(store.schema.fields, manifest.columns, strict=True)
         },
         "by shard": {

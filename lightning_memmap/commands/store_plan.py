@@ -1,13 +1,10 @@
-"""``lightning-memmap store plan``: which device would hold what, as tables."""
+"""``lightning-memmap store plan``: which device would hold what, as a table."""
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 
 import torch
-from rich.text import Text
 
-from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -17,7 +14,6 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store import Store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
 
@@ -42,7 +38,8 @@ def plan_devices(
         held = _held_bytes(stores, count, budget)
         sizes = map(format_bytes, (sum(held), total - sum(held), max(held)))
         fits = text("yes", GOOD) if sum(held) == total else text("no", UNSURE)
-        order = _order(any(manifest.num_shards % count for manifest in stores.values()))
+        is_restriped = any(manifest.num_shards % count for manifest in stores.values())
+        order = text("re-striped", UNSURE) if is_restriped else text("as stored")
         rows.append([text(count), *map(text, sizes), fits, order])
     fewest = _fewest_devices(stores, budget)
     note = (
@@ -56,53 +53,6 @@ def plan_devices(
     )
     labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
     return TitledTable(title, make_table(labels, rows), [text(note)])
-
-
-def plan_blocks(stores: Mapping[str, Store], devices: str, block: int | None) -> TitledTable:
-    """Plan for data that is read block by block: a row for each count of devices and store."""
-    counts = _counts(devices)
-    if block is not None and block < 1:
-        raise ValueError(f"shuffle_window={block}: at least 1 row of a shard")
-    total = sum(store.manifest.num_bytes for store in stores.values())
-    cpu = torch.device("cpu")
-    rows = []
-    for count in counts:
-        together = _streamed(stores, DataTopology((cpu,) * count), block)
-        apart = _streamed(stores, DataTopology((cpu,), 0, count), block)
-        for name, size in together.items():
-            num_rows, num_shards = size.pool.num_rows, size.pool.num_shards
-            mixed = f"{min(num_rows, size.window * num_shards):,}"
-            memory = (format_bytes(2 * each.window_bytes) for each in (size, apart[name]))
-            cells = map(text, (count, name, f"{size.window:,}", mixed, *memory))
-            rows.append([*cells, _order(num_shards != stores[name].num_shards)])
-    title = (
-        f"{format_bytes(total)} of {', '.join(stores)} read block by block: host memory for two"
-        " blocks"
-    )
-    labels = "devices, store, rows per shard, rows mixed, one process, one of as many, rows"
-    return TitledTable(title, make_table(labels.split(", "), rows, ["store"]))
-
-
-def _order(is_restriped: bool) -> Text:
-    return text("re-striped", UNSURE) if is_restriped else text("as stored")
-
-
-def _streamed(
-    stores: Mapping[str, Store], topology: DataTopology, window: int | None
-) -> dict[str, SplitSize]:
-    """The sizes of the stores and of their windows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {
-            name: SplitSize.of(
-                name,
-                store.manifest,
-                topology,
-                window=window,
-                measure=partial(largest_window_bytes, store),
-            )
-            for name, store in stores.items()
-        }
 
 
 def _placed(stores: Mapping[str, Manifest], topology: DataTopology, budget: int) -> Placement:

@@ -2,11 +2,7 @@
 
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from threading import current_thread, main_thread
 
 from rich.console import Console
 
@@ -20,57 +16,38 @@ from lightning_memmap.compare.config import ComparisonOptions
 from lightning_memmap.compare.report import (
     Report,
     all_tables,
-    check_regression,
-    read_report,
-    regression_table,
 )
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
+from lightning_memmap.launched import on_sigterm
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
 code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed or could not be compared,
-130 after Ctrl-C, 2 for a wrong argument, 4 if all is well but a variant is slower than in the
-report given by --baseline."""
+130 after Ctrl-C, 2 for a wrong argument."""
 
 
 def compare_parser() -> BriefParser:
     """Make the parser of the command."""
     parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(ComparisonOptions, as_group=False)
-    parser.add_argument("--baseline", type=str | None, help="A report.json to compare with.")
-    parser.add_argument(
-        "--report",
-        type=str | None,
-        help="A finished report.json to compare with that of --baseline; nothing is run.",
-    )
     return parser
 
 
 def compare(args: list[str]) -> int:
     """Run the command with these arguments."""
     given = compare_parser().parse_args(args).as_dict()
-    baseline, finished = given.pop("baseline"), given.pop("report")
     console = Console()
     try:
         refuse_several_configs(args)
-        old = read_report(baseline) if baseline is not None else None
-        if finished is not None:
-            if old is None:
-                raise ValueError("--report: name the report to compare it with by --baseline")
-            regression = check_regression(old, read_report(finished), baseline)
-            console.print(regression_table(regression))
-            return 4 if regression.is_slower else 0
         options = ComparisonOptions(**given)
         command = shlex.join(["lightning-memmap", "compare", *args])
-        with _ended_like_an_interrupt():
+        # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
+        with on_sigterm(signal.default_int_handler):
             report = Comparison(options, console, command).run()
         out = Path(options.out)
         # At once, so that no later error can lose hours of work.
         report.write(out / "report.json")
-        if old is not None:
-            report = replace(report, regression=check_regression(old, report, baseline))
-            report.write(out / "report.json")
     except (MemmapError, OSError, ValueError) as error:
         print_error(error)
         return 2
@@ -78,19 +55,6 @@ def compare(args: list[str]) -> int:
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
     _write_html(report, out / "report.html", console)
     return report.exit_code
-
-
-@contextmanager
-def _ended_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def print_report(report: Report, console: Console) -> None:

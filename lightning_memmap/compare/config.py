@@ -51,19 +51,6 @@ class Variant:
         used = 1 if self.strategy == "auto" else devices
         return {"strategy": strategy, "devices": used, "num_nodes": 1}
 
-    def unsupported_reason(
-        self, accelerator: str, num_available: int, devices: int, configures_itself: bool
-    ) -> str:
-        """Why this variant cannot run here, as far as that is known beforehand; else empty."""
-        needed = self.trainer_options(devices)["devices"]
-        if accelerator != "cpu" and num_available < needed:
-            return f"needs {needed} {accelerator} devices; there are {num_available}"
-        if self.strategy == "fsdp" and accelerator == "cpu":
-            return "Lightning's fsdp runs only on GPUs, and there is none"
-        if self.strategy == "model_parallel" and not configures_itself:
-            return "the model has no configure_model(), in which it would shard itself"
-        return ""
-
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
     """Parse a list of variants such as ``ddp,auto+workers2``; ``all`` stands for `all_variants`."""

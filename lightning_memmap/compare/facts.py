@@ -6,12 +6,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import psutil
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
@@ -69,7 +67,6 @@ def prepare(config: dict[str, Any], devices: int, num_steps: int) -> dict[str, A
         "data": data,
         "model": {
             "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "configures_itself": is_overridden("configure_model", model, L.LightningModule),
             "num_parameters": sum(parameter.numel() for parameter in parameters),
             "batch_norms": sorted(
                 {type(each).__name__ for each in model.modules() if isinstance(each, _BATCH_NORMS)}

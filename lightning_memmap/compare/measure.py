@@ -19,9 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_memmap.callbacks.memory_trace import batches_of, tensors_of
 from lightning_memmap.compare.config import RunSpec
-from lightning_memmap.compare.memory import MovementRecorder, model_bytes, reset_device_peaks
+from lightning_memmap.compare.memory import (
+    MovementRecorder,
+    batches_of,
+    model_bytes,
+    reset_device_peaks,
+    tensors_of,
+)
 from lightning_memmap.compare.metrics import PARTS, Observed, Rank, collected
 from lightning_memmap.compare.rows import MODULUS, hash_batch
 from lightning_memmap.data.module import MemmapDataModule

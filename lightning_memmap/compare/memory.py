@@ -1,18 +1,22 @@
 """Bytes: of processes, of accelerators, of the model, and what moves in a step."""
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
-from lightning_memmap.callbacks.memory_trace import live_parameters, optimizer_tensors
+from lightning_memmap.loading import SuperBatch
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.variable_leaves import dense_tensors
+from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: Operations in which a process sends something, the longer names first.
 _KINDS = (
@@ -63,6 +67,40 @@ def device_peaks() -> dict[str, list[int]]:
         for index in range(module.device_count())
     }
     return {device: peak for device, peak in peaks.items() if peak[1]}
+
+
+def live_parameters() -> list[nn.Parameter]:
+    """All parameters that are alive in this process, including those of replicas."""
+    # By type: reading an object's __class__ may run arbitrary code.
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    return [
+        tensor
+        for tensor in tensors
+        if isinstance(tensor, nn.Parameter) and not nn.parameter.is_lazy(tensor)
+    ]
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """The tensors of the state of optimizers."""
+    return [
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in the order of its containers."""
+    return [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
+
+
+def batches_of(batch: Any) -> list[Any]:
+    """The batches in what a callback receives as a batch."""
+    if isinstance(batch, SuperBatch):
+        return batch.batches
+    return batch.parts if isinstance(batch, MicroBatches) else [batch]
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:

@@ -28,7 +28,7 @@ PARTS = {
 }
 #: Kinds of model state, in the order in which a picture stacks them.
 STATE = ("parameters", "gradients", "optimizer")
-#: The figure whose regression has its own exit code.
+#: The figure by which variants are sorted.
 SPEED = "samples_per_s"
 #: The speed relative to that of the same strategy with ``+ideal``, which a run alone does not know.
 NO_LOAD = "no_load_share"
@@ -102,7 +102,6 @@ class Metric:
     collect: Callable[[Observed], Any]
     reduce: Callable[[list[Any]], float | None]
     run: Literal["timed", "check", "none"] = "timed"
-    better: Literal["more", "less"] | None = None
     table: str = ""
 
     @property
@@ -178,7 +177,7 @@ METRICS = {
         Metric(
             SPEED, "samples/s", COUNT, "rows per second over all processes",
             lambda seen: [seen.data_rank, seen.global_batch / fmean(seen.step_s)], _total_rate,
-            better="more", table="speed",
+            table="speed",
         ),
         Metric(
             NO_LOAD, "of no-load upper bound", SHARE,
@@ -199,7 +198,7 @@ METRICS = {
             "first_batch_s", "time to first batch", SECONDS,
             "from `Trainer.fit` until the first batch is on its device, in the slowest process:"
             " processes and workers started, store opened, shards placed",
-            lambda seen: seen.first_batch_s, max, better="less", table="speed",
+            lambda seen: seen.first_batch_s, max, table="speed",
         ),
         *(
             Metric(
@@ -218,7 +217,7 @@ METRICS = {
             "private_bytes", "private memory", BYTES,
             "pages that belong to only one process (USS), added up over all processes after the"
             " last step",
-            **_process_bytes(0, sum), better="less", table="memory",
+            **_process_bytes(0, sum), table="memory",
         ),
         Metric(
             "shared_bytes", "shared memory", BYTES,
@@ -248,7 +247,7 @@ METRICS = {
         Metric(
             "device_peak_bytes", "peak", BYTES,
             "CUDA's peak of allocated memory on the fullest device in the measured steps",
-            **_peak_bytes(0), better="less", table="devices",
+            **_peak_bytes(0), table="devices",
         ),
         Metric(
             "device_reserved_bytes", "reserved", BYTES, "the same of reserved memory",

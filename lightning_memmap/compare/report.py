@@ -1,36 +1,20 @@
-"""The report of a comparison: ``report.json``, what changed since an earlier one, and tables."""
+"""The report of a comparison: ``report.json``, and its tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 from rich.text import Text
 
 from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.tables import BAD, GOOD, SOFT, UNSURE, TitledTable, make_table, text
+from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, text
 
-#: A change of less than this share counts as none, however narrow the ranges are: two starts of
-#: one program differ by as much, depending on where its memory happens to lie.
-_LEAST_CHANGE = 0.02
-#: Of three runs before and three now that differ by noise alone (normal, simulated 20,000 times),
-#: 4 % are taken for a change; of four and four 1 %; of two and two it would be 20 %.
-_LEAST_RUNS = 3
-#: What must be equal for figures to be comparable, by section of the report.
-_CONDITIONS = {
-    "environment": ("processor", "cores", "omp_num_threads", "devices", "packages"),
-    "settings": ("accelerator", "devices", "global_batch", "precision", "steps", "warmup_steps"),
-    "model": ("model_class", "num_parameters"),
-    "data": ("num_rows", "row_bytes"),
-}
-
-Status = Literal["ok", "unavailable", "refused", "failed", "pending"]
-Verdict = Literal["better", "same", "worse", "unclear"]
+Status = Literal["ok", "refused", "failed", "pending"]
 
 
 @dataclass
@@ -41,7 +25,7 @@ class VariantResult:
     status: Status = "pending"
     reason: str = ""
     parity: Parity | None = None
-    figures: dict[str, Annotated[list[float], Meta(min_length=1)]] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
     check_losses: list[float | None] = field(default_factory=list)
 
     @property
@@ -53,31 +37,6 @@ class VariantResult:
         """Add the figures of one more run."""
         for key, value in figures.items():
             self.figures.setdefault(key, []).append(value)
-
-
-@dataclass(frozen=True)
-class Change:
-    """How the median of one figure of one variant changed since a baseline."""
-
-    variant: str
-    figure: str
-    old: float
-    new: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Regression:
-    """What changed since a baseline."""
-
-    baseline: str
-    changes: list[Change]
-    warnings: list[str]
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the speed of a variant became worse."""
-        return any(each.figure == SPEED and each.verdict == "worse" for each in self.changes)
 
 
 @dataclass
@@ -94,10 +53,9 @@ class Report:
     variants: list[VariantResult]
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
-    regression: Regression | None = None
-    schema: Literal["lightning_memmap.compare"] = "lightning_memmap.compare"
+    schema: str = "lightning_memmap.compare"
     #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-    schema_version: Literal[5] = 5
+    schema_version: int = 1
 
     @property
     def measured(self) -> list[VariantResult]:
@@ -121,7 +79,7 @@ class Report:
         is_open = any(each.parity and each.parity.holds is None for each in ran)
         if is_open or not ran or any(v.status in ("failed", "pending") for v in self.variants):
             return 3
-        return 4 if self.regression is not None and self.regression.is_slower else 0
+        return 0
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, in which NaN is null. The file is replaced as a whole."""
@@ -134,64 +92,6 @@ class Report:
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(values), indent=1))
         partial.replace(path)
-
-
-def read_report(path: str | Path) -> Report:
-    """Read a ``report.json``."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is no report of this version, run the comparison again: {error}"
-        ) from error
-
-
-def verdict_on(old: Sequence[float], new: Sequence[float], more_is_better: bool) -> Verdict:
-    """Whether runs are better or worse than others, or the same within their noise."""
-    before, now = median(old), median(new)
-    if abs(now - before) <= _LEAST_CHANGE * abs(before):
-        return "same"
-    if min(len(old), len(new)) < _LEAST_RUNS:
-        return "unclear"
-    noise = max(max(old) - min(old), max(new) - min(new))
-    are_apart = min(new) > max(old) or max(new) < min(old)
-    if not are_apart or abs(now - before) <= noise:
-        return "same"
-    return "better" if (now > before) == more_is_better else "worse"
-
-
-def check_regression(old: Report, new: Report, baseline: str) -> Regression:
-    """Compare a report with the one at ``baseline``, in all figures that can be better or worse."""
-    before, now = ({v.variant: v.figures for v in report.measured} for report in (old, new))
-    changes = [
-        Change(
-            variant,
-            metric.key,
-            median(then[metric.key]),
-            median(figures[metric.key]),
-            verdict_on(then[metric.key], figures[metric.key], metric.better == "more"),
-        )
-        for variant, figures in now.items()
-        if (then := before.get(variant)) is not None
-        for metric in METRICS.values()
-        if metric.better and metric.key in then and metric.key in figures
-    ]
-    return Regression(baseline, changes, [*_warnings(old, new)])
-
-
-def _warnings(old: Report, new: Report) -> Iterator[str]:
-    before, now = ({each.variant for each in report.measured} for report in (old, new))
-    for words, only in (("in the baseline", before - now), ("in the new report", now - before)):
-        if only:
-            yield f"only {words}: {', '.join(sorted(only))}"
-    for section, names in _CONDITIONS.items():
-        for name in names:
-            was, is_now = (getattr(report, section).get(name) for report in (old, new))
-            if not isinstance(was, dict) or not isinstance(is_now, dict):
-                was, is_now = {name: was}, {name: is_now}
-            for key in sorted({*was, *is_now}):
-                if was.get(key) != is_now.get(key):
-                    yield f"not the same: {key} was {was.get(key)} and is {is_now.get(key)}"
 
 
 _UNKNOWN = text("-")
@@ -212,7 +112,6 @@ MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
     each.heading: each.meaning for each in METRICS.values() if each.table
 }
 _STATUS = {
-    "unavailable": text("cannot run here", UNSURE),
     "refused": text("not supported", UNSURE),
     "failed": text("FAILED", BAD),
     "pending": text("not finished", UNSURE),
@@ -220,12 +119,11 @@ _STATUS = {
 
 
 def all_tables(report: Report) -> Iterator[TitledTable]:
-    """The tables that have rows: parity, then figures, what did not run and what changed."""
+    """The tables that have rows: parity, then figures, and what did not run."""
     tables = [
         parity_table(report),
         *(figure_table(report, key) for key in TABLES),
         missing_table(report),
-        *([regression_table(report.regression)] if report.regression else []),
     ]
     return (each for each in tables if each.table.row_count)
 
@@ -312,19 +210,3 @@ def missing_table(report: Report) -> TitledTable:
     ]
     labels = ("variant", "", "reason")
     return TitledTable("Variants without a result", make_table(labels, rows, labels[1:]))
-
-
-def regression_table(regression: Regression) -> TitledTable:
-    """What changed since a baseline; as notes, what else differs between the two reports."""
-    styles = {"better": GOOD, "worse": BAD, "same": SOFT, "unclear": UNSURE}
-    rows = []
-    for each in regression.changes:
-        metric = METRICS[each.figure]
-        change = f"{each.new / each.old - 1:+.1%}" if each.old else "new"
-        old, new = map(metric.unit.write, (each.old, each.new))
-        cells = map(text, (each.variant, metric.heading, old, new, change))
-        rows.append([*cells, text(each.verdict, styles[each.verdict])])
-    labels = ("variant", "figure", "old", "new", "change", "")
-    notes = [text(warning, UNSURE) for warning in regression.warnings]
-    title = f"Compared with {regression.baseline}"
-    return TitledTable(title, make_table(labels, rows, ["figure"]), notes)

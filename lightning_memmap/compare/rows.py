@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
-from lightning_memmap.callbacks.memory_trace import batches_of
+from lightning_memmap.compare.memory import batches_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.loading import FormedCollate, Padded, RowList

@@ -30,7 +30,7 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
 #: Errors by which a strategy, a store or the Trainer says that it cannot do what it is asked for.
-REFUSALS = (MemmapError, ValueError, ModuleNotFoundError, MisconfigurationException)
+REFUSALS = (MemmapError, ValueError, TypeError, ModuleNotFoundError, MisconfigurationException)
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 
@@ -94,7 +94,6 @@ def train_variant(
     callback: RunCallback
     if is_check:
         _turn_dropout_off(model)
-        _ask_for_all_fields(model)
         if spec.transform_is_random and data.eval_transform is not None:
             data = data.with_options(transform=data.eval_transform)
         hashes: list[int] = []
@@ -117,13 +116,6 @@ def _turn_dropout_off(model: nn.Module) -> None:
             module.p = 0.0
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
-
-
-def _ask_for_all_fields(model: L.LightningModule) -> None:
-    """Every process notes whole rows, also those that hold only some fields otherwise."""
-    for name in ("input_fields", "loss_fields"):
-        if getattr(model, name, None) is not None:
-            setattr(model, name, None)
 
 
 def _hash_batches(strategy: Any, hashes: list[int]) -> None:

@@ -36,8 +36,6 @@ class Planner:
     def place(self, opened: Mapping[str, Store]) -> Placement:
         """Plan where the shards live."""
         options, topology = self.stores.options, self.topology
-        if "train" in opened:
-            check_train_fields(opened["train"], topology, options.transform)
         sizes = {split: self.size(split, store) for split, store in opened.items()}
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
@@ -114,7 +112,6 @@ class SetUp:
 
     def order_with(self, options: DataOptions) -> Sampler:
         """The order of the training rows that are set up, as it is set now."""
-        check_train_fields(self.stores["train"], self.planner.topology, options.transform)
         was, made = self.options, self.placement.splits["train"].size.order
         window = options.shuffle_window
         if was.is_streamed and window != was.shuffle_window:
@@ -169,28 +166,3 @@ class SetUp:
             rows.release()
         if self.order is not None:
             self.order.clear()
-
-
-def check_train_fields(store: Store, topology: DataTopology, transform: object) -> None:
-    """Check that training can do with the fields that the strategy names."""
-    if (needed := topology.train_fields) is None:
-        return
-    names = [field.name for field in store.schema.fields]
-    if unknown := sorted(needed - set(names)):
-        raise ValueError(
-            f"the strategy asks for the fields {unknown}, and the train store has {names}: name"
-            " fields of the store (memmap_pipeline takes them from input_fields and loss_fields"
-            " of the module)"
-        )
-    others = [field for field in store.schema.fields if field.name not in needed]
-    if variable := [field.name for field in others if field.num_variable]:
-        raise ValueError(
-            f"the rows of field {variable[0]!r} differ in length, and this process would not"
-            " hold it, since the module has input_fields and loss_fields: leave both out"
-        )
-    if transform is not None:
-        raise ValueError(
-            "transform: it may read any field, and this process holds only some of them, since"
-            " the module has input_fields and loss_fields: leave both out, or do in"
-            " training_step, in the first stage or in loss() what the transform does"
-        )

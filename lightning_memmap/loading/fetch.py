@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.absent import absent_rows
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.row_source import (
@@ -155,8 +154,6 @@ class Fetcher:
         locations = asked.locations[sum(begins) : sum(ends)]
         out = None if asked.pool is None else asked.pool.get(len(locations))
         leaves = [*rows.fetch(locations, out, pin_memory=asked.is_pinned)]
-        for index, field in self._rows.absent:
-            leaves.insert(index, absent_rows(len(locations), field.item_shape, field.dtype))
         sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
         split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
         for index, receiver in enumerate(asked.receivers):
@@ -183,5 +180,4 @@ def _in_order(fetched: Sequence[tuple[Integers, list[Leaf]]], device: torch.devi
     places = np.concatenate([places for places, _ in fetched])
     order = send(torch.from_numpy(np.argsort(places)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    joined = map(joined_rows, columns)
-    return [leaf if leaf.is_meta else leaf.index_select(0, order) for leaf in joined]
+    return [joined_rows(column).index_select(0, order) for column in columns]

@@ -52,7 +52,7 @@ def prefetched(
             super_batch, batch, event = ready.popleft()
             deliver()
             tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
-            streams.hand_over(event, [tensor for tensor in tensors if not tensor.is_meta])
+            streams.hand_over(event, [*tensors])
             del tensors
             # Not referenced while the consumer works: its memory may be free by then.
             del super_batch

@@ -1,7 +1,7 @@
 """The rows of a split: every source that this process fetches from, and how they are set up."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
 )
-from lightning_memmap.schema import Field, Form
+from lightning_memmap.schema import Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.growing import GrowingStore
@@ -54,7 +54,6 @@ class SplitRows:
     pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
-    absent: tuple[tuple[int, Field], ...] = ()
     images: Images | None = None
     are_numbered: bool = False
 
@@ -87,23 +86,17 @@ def load_split(
         store.serving.is_whole or isinstance(placement.pool.rows, WindowedRows)
     ):
         store = store.whole
-    fields, pool = placement.size.fields, placement.pool
-    needed = [
-        pair
-        for pair in zip(store.manifest.columns, store.columns, strict=True)
-        if fields is None or pair[0].field.name in fields
-    ]
-    columns = [column for column, _ in needed]
+    pool, columns = placement.pool, store.manifest.columns
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
-    opened = store.provide(fields, _stored_shards(store, pool, held))
-    maker = _SourceMaker(store, placement, columns, opened)
+    opened = store.provide(None, _stored_shards(store, pool, held))
+    maker = _SourceMaker(store, placement, [*columns], opened)
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     for (residency, device), group in _held_together(topology, placement).items():
         source_of_shard[group] = len(sources)
         sources.append(maker.source(residency, device, group))
     # Not from those that have only the rows of this process.
-    decoders = image_decoders(columns, [rows for _, rows in needed], forms or {})
+    decoders = image_decoders(columns, store.columns, forms or {})
     if decoders and maker.cut:
         raise ValueError(
             f"variable: field {maker.cut[0]!r} is cut into windows, and images are decoded for"
@@ -117,13 +110,7 @@ def load_split(
         num_threads = max(usual if threads is None else threads for threads in given)
         by_place = {names.index(decoder.field): decoder for decoder in decoders.values()}
         images = Images(by_place, num_threads)
-    length = pool.rows.length if isinstance(pool.rows, WindowedRows) else 0
-    absent = tuple(
-        (index, field.windowed(length) if field.name in maker.cut else field)
-        for index, field in enumerate(store.schema.fields)
-        if fields is not None and field.name not in fields
-    )
-    return SplitRows(topology, pool, tuple(sources), source_of_shard, absent, images)
+    return SplitRows(topology, pool, tuple(sources), source_of_shard, images)
 
 
 @dataclass(frozen=True)
@@ -206,20 +193,18 @@ def _held_together(
     return groups
 
 
-def largest_window_bytes(
-    store: Store, windows: ReadWindows, held: Sequence[int], fields: Collection[str] | None
-) -> int:
+def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]) -> int:
     """The memory that rows take which are read window by window. No row is read."""
-    needed = [f for f in store.schema.fields if fields is None or f.name in fields]
+    fields = store.schema.fields
     pool, rows = windows.sampler.pool, windows.longest
     places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)
     is_looked_up = not windows.has_runs or not (is_cut or places.starts is not None)
     total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
-        num_bytes = sum(field.step_bytes for field in needed if field.name in pool.rows.fields)
+        num_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
         return total + num_bytes * largest_window_steps(held, windows)
-    variable = [field.name for field in needed if field.num_variable]
-    total += len(held) * rows * sum(f.row_bytes for f in needed if not f.num_variable)
+    variable = [field.name for field in fields if field.num_variable]
+    total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
     if not variable:
         return total
     largest = largest_window if windows.has_runs else largest_of_any

@@ -47,7 +47,7 @@ class FormedCollate:
             form, allocate = formed
             if isinstance(leaf, VariableRows):
                 made.append(form.batch(replace(leaf, allocate=allocate)))
-            elif isinstance(form, Decode) and form.with_scale and not leaf.is_meta:
+            elif isinstance(form, Decode) and form.with_scale:
                 made.append(Scaled.of(leaf, next(places)))
             else:
                 made.append(leaf)

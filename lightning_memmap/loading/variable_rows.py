@@ -86,11 +86,6 @@ class VariableRows:
         return self.items.device
 
     @property
-    def is_meta(self) -> bool:
-        """Whether the rows have no values; they always have."""
-        return False
-
-    @property
     def lengths(self) -> Integers:
         """Items of each row, int64 of shape (B,)."""
         if self.sizes.shape[1] == 1:

@@ -3,10 +3,10 @@
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lightning_memmap.sizes import format_bytes
-from lightning_memmap.tables import BAD, GOOD, SOFT, UNSURE
+from lightning_memmap.tables import BAD, GOOD, UNSURE
 
 #: Classes of the style sheet, by the style of a text.
-_CLASSES = {"": "", GOOD: "good", BAD: "bad", UNSURE: "unsure", SOFT: "soft"}
+_CLASSES = {"": "", GOOD: "good", BAD: "bad", UNSURE: "unsure"}
 
 
 def templates() -> Environment:

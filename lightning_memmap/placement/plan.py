@@ -47,7 +47,7 @@ _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 #: Bytes of the largest window of some shards: from the windows of a split, which of its shards are
 #: held, and the names of the fields that are held.
-Measure: TypeAlias = Callable[[ReadWindows, Sequence[int], frozenset[str] | None], int]
+Measure: TypeAlias = Callable[[ReadWindows, Sequence[int]], int]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class SplitSize:
     order: Sampler
     shard_bytes: tuple[int, ...]
     window: int
-    fields: frozenset[str] | None = None
     window_bytes: int = 0
 
     @classmethod
@@ -92,19 +91,18 @@ class SplitSize:
             )
         of_series = rows.series.num_rows if isinstance(rows, WindowedRows) else num_rows
         row_bytes = store.row_bytes * of_series / num_rows
-        # The order of rows depends on the window, so all processes compute it from all fields.
         window = window or default_window(num_shards, row_bytes)
         pool = Pool.of(rows, num_shards)
         sampler = SequentialSampler(pool) if order is None else order(pool, window)
-        pool, fields = sampler.pool, topology.fields_of(split)
-        shard_bytes = tuple(store.shard_bytes(pool, fields, total).tolist())
+        pool = sampler.pool
+        shard_bytes = tuple(store.shard_bytes(pool, total).tolist())
         held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
         if measure is None:
             mean = -(-sum(shard_bytes) // num_rows)
             largest = len(held) * min(window, pool.longest) * mean
         else:
-            largest = measure(ReadWindows(sampler, window), held, fields)
-        return cls(sampler, shard_bytes, window, fields, largest)
+            largest = measure(ReadWindows(sampler, window), held)
+        return cls(sampler, shard_bytes, window, largest)
 
     @property
     def pool(self) -> Pool:

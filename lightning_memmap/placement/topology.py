@@ -13,15 +13,14 @@ class DataTopology:
     # The data devices of all processes are numbered: rank r of R with D data devices has r, r + R,
     # r + 2R ..., W = R * D in all. Data device w owns the shards c with c % W == w. One device may
     # be named more than once: these are logical data devices. ``assemble_on`` is None where the
-    # batches of the data devices stay apart. Of the training rows, a process holds ``train_fields``
-    # alone; None for all. ``num_local_processes`` share the memory of this machine.
+    # batches of the data devices stay apart. ``num_local_processes`` share the memory of this
+    # machine.
 
     data_devices: tuple[torch.device, ...]
     rank: int = 0
     size: int = 1
     assemble_on: torch.device | None = None
     prefetch: int = 0
-    train_fields: frozenset[str] | None = None
     num_local_processes: int = 1
 
     def __post_init__(self) -> None:
@@ -35,11 +34,6 @@ class DataTopology:
             raise ValueError(
                 f"num_local_processes={self.num_local_processes}: at least 1, for this process"
             )
-        if self.train_fields is not None and len(self.data_devices) > 1:
-            raise ValueError(
-                f"train_fields={sorted(self.train_fields)} with {len(self.data_devices)} data"
-                " devices: a process that needs some fields alone has one data device"
-            )
 
     @property
     def num_data_devices(self) -> int:
@@ -51,10 +45,6 @@ class DataTopology:
         if shard % self.size != self.rank:
             return None
         return shard // self.size % len(self.data_devices)
-
-    def fields_of(self, split: str) -> frozenset[str] | None:
-        """Names of the fields of a split that this process holds; None for all."""
-        return self.train_fields if split == "train" else None
 
 
 def topology_of(strategy: Any) -> DataTopology:

@@ -104,15 +104,6 @@ class Schema:
             if node.kind == "optional"
         }
 
-    @property
-    def same_lengths(self) -> dict[str, str]:
-        """By the name of a field, another one of the same list whose rows have as many items."""
-        found, fields = dict[str, str](), {field.name: field for field in self.fields}
-        for names in self.lists.values():
-            alike = [n for n in names if fields[n].num_variable == 1 and not fields[n].is_text]
-            found |= dict.fromkeys(alike[1:], alike[0]) if alike else {}
-        return found
-
     def arguments(self) -> dict[str, Any]:
         """The argument ``variable`` that admits all samples of this schema."""
         lists, found = self.lists, dict[str, dict[str, Any]]()

@@ -7,13 +7,12 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short_repr
-from time import monotonic
 from typing import Any
 
 import xxhash
@@ -27,18 +26,17 @@ from lightning_memmap.store.building import (
     NUM_PARTS,
     ORDER,
     Building,
-    PartInUseError,
     explained,
     read_draft,
-    read_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
+from lightning_memmap.store.journal import Journal, PartInUseError, journal_name
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.range_writer import RangeWriter
+from lightning_memmap.store.range_writer import RangeWriter, write_dataset
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
@@ -49,7 +47,6 @@ from lightning_memmap.store.workers import Workers, check_num_workers
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
-_JOURNAL_INTERVAL_S = 5.0
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
@@ -66,7 +63,6 @@ def build_store(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    fresh: bool = False,
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
@@ -96,7 +92,6 @@ def build_store(
         fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
             string that changes whenever the rows do. It alone then decides whether a store, or an
             interrupted build, is of this dataset, and no row is read to find out.
-        fresh: Do not resume an interrupted build.
         variable: The fields and lists whose rows may differ in length, or be None, each with a
             form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
             among the first rows that are read need not be named. Of the form only ``dims`` and
@@ -148,7 +143,7 @@ def build_store(
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = asked.probes(workers)
-        resume = not (overwrite or fresh or asked.is_stream)
+        resume = not (overwrite or asked.is_stream)
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
         building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
@@ -475,46 +470,20 @@ def _write(
     first_row: int = 0,
 ) -> None:
     """Write those of some rows that are missing. The workers end with that."""
-    todo, draft = building.missing(rows), building.draft
-    make: Callable[[Any], RangeWriter] = partial(
-        RangeWriter,
-        schema=draft.schema,
-        columns=draft.columns,
-        building=building.path,
-        journal=building.journal,
-        row_bytes=probes.row_bytes,
-        first_row=first_row,
-    )
-    num_done, last_sync = len(rows) - sum(map(len, todo)), monotonic()
-    with (
-        show(what, len(rows), probes.row_bytes, num_done) as advance,
-        closing(make(workers.dataset)) as writer,
-    ):
-        ranges = RowRanges(
-            todo,
-            max_rows=writer.max_rows,
-            num_workers=workers.num_workers,
-            row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
-        )
+    todo = building.missing(rows)
+    num_done = len(rows) - sum(map(len, todo))
+    with show(what, len(rows), probes.row_bytes, num_done) as advance:
 
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal last_sync
-            written, duration_s = outcome
-            ranges.note(len(written), duration_s)
-            building.wrote(written)
-            advance(len(written))
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                building.sync()
-                last_sync = monotonic()
+        def plan(writer: RangeWriter) -> RowRanges:
+            return RowRanges(
+                todo,
+                max_rows=writer.max_rows,
+                num_workers=workers.num_workers,
+                row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
+                advance=advance,
+            )
 
-        try:
-            # A worker process makes its own.
-            workers.run(make if workers.num_workers else lambda _: writer, ranges, receive)
-        except BaseException:
-            workers.close(at_once=True)
-            building.sync()
-            raise
-    workers.close()
+        write_dataset(building, workers, plan, row_bytes=probes.row_bytes, first_row=first_row)
 
 
 @contextmanager
@@ -529,7 +498,7 @@ def _going_on(building: Building, then: str, *, is_kept: bool = True) -> Iterato
             if is_kept:
                 num_rows = building.draft.num_rows
                 kept = f"{building.num_done:,} of {num_rows:,} rows are kept at {building.path}"
-                kept += "; the same build goes on with them, without `overwrite` and `fresh`"
+                kept += "; the same build goes on with them, without `overwrite`"
             _log.warning("interrupted: %s", kept)
         if not is_kept:
             building.abandon()
@@ -615,13 +584,19 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     problems = []
     for index in range(num_parts):
         rows = _rows_of(index, num_parts, draft.num_rows)
+        done = list[range]()
+        is_begun = os.path.lexists(generation / journal_name(index))
         try:
-            done = read_part(generation, index, draft.num_rows)
+            if is_begun:
+                with closing(
+                    Journal(generation, draft.num_rows, index, is_writer=False)
+                ) as journal:
+                    done = journal.rows
         except PartInUseError as error:
             problems.append(f"part {index} is being written by {error.writer}")
             continue
-        num_missing = sum(map(len, missing_ranges(done or (), rows.stop, rows.start)))
-        if num_missing and done is None:
+        num_missing = sum(map(len, missing_ranges(done, rows.stop, rows.start)))
+        if num_missing and not is_begun:
             problems.append(f"part {index} is missing")
         elif num_missing:
             written = f"{len(rows) - num_missing:,} of {len(rows):,} rows"

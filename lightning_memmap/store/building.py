@@ -2,16 +2,13 @@
 
 ``build.json`` is the manifest before a row is written, ``journal`` lists the rows that are on the
 disk, so that the next build of the same can go on from there. What begins with a dot in the source
-of a draft is for that comparison alone. The building process and all workers share a lock on the
-journal: while one of them lives, no other process writes into the same files. The processes of a
-build in parts know nothing of each other: each has a journal of its own, which it alone writes.
+of a draft is for that comparison alone.
 """
 
 import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -19,8 +16,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from platform import node
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -32,7 +27,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
 from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
 from lightning_memmap.store.columns import Column, grow_columns
-from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory, remove_tree
+from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory, remove_tree
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
@@ -40,6 +35,7 @@ from lightning_memmap.store.files import (
     sync_path,
 )
 from lightning_memmap.store.identity import Fingerprint
+from lightning_memmap.store.journal import Journal, PartInUseError, num_listed
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest, check_files
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
@@ -56,14 +52,8 @@ _NUM_SYNCS = 4
 _MAX_OPEN_FILES = 64
 #: The disk begins with so many bytes while others are being read, so that few are left at the end.
 _SYNC_BYTES = 64 * 2**20
-_MAX_JOURNAL_BYTES = 256 * 2**20
-#: How long the workers of a killed build may take to end.
-_PATIENCE_S = 2.0
 #: In the source of a draft: the order in which rows are read, and the number of parts.
 ORDER, NUM_PARTS = ".order", ".num_parts"
-#: What begins the line in a journal that says which process has it.
-_WRITER = "by "
-_LINE = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15})\n")
 _log = logging.getLogger(__name__)
 
 
@@ -109,14 +99,10 @@ class Building:
         store: Path,
         draft: Manifest,
         path: Path,
-        journal: str = JOURNAL,
-        descriptor: int | None = None,
-        done: Iterable[range] = (),
+        journal: Journal | None = None,
     ) -> None:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
-        self._descriptor = descriptor
-        self._done = list(done)
         self._written: list[range] = []
         self._writer: RowWriter | None = None
 
@@ -135,12 +121,12 @@ class Building:
         The lock of the store must be held: until it is finished, or for a part for this call alone.
         """
         directory = StoreDirectory(store)
-        key, journal = (KEY, JOURNAL) if part is None else (PARTS, _journal_of(part))
+        key = KEY if part is None else PARTS
         for path in directory.unfinished(key) if resume else ():
             try:
                 _check_same(read_draft(path, key), draft)
                 _check_own_files(path, draft)
-                descriptor, done, builder = _open_journal(path, journal, draft.num_rows)
+                journal = Journal(path, draft.num_rows, part)
             except (OSError, ValueError, RecursionError, StoreError) as error:
                 if part is not None and isinstance(error, PartInUseError):
                     raise
@@ -153,13 +139,14 @@ class Building:
                     ) from error
                 _log.warning("the interrupted build at %s is not resumed: %s", path, error)
                 continue
-            building = cls(store, draft, path, journal, descriptor, done)
+            building = cls(store, draft, path, journal)
             if building.num_done and part is None:
                 _log.warning(
-                    "resuming: %s of %s rows were written by %s; fresh=True (--fresh) starts again",
+                    "resuming: %s of %s rows were written by %s; overwrite=True (--overwrite)"
+                    " starts again",
                     f"{building.num_done:,}",
                     f"{draft.num_rows:,}",
-                    builder,
+                    journal.writer,
                 )
             return building
         if part is None:
@@ -168,11 +155,11 @@ class Building:
         try:
             allocate_files(path, draft.columns, store, draft.num_rows * row_bytes)
             draft.write(path, key)
-            descriptor, _, _ = _open_journal(path, journal, draft.num_rows)
+            journal = Journal(path, draft.num_rows, part)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        return cls(store, draft, path, journal, descriptor)
+        return cls(store, draft, path, journal)
 
     @property
     def num_done(self) -> int:
@@ -182,6 +169,10 @@ class Building:
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)
+
+    @property
+    def _done(self) -> list[range]:
+        return [] if self.journal is None else self.journal.rows
 
     def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
         """Write rows in this process, in any order; see `wrote`."""
@@ -206,19 +197,8 @@ class Building:
         # A disk can take several files at once.
         with threads(_NUM_SYNCS) as pool:
             list(pool.map(sync_path, self.path.iterdir()))
-        if self._descriptor is None:
-            return
-        data = b"".join(b"%d %d\n" % (each.start, len(each)) for each in rows)
-        num_bytes = os.fstat(self._descriptor).st_size
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-            os.fsync(self._descriptor)
-        except OSError:
-            # Half a line, joined with the next one, would name other rows.
-            os.ftruncate(self._descriptor, num_bytes)
-            raise
-        self._done += rows
+        if self.journal is not None:
+            self.journal.add(rows)
 
     def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
@@ -238,7 +218,7 @@ class Building:
                 )
             syncing.result()
         num_rows = manifest.num_rows
-        assert self._descriptor is None or not self.missing(range(num_rows))
+        assert self.journal is None or not self.missing(range(num_rows))
         opened = [column.open(self.path) for column in columns]
 
         def digest(row: int) -> str:
@@ -280,17 +260,8 @@ class Building:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-class PartInUseError(StoreError):
-    """A process writes these rows."""
-
-    def __init__(self, writer: str) -> None:
-        super().__init__(f"{writer}, which began it, is still alive")
-        self.writer = writer
+        if self.journal is not None:
+            self.journal.close()
 
 
 def read_draft(generation: Path, key: str) -> Manifest:
@@ -300,15 +271,6 @@ def read_draft(generation: Path, key: str) -> Manifest:
     found = Manifest.decode(data, f"{generation}, not finished,")
     columns = grow_columns(found.schema, found.shards)
     return replace(found, columns=columns, generation=generation.name)
-
-
-def read_part(generation: Path, part: int, num_rows: int) -> list[range] | None:
-    """The rows of one part that are on the disk; None before it was begun."""
-    if not os.path.lexists(generation / _journal_of(part)):
-        return None
-    descriptor, done, _ = _open_journal(generation, _journal_of(part), num_rows, is_writer=False)
-    os.close(descriptor)
-    return done
 
 
 @contextmanager
@@ -341,7 +303,6 @@ def allocate_files(
     fixed_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
     variable_bytes = max(0, int(rows_bytes) - fixed_bytes) if len(fixed) < len(columns) else 0
     try:
-        # Several columns may have a file in common.
         files = {
             name: (num_bytes, column.field.name)
             for column in columns
@@ -421,77 +382,9 @@ def _numbers_of(manifest: Manifest) -> dict[str, Any]:
     return {"num_rows": manifest.num_rows, "num_shards": manifest.num_shards}
 
 
-def _journal_of(part: int) -> str:
-    """The name of the journal of one part of a build. No file of a column has such a name."""
-    return f"{JOURNAL}-{part}{TEMPORARY}"
-
-
-def _open_journal(
-    generation: Path, name: str, num_rows: int, *, is_writer: bool = True
-) -> tuple[int, list[range], str]:
-    """Open a journal that no process has: the rows that it lists, and who wrote them."""
-    with closing(OpenFiles(generation, is_own=True)) as files:
-        descriptor = os.dup(files.open(name, os.O_APPEND | os.O_CREAT))
-        try:
-            has_lock = _lock(descriptor, _PATIENCE_S if is_writer else 0.0)
-            data = files.read(name, _MAX_JOURNAL_BYTES)
-            if not has_lock:
-                raise PartInUseError(_last_writer(data))
-            whole = data[: data.rfind(b"\n") + 1]
-            if whole != data:
-                # A kill has cut the last line short: the next one must not be joined to it.
-                os.ftruncate(descriptor, len(whole))
-            if is_writer:  # No line of rows: it is for the message of another process.
-                now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-                line = f"{_WRITER}process {os.getpid()} on {node()} at {now}\n"
-                os.write(descriptor, line.encode())
-        except BaseException:
-            os.close(descriptor)
-            raise
-    return descriptor, _listed(whole, num_rows), _last_writer(whole)
-
-
-def _listed(journal: bytes, num_rows: int) -> list[range]:
-    """The rows that the lines of a journal list."""
-    lines = (_LINE.fullmatch(line) for line in journal.splitlines(keepends=True))
-    pairs = (map(int, found.groups()) for found in lines if found is not None)
-    return [range(first, first + count) for first, count in pairs if first + count <= num_rows]
-
-
 def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
     """How many rows of an unfinished build are on the disk, and of how many; None without one."""
     for generation in StoreDirectory(store).unfinished(KEY):
         num_rows = read_draft(generation, KEY).num_rows
-        with closing(OpenFiles(generation, is_own=True)) as files:
-            journal = files.read(JOURNAL, _MAX_JOURNAL_BYTES)
-        return sum(map(len, merge_ranges(_listed(journal, num_rows)))), num_rows
+        return num_listed(generation, num_rows), num_rows
     return None
-
-
-def _lock(descriptor: int, patience_s: float) -> bool:
-    """Lock a journal, once no process has it, and share the lock with the workers to come.
-
-    Between the two it is free for a moment: the lock of the store must be held.
-    """
-    deadline = monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if monotonic() > deadline:
-                return False
-            sleep(0.02)
-        except OSError:
-            if os.fstat(descriptor).st_size:
-                raise
-            return True  # Without locks on this file system, the build is not resumed.
-
-
-def _last_writer(journal: bytes) -> str:
-    """The process that wrote to a journal last, as it has named itself there, not checked."""
-    lines = journal.decode(errors="replace").splitlines()
-    names = [line.removeprefix(_WRITER) for line in lines if line.startswith(_WRITER)]
-    is_known = bool(names) and len(names[-1]) < 200 and names[-1].isprintable()
-    return names[-1] if is_known else "another process"

@@ -3,9 +3,7 @@
 Where all rows have one shape, ``FIELD.memmap`` has each at a multiple of its size, shard after
 shard. Where they differ in length, ``FIELD.values`` has the items of all rows, one row after the
 other and without padding, and ``FIELD.index`` an int64 for each row: where it ends, counted in
-items from the start of the values. Where several dimensions differ, their sizes follow it. Fields
-that have as many items as each other in every row, such as those of a list of records, share an
-index.
+items from the start of the values. Where several dimensions differ, their sizes follow it.
 
 While a ragged column grows, each writer appends its rows to a file of its own, and a file of fixed
 size says where each row is; `RaggedColumn.finish` lays them together.
@@ -66,6 +64,20 @@ class _Column:
     field: Field
     shards: Shards
 
+    @property
+    def shard_bytes(self) -> Integers:
+        """Bytes of the rows of each shard where they are resident, int64 of shape (C,)."""
+        return self.shards.sizes * self.field.item_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows where they are resident."""
+        return int(self.shard_bytes.sum())
+
+    def mean_bytes(self, num_rows: int) -> int:
+        """Bytes of so many rows on average, rounded up."""
+        return -(-self.num_bytes * num_rows // self.shards.num_rows)
+
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
         """Bytes outside of a shard that its rows are found by: file, first byte, and the bytes."""
         return ()
@@ -96,10 +108,6 @@ class FixedColumn(_Column):
         """The size of each file by its name. There is no file for a field without bytes."""
         num_bytes = self.shards.num_rows * self.field.row_bytes
         return {self.rows_name: num_bytes} if num_bytes else {}
-
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident."""
-        return len(rows) * self.field.row_bytes
 
     def shard_ranges(self) -> list[list[FileRange]]:
         """The pieces of files that each shard consists of, in order: together all bytes."""
@@ -152,7 +160,6 @@ class RaggedColumn(_Column):
     """The column of a field whose rows differ in length."""
 
     shard_items: tuple[int, ...] = ()
-    index_of: str = ""
 
     def __post_init__(self) -> None:
         field = self.field
@@ -162,12 +169,10 @@ class RaggedColumn(_Column):
             raise ValueError(f"the name of field {field.name!r} is too long for its files")
         if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
             raise ValueError(f"{sum(self.shard_items)} items of {field} fit into no file")
-        if self.index_of and field.num_variable > 1:
-            raise ValueError(f"the rows of field {field.name!r} need an index of their own")
 
     @property
     def _index_name(self) -> str:
-        return f"{self.index_of or self.field.name}.index"
+        return f"{self.field.name}.index"
 
     @property
     def rows_name(self) -> str:
@@ -198,15 +203,12 @@ class RaggedColumn(_Column):
         num_bytes = sum(self.shard_items) * self.field.item_bytes
         return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
 
-    def num_bytes(self, rows: range | Integers) -> int:
-        """Bytes of all these rows where they are resident; exact for those of a shard."""
-        size, shards = self.field.item_bytes, self.shards
+    @property
+    @override
+    def shard_bytes(self) -> Integers:
         if not self.shard_items:
-            return len(rows) * size
-        first = rows.start if isinstance(rows, range) else -1
-        if 0 <= first < shards.num_shards and rows == shards.rows_of(first):
-            return self.shard_items[first] * size
-        return -(-sum(self.shard_items) * size * len(rows) // shards.num_rows)
+            return super().shard_bytes
+        return np.array(self.shard_items, np.int64) * self.field.item_bytes
 
     def shard_ranges(self) -> list[list[FileRange]]:
         """The pieces of files that each shard consists of, in order: together all bytes."""
@@ -330,68 +332,40 @@ Column = FixedColumn | RaggedColumn
 
 def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
     """Make the columns of a store that has no rows yet, one for each field, in their order."""
-    grown: dict[str, Column] = {
-        field.name: (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
+    return tuple(
+        (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
         for field in schema.fields
-    }
-    for name, leader in schema.same_lengths.items():
-        column = grown[name]
-        if isinstance(column, RaggedColumn) and isinstance(grown[leader], RaggedColumn):
-            grown[name] = replace(column, index_of=leader)
-    return tuple(grown.values())
+    )
 
 
-class RaggedFiles(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a manifest says of a column whose rows differ in length."""
-
-    shard_items: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
-    index_of: str = ""
+#: The items of each shard of a column whose rows differ in length, as a manifest has them.
+ShardItems = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
 
 
-def ragged_files(columns: Sequence[Column]) -> dict[str, RaggedFiles]:
+def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
     """What the manifest must say of columns, by field name."""
     return {
-        column.field.name: RaggedFiles(
-            list(column.shard_items or (0,) * column.shards.num_shards), column.index_of
-        )
+        column.field.name: list(column.shard_items or (0,) * column.shards.num_shards)
         for column in columns
         if isinstance(column, RaggedColumn)
     }
 
 
 def stored_columns(
-    schema: Schema, shards: Shards, ragged: Mapping[str, RaggedFiles]
+    schema: Schema, shards: Shards, items: Mapping[str, ShardItems]
 ) -> tuple[Column, ...]:
     """The columns of an existing store, one for each field, from what its manifest says of them."""
-    if ragged.keys() != {field.name for field in schema.fields if field.num_variable}:
+    grown = grow_columns(schema, shards)
+    if items.keys() != shard_items(grown).keys():
         raise ValueError("its columns are not those of its fields")
-    columns: list[Column] = []
-    for field in schema.fields:
-        if (entry := ragged.get(field.name)) is None:
-            columns.append(FixedColumn(field, shards))
-            continue
-        if len(entry.shard_items) != shards.num_shards:
-            raise ValueError(f"the items of {field.name!r} are not given for each shard")
-        columns.append(RaggedColumn(field, shards, tuple(entry.shard_items), entry.index_of))
-    _check_indices(columns)
-    return tuple(columns)
-
-
-def _check_indices(columns: Sequence[Column]) -> None:
-    """Check that an index that several columns have is that of one of them, and fits all."""
-    own = {
-        column.field.name: column
-        for column in columns
-        if isinstance(column, RaggedColumn) and not column.index_of
-    }
-    for column in columns:
-        if isinstance(column, RaggedColumn) and column.index_of:
-            leader = own.get(column.index_of)
-            fits = leader is not None and leader.field.num_variable == 1
-            if not fits or leader is None or leader.shard_items != column.shard_items:
-                raise ValueError(
-                    f"field {column.field.name!r} cannot have the index of {column.index_of!r}"
-                )
+    if any(len(each) != shards.num_shards for each in items.values()):
+        raise ValueError("its columns do not have a number of items for each shard")
+    return tuple(
+        replace(column, shard_items=tuple(items[column.field.name]))
+        if isinstance(column, RaggedColumn)
+        else column
+        for column in grown
+    )
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:

@@ -8,7 +8,7 @@ import stat
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,7 +161,13 @@ class OpenFiles:
         """Read a file from its start to its end."""
         with open(os.dup(self.open(name)), "rb") as file:
             file.seek(0)
-            return read_at_most(file, name, max_bytes)
+            data = bytearray()
+            # Piece by piece: all that is asked for is allocated.
+            while len(data) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
+                data += piece
+        if len(data) > max_bytes:
+            raise StoreError(f"{name} is larger than {max_bytes} bytes")
+        return bytes(data)
 
     def begin_sync(self) -> None:
         """Let the disk begin with what was written into the files that are open, where the system
@@ -183,17 +189,6 @@ class OpenFiles:
         if self.directory >= 0:
             os.close(self.directory)
             self.directory = -1
-
-
-def read_at_most(file: IO[bytes], name: str, max_bytes: int) -> bytes:
-    """Read a file to its end."""
-    data = bytearray()
-    # Piece by piece: all that is asked for is allocated.
-    while len(data) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
-        data += piece
-    if len(data) > max_bytes:
-        raise StoreError(f"{name} is larger than {max_bytes} bytes")
-    return bytes(data)
 
 
 def replaced(path: Path) -> StoreError:

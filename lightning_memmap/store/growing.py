@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic, perf_counter, sleep
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
 from lightning_memmap.store.probes import Probes
-from lightning_memmap.store.range_writer import RangeWriter
+from lightning_memmap.store.range_writer import Rows, write_dataset
 from lightning_memmap.store.serving import Serving
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
@@ -67,26 +67,46 @@ class _Want:
 class _Queue:
     """Which rows are read next: what readers want, in turns, and then all others in their order."""
 
-    def __init__(self, serving: Serving, manifest: Manifest, row_s: float) -> None:
-        self._serving, self._shards, self._row_s = serving, manifest.shards, row_s
+    def __init__(
+        self, build: "BackgroundBuild", serving: Serving, manifest: Manifest, probes: Probes
+    ):
+        self._build, self._serving, self._shards = build, serving, manifest.shards
+        self._row_s = probes.row_s
+        self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         self._taken = np.zeros(manifest.num_rows, np.bool_)
         self._taken[self._shards.rows_at(np.flatnonzero(serving.present))] = True
         self._others = _Want(0, np.arange(manifest.num_rows, dtype=np.int64))
         self._wants: dict[Path, _Want] = {}
-        self._turn = 0
+        self._turn = self._num_begun = self._num_read = 0
 
-    def note(self, num_rows: int, duration_s: float) -> None:
-        """Take into account how long rows took."""
-        self._row_s = (self._row_s + duration_s / num_rows) / 2
+    def __iter__(self) -> Iterator[Integers]:
+        while not self._build.is_stopped:
+            if self._build.must_pause(self._serving):
+                # While this sleeps, what was read is not received.
+                if self._num_begun == self._num_read:
+                    sleep(_PAUSE_S)
+                else:
+                    yield np.empty(0, np.int64)
+                continue
+            if not len(rows := self._next()):
+                return
+            self._num_begun += len(rows)
+            yield rows
 
-    def next(self, max_rows: int) -> Integers:
+    def note(self, rows: Rows, duration_s: float) -> None:
+        """Tell the readers that rows are there, and take into account how long they took."""
+        self._serving.present[self._shards.locate(np.asarray(rows))] = 1
+        self._row_s = (self._row_s + duration_s / len(rows)) / 2
+        self._num_read += len(rows)
+
+    def _next(self) -> Integers:
         """The rows that are read next; none where all are taken."""
         self._look()
         task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
         if not self._wants:
             # The first reader does not wait long for what was begun before it came.
             task_s = _SHORT_TASK_S / 4
-        count = max(1, min(max_rows, int(task_s / max(self._row_s, 1e-9))))
+        count = max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))
         wants = [want for want in self._wants.values() if len(want.rows)]
         self._turn += 1
         for want in (*wants[self._turn % max(1, len(wants)) :], *wants, self._others):
@@ -104,19 +124,6 @@ class _Queue:
                 self._wants[path] = _Want(inode, rows[np.sort(firsts)])
 
 
-class _RowsWriter(RangeWriter):
-    """Reads and writes rows in any order."""
-
-    @override
-    def __call__(self, rows: Any) -> Any:
-        start = perf_counter()
-        if len(rows):
-            self.write_rows(rows)
-        else:
-            sleep(_PAUSE_S)
-        return rows, perf_counter() - start
-
-
 class BackgroundBuild:
     """Builds a store in a thread, or goes on with an interrupted build.
 
@@ -132,14 +139,16 @@ class BackgroundBuild:
         #: Whether the dataset is read piece by piece, and so never row by row.
         self.is_unfit = False
         self.serving: Serving | None = None
-        self._has_begun, self._is_stopped = Event(), False
+        self._has_begun = Event()
+        #: Whether no more rows are read.
+        self.is_stopped = False
         # It does not keep a program from ending: the next build goes on with its rows.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
         self._thread.start()
         try:
             self._has_begun.wait()
         except BaseException:
-            self._is_stopped = True
+            self.is_stopped = True
             raise
         if self.error is not None:
             raise self.error
@@ -153,7 +162,7 @@ class BackgroundBuild:
         """End the build: wait for it if all rows are there, and otherwise interrupt it."""
         serving = self.serving
         if serving is None or not (serving.has_all or serving.is_whole):
-            self._is_stopped = True
+            self.is_stopped = True
             self._thread.join(_PATIENCE_S)
         else:
             self._thread.join()
@@ -164,7 +173,7 @@ class BackgroundBuild:
         try:
             with directory.locked():
                 # Another process may have built it meanwhile.
-                if not (is_store(directory.path) or self._is_stopped):
+                if not (is_store(directory.path) or self.is_stopped):
                     self._build()
         except BaseException as error:  # Whoever waits for rows must get it.
             self.error = error
@@ -208,57 +217,17 @@ class BackgroundBuild:
         serving.present[draft.shards.locate(np.flatnonzero(is_there))] = 1
         self.serving = serving
         self._has_begun.set()
-        queue = _Queue(serving, draft, probes.row_s)
-        max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
-        num_read, last_sync = 0, monotonic()
-
-        def tasks() -> Iterator[Integers]:
-            num_begun = 0
-            while not self._is_stopped:
-                if self._must_pause(serving):
-                    # While this sleeps, what was read is not received.
-                    if num_begun == num_read:
-                        sleep(_PAUSE_S)
-                    else:
-                        yield np.empty(0, np.int64)
-                    continue
-                if not len(rows := queue.next(max_rows)):
-                    return
-                num_begun += len(rows)
-                yield rows
-
-        def receive(outcome: tuple[Integers, float]) -> None:
-            nonlocal num_read, last_sync
-            rows, duration_s = outcome
-            if not len(rows):
-                return
-            serving.present[draft.shards.locate(rows)] = 1
-            queue.note(len(rows), duration_s)
-            num_read += len(rows)
-            building.wrote(rows)
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
-                building.sync()
-                last_sync = monotonic()
-
-        make = partial(
-            _RowsWriter,
-            schema=draft.schema,
-            columns=draft.columns,
-            building=building.path,
-            journal=building.journal,
+        write_dataset(
+            building,
+            workers,
+            lambda _: _Queue(self, serving, draft, probes),
             row_bytes=probes.row_bytes,
         )
-        try:
-            workers.run(make, tasks(), receive)
-            if self._is_stopped and not serving.has_all:
-                raise BuildStoppedError(f"the build of the store at {building.store} was stopped")
-        except BaseException:
-            workers.close(at_once=True)
+        if self.is_stopped and not serving.has_all:
             building.sync()
-            raise
-        workers.close()
+            raise BuildStoppedError(f"the build of the store at {building.store} was stopped")
 
-    def _must_pause(self, serving: Serving) -> bool:
+    def must_pause(self, serving: Serving) -> bool:
         """Whether rows are read only while a reader waits, and none does."""
         is_first = self._after is None or not self._after.is_alive
         return not is_first and not serving.is_waited_for

@@ -4,7 +4,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -145,22 +145,16 @@ class JoinedManifest(Manifest):
         return "; ".join(part.content for part in self.parts)
 
     @override
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         pool = pool or Pool.of(self.rows, self.num_shards)
         if isinstance(pool.rows, WindowedRows):
-            return super().shard_bytes(pool, fields, num_data_devices)
+            return super().shard_bytes(pool, num_data_devices)
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
             rows = pool.dataset_rows(*pool.offsets_of(shard))
             for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
-                part = self.parts[number]
-                some = [c for c in part.columns if fields is None or c.field.name in fields]
-                sizes[shard] += sum(c.num_bytes(range(-1, count - 1)) for c in some)
+                columns = self.parts[number].columns
+                sizes[shard] += sum(c.mean_bytes(count) for c in columns)
         return sizes
 
 

@@ -7,7 +7,7 @@ name in it is checked before a file is touched.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -24,9 +24,9 @@ from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.schema import MAX_FIELDS
 from lightning_memmap.store.columns import (
     Column,
-    RaggedFiles,
+    ShardItems,
     grow_columns,
-    ragged_files,
+    shard_items,
     stored_columns,
 )
 from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
@@ -81,11 +81,11 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
-        return rows_bytes(self.columns, range(self.num_rows))
+        return sum(column.num_bytes for column in self.columns)
 
     @property
     def file_bytes(self) -> dict[str, int]:
-        """The size of each file by its name, of which several columns may have one in common."""
+        """The size of each file by its name."""
         return {name: size for column in self.columns for name, size in column.file_bytes.items()}
 
     @property
@@ -93,18 +93,15 @@ class Manifest:
         """Bytes of one row over all fields, on average and rounded up."""
         return -(-self.num_bytes // self.num_rows)
 
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
-        """Bytes of the rows of each shard."""
-        columns = [c for c in self.columns if fields is None or c.field.name in fields]
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
+        """Bytes of the rows of each shard: by their mean where it is not one of the store."""
+        columns = self.columns
         if pool is not None and isinstance(pool.rows, WindowedRows):
             return _window_bytes(columns, pool, num_data_devices)
-        parts = self.shards if pool is None else pool
-        sizes = [rows_bytes(columns, parts.rows_of(c)) for c in range(parts.num_shards)]
+        if pool is None or _are_stored(pool, self.shards):
+            none = np.zeros(self.num_shards, np.int64)
+            return sum((column.shard_bytes for column in columns), none)
+        sizes = [sum(c.mean_bytes(count) for c in columns) for count in pool.sizes.tolist()]
         return np.array(sizes, np.int64)
 
     @property
@@ -147,7 +144,7 @@ class Manifest:
             "version": VERSION,
             **{key: getattr(self, key) for key in _File.__struct_fields__ if key != "columns"},
             **self.schema.to_json(),
-            "columns": ragged_files(self.columns),
+            "columns": shard_items(self.columns),
         }
         try:
             data = sign(msgspec.json.encode(body))
@@ -244,7 +241,7 @@ class _File(msgspec.Struct, kw_only=True):
     probes: Annotated[list[tuple[Annotated[int, Meta(ge=0)], _Sum]], Meta(max_length=_MAX_PROBES)]
     checksums: dict[str, list[_Sum]]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
-    columns: dict[str, RaggedFiles] = {}
+    columns: dict[str, ShardItems] = {}
     fingerprint: Fingerprint | None = None
     classes: Annotated[list[_ClassName], Meta(max_length=_MAX_CLASSES)] = []
 
@@ -305,9 +302,13 @@ def check_files(directory: Path, manifest: Manifest) -> None:
                 )
 
 
-def rows_bytes(columns: Sequence[Column], rows: range | Integers) -> int:
-    """Return the bytes of rows over all columns of a store."""
-    return sum(column.num_bytes(rows) for column in columns)
+def _are_stored(pool: Pool, shards: Shards) -> bool:
+    """Whether the shards of a pool are those of the store."""
+    return (
+        pool.begins is not None
+        and np.array_equal(pool.begins, shards.starts)
+        and np.array_equal(pool.sizes, shards.sizes)
+    )
 
 
 def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
@@ -319,8 +320,7 @@ def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) 
         if column.field.name in line.fields:
             step_bytes += column.field.step_bytes
         else:
-            num_rows = column.shards.num_rows
-            series_bytes += -(-rows_bytes([column], range(num_rows)) // num_rows)
+            series_bytes += column.mean_bytes(1)
 
     def held_bytes(chosen: Sequence[int]) -> int:
         counts = spans_of(pool, chosen).counts

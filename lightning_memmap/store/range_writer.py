@@ -1,10 +1,12 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import monotonic, perf_counter, sleep
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,12 +16,12 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema, Values
 from lightning_memmap.schema.values import join_values
-from lightning_memmap.store.building import RowWriter
+from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import Source, reading_order, source_of
 from lightning_memmap.store.store import Store
-from lightning_memmap.store.workers import threads
+from lightning_memmap.store.workers import Workers, threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -31,6 +33,65 @@ _MAX_ITEM_BLOCKS = 16
 _MAX_PACKED_ROWS = 2**18
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
+_JOURNAL_INTERVAL_S = 5.0
+#: How long a task without rows takes.
+_PAUSE_S = 0.02
+
+Rows = range | Integers
+
+
+class Tasks(Protocol):
+    """The rows that are written next, task by task."""
+
+    def __iter__(self) -> Iterator[Rows]:
+        """The rows of each task, of which a task may have none: then nothing can be done yet."""
+
+    def note(self, rows: Rows, duration_s: float) -> None:
+        """Rows were written, in so many seconds."""
+
+
+def write_dataset(
+    building: Building,
+    workers: Workers,
+    plan: Callable[["RangeWriter"], Tasks],
+    *,
+    row_bytes: int,
+    first_row: int = 0,
+) -> None:
+    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
+
+    ``plan`` is given a writer like those of the workers, which end with the last task.
+    """
+    make = partial(
+        RangeWriter,
+        schema=building.draft.schema,
+        columns=building.draft.columns,
+        building=building.path,
+        journal=building.journal.name if building.journal else None,
+        row_bytes=row_bytes,
+        first_row=first_row,
+    )
+    last_sync = monotonic()
+    with closing(make(workers.dataset)) as writer:
+        tasks = plan(writer)
+
+        def receive(outcome: tuple[Rows, float]) -> None:
+            nonlocal last_sync
+            rows, duration_s = outcome
+            if len(rows):
+                building.wrote(rows)
+                tasks.note(rows, duration_s)
+            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+                building.sync()
+                last_sync = monotonic()
+
+        try:
+            workers.run(make if workers.num_workers else lambda _: writer, tasks, receive)
+        except BaseException:
+            workers.close(at_once=True)
+            building.sync()
+            raise
+    workers.close()
 
 
 class RangeWriter:
@@ -42,7 +103,7 @@ class RangeWriter:
         schema: Schema,
         columns: Sequence[Column],
         building: Path,
-        journal: str,
+        journal: str | None,
         row_bytes: int,
         first_row: int = 0,
     ) -> None:
@@ -71,32 +132,29 @@ class RangeWriter:
         """The rows that take so many bytes, at least one."""
         return max(1, num_bytes // self._row_bytes)
 
-    def __call__(self, task: tuple[int, int]) -> tuple[range, float]:
-        """Write a range, given by its first row in the store and the number of its rows."""
+    def __call__(self, rows: Rows) -> tuple[Rows, float]:
+        """Write rows, given by their numbers in the store; a range where reading has an order."""
         start = perf_counter()
-        first, num_rows = task
-        begin = first - self._first_row
-        rows: range | Integers = range(begin, begin + num_rows)
-        if self._order is not None:
-            rows = self._order[begin : begin + num_rows]
-        self.write_rows(rows)
-        return range(first, first + num_rows), perf_counter() - start
+        mine = _moved(rows, -self._first_row)
+        if not len(rows):
+            sleep(_PAUSE_S)
+        elif self._order is None:
+            self._write_rows(mine)
+        else:
+            assert isinstance(mine, range)
+            self._write_rows(self._order[mine.start : mine.stop])
+        return rows, perf_counter() - start
 
-    def write_rows(self, rows: range | Integers) -> None:
-        """Write rows of the dataset, in any order."""
+    def _write_rows(self, rows: Rows) -> None:
         if not self._write_slices(rows):
             for index in range(0, len(rows), self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
             self._writing.result()
 
-    def _write(self, rows: range | Integers, values: Sequence[Values]) -> None:
-        first = self._first_row
-        if isinstance(rows, range):
-            self._writer.write(range(rows.start + first, rows.stop + first), values)
-        else:
-            self._writer.write(rows + first, values)
+    def _write(self, rows: Rows, values: Sequence[Values]) -> None:
+        self._writer.write(_moved(rows, self._first_row), values)
 
-    def _write_slices(self, rows: range | Integers) -> bool:
+    def _write_slices(self, rows: Rows) -> bool:
         """Write rows that are read many at once; False where they must be read as items."""
         if self._source is None:
             return False
@@ -111,7 +169,7 @@ class RangeWriter:
         self._write(rows, found)
         return True
 
-    def _write_items(self, rows: range | Integers) -> None:
+    def _write_items(self, rows: Rows) -> None:
         """Read rows item by item, and begin to write them when those before them are written."""
         self._memory.reverse()
         memory, fields = self._memory[0], self._schema.fields
@@ -137,7 +195,7 @@ class RangeWriter:
         self._writing = self._thread.submit(self._write_pieces, rows, memory, pieces)
 
     def _write_pieces(
-        self, rows: range | Integers, memory: Mapping[str, Tensor], pieces: list[list[Values]]
+        self, rows: Rows, memory: Mapping[str, Tensor], pieces: list[list[Values]]
     ) -> None:
         whole = [
             Values(memory[field.name][: len(rows)])
@@ -153,13 +211,18 @@ class RangeWriter:
         self._writer.close()
 
 
+def _moved(rows: Rows, by: int) -> Rows:
+    """Rows with other numbers."""
+    return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
+
+
 class _StoredRows:
     """The rows of a store, as a source."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def read(self, rows: range | Integers) -> list[Values]:
+    def read(self, rows: Rows) -> list[Values]:
         numbers = np.asarray(rows, np.int64)
         found = [column.fetch(numbers) for column in self._store.columns]
         return [

@@ -1,6 +1,8 @@
 """Rows divided into ranges: about a second of work each, however long a row takes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from lightning_memmap.sampling import Integers
 
 #: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
 _RANGE_S = 1.0
@@ -12,26 +14,33 @@ class RowRanges:
     """Divides rows into ranges of about a second of work, while earlier ones are worked on."""
 
     def __init__(
-        self, todo: Iterable[range], *, max_rows: int, num_workers: int, row_s: float
+        self,
+        todo: Iterable[range],
+        *,
+        max_rows: int,
+        num_workers: int,
+        row_s: float,
+        advance: Callable[[int], None] = lambda num_rows: None,
     ) -> None:
         self._todo = [rows for rows in todo if rows]
         self._max_rows = max_rows
         self._num_workers = num_workers
         self._row_s = row_s
+        self._advance = advance
         self._num_left = sum(map(len, self._todo))
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[range]:
         for rows in self._todo:
-            first = rows.start
-            while first < rows.stop:
-                count = min(self._next_count(), rows.stop - first)
+            while rows:
+                count = min(self._next_count(), len(rows))
                 self._num_left -= count
-                yield first, count
-                first += count
+                yield rows[:count]
+                rows = rows[count:]
 
-    def note(self, num_rows: int, duration_s: float) -> None:
-        """Take into account how long a range took."""
-        self._row_s = (self._row_s + duration_s / num_rows) / 2
+    def note(self, rows: range | Integers, duration_s: float) -> None:
+        """Take into account how long rows took."""
+        self._row_s = (self._row_s + duration_s / len(rows)) / 2
+        self._advance(len(rows))
 
     def _next_count(self) -> int:
         row_s = max(self._row_s, 1e-9)

@@ -143,23 +143,23 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     if is_stream(dataset):
         _check_length(store, _compare_samples(store, samples_of(dataset)))
         return
-    ranges = RowRanges(
-        [range(store.manifest.num_rows)],
-        max_rows=_MAX_RANGE_ROWS,
-        num_workers=num_workers,
-        row_s=_FIRST_ROW_S,
-    )
-    num_compared = 0
-    with progress("comparing", store.manifest.num_rows, store.manifest.row_bytes) as advance:
+    num_rows, num_compared = store.manifest.num_rows, 0
+    with progress("comparing", num_rows, store.manifest.row_bytes) as advance:
+        ranges = RowRanges(
+            [range(num_rows)],
+            max_rows=_MAX_RANGE_ROWS,
+            num_workers=num_workers,
+            row_s=_FIRST_ROW_S,
+            advance=advance,
+        )
 
-        def receive(outcome: tuple[int, float]) -> None:
+        def receive(outcome: tuple[range, float]) -> None:
             nonlocal num_compared
             ranges.note(*outcome)
-            num_compared += outcome[0]
-            advance(outcome[0])
+            num_compared += len(outcome[0])
 
         run_tasks(partial(_check_range, dataset, store), ranges, num_workers, receive)
-    assert num_compared == store.manifest.num_rows
+    assert num_compared == num_rows
 
 
 def _check_rows(store: StoredRows, first: int, samples: Sequence[Any]) -> None:
@@ -202,10 +202,10 @@ def _check_probe(dataset: Any, store: StoredRows, probe: tuple[int, str]) -> Non
         raise _other_dataset(store, f"row {row} of the dataset differs from the stored row")
 
 
-def _check_range(dataset: Any, store: StoredRows, task: tuple[int, int]) -> tuple[int, float]:
-    """Compare a range of rows with those of a store. Returns their number, and the seconds."""
-    start, (first, count), step = perf_counter(), task, _piece_rows(store)
-    for row in range(first, first + count, step):
-        rows = range(row, min(row + step, first + count))
-        _check_rows(store, row, read_samples(dataset, rows))
-    return count, perf_counter() - start
+def _check_range(dataset: Any, store: StoredRows, rows: range) -> tuple[range, float]:
+    """Compare a range of rows with those of a store. Returns it, and the seconds."""
+    start, step = perf_counter(), _piece_rows(store)
+    for first in range(0, len(rows), step):
+        some = rows[first : first + step]
+        _check_rows(store, some.start, read_samples(dataset, some))
+    return rows, perf_counter() - start

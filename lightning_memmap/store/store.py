@@ -208,26 +208,6 @@ class Store:
             raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
         return names.index(field)
 
-    def shard(self, index: int) -> dict[str, Tensor]:
-        """Return views of one shard's rows by field name.
-
-        Args:
-            index: The shard, in ``[0, num_shards)``.
-
-        Returns:
-            One mapped tensor of shape (rows of the shard, *field shape) per field, on the CPU.
-
-        Raises:
-            IndexError: There is no such shard.
-            StoreError: The rows of a field do not lie in one tensor.
-        """
-        if not 0 <= index < self.num_shards:
-            raise IndexError(f"shard {index}: the store has {self.num_shards} shards")
-        shards = self.manifest.shards
-        start = int(shards.starts[index])
-        rows = slice(start, start + int(shards.sizes[index]))
-        return {name: tensor[rows] for name, tensor in self._by_name().items()}
-
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         """The open columns of some fields, for use of no other rows than those of some shards.
 
@@ -272,11 +252,8 @@ class Store:
         Raises:
             StoreError: The rows of a field do not lie in one tensor.
         """
-        return TensorDict(self._by_name(), [self.num_rows])
-
-    def _by_name(self) -> dict[str, Tensor]:
         names = (field.name for field in self.schema.fields)
-        return dict(zip(names, self.tensors, strict=True))
+        return TensorDict(dict(zip(names, self.tensors, strict=True)), [self.num_rows])
 
     def check_dataset(
         self,

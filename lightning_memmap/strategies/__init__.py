@@ -4,7 +4,6 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_memmap.strategies._fsdp2_wrap import consolidate_checkpoint
 from lightning_memmap.strategies._member_results import MemberResult, MemberResults, read_results
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
@@ -25,7 +24,6 @@ __all__ = [
     "PipelineStrategy",
     "SuperBatchDDPStrategy",
     "SuperBatchStrategy",
-    "consolidate_checkpoint",
     "read_results",
     "register",
 ]

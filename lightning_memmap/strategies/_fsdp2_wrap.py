@@ -1,19 +1,15 @@
 """Sharding a module with FSDP2: options, units, the values to begin with, checkpoints."""
 
 import itertools
-import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,8 +33,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 #: Their running statistics stay float32 in mixed precision, which requires float32 parameters.
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: What Lightning adds to the folder of a sharded checkpoint.
-_META = "meta.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,58 +342,3 @@ def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any
         if number in by_number
     }
     return {**state, "state": sharded}
-
-
-def consolidate_checkpoint(
-    folder: str | Path, file: str | Path, *, weights_only: bool = True
-) -> None:
-    """Convert a sharded checkpoint of several processes to one file.
-
-    ``load_from_checkpoint`` of the plain module loads the file, and any strategy resumes from it.
-    Call it in one process; the checkpoint must fit into its memory. Parts of a sharded checkpoint
-    are unpickled: do not open one from a source that you do not trust.
-
-    Args:
-        folder: What ``memmap_fsdp2`` or Lightning's ``ModelParallelStrategy`` saved with
-            ``save_distributed_checkpoint=True``.
-        file: The file to write; must not exist. It has another name until it is complete.
-        weights_only: Refuse to unpickle the states of callbacks, hyperparameters and the like, as
-            in ``torch.load``.
-
-    Raises:
-        ValueError: ``folder`` is not a sharded checkpoint.
-        FileExistsError: ``file`` exists.
-        pickle.UnpicklingError: With ``weights_only=True``, the checkpoint contains something other
-            than tensors and plain values.
-    """
-    folder, file = Path(folder), Path(file)
-    if not (folder / _META).is_file() or not (folder / ".metadata").is_file():
-        raise ValueError(
-            f"folder={str(folder)!r}: it has no {_META} and .metadata, so it is not a sharded"
-            " checkpoint; a checkpoint of one file needs no consolidation"
-        )
-    if file.exists():
-        raise FileExistsError(f"file={str(file)!r} exists: remove it, or choose another name")
-    partial_file = file.with_name(f"{file.name}.partial")
-    try:
-        dcp_to_torch_save(folder, partial_file)
-        tensors = torch.load(partial_file, map_location="cpu", weights_only=True)
-        rest = torch.load(folder / _META, map_location="cpu", weights_only=weights_only)
-        count = sum(re.fullmatch(r"optimizer_\d+", key) is not None for key in tensors)
-        states = [_numbered(tensors[f"optimizer_{index}"]) for index in range(count)]
-        weights = {"state_dict": tensors["state_dict"], "optimizer_states": states}
-        torch.save({**rest, **weights}, partial_file)
-        os.replace(partial_file, file)
-    finally:
-        partial_file.unlink(missing_ok=True)
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer state by parameter names, converted to torch's parameter numbers."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in state["param_groups"]:
-        params = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
-        groups.append({**group, "params": params})
-    values = {numbers[name]: value for name, value in state.get("state", {}).items()}
-    return {"state": values, "param_groups": groups}

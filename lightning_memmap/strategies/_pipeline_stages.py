@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -226,24 +226,6 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
             f"no stage has the parameters {', '.join(map(repr, outside))} of"
             f" {type(module).__name__}: put the modules that they belong to into a stage"
         )
-
-
-def train_fields(module: L.LightningModule | None, layout: Layout) -> frozenset[str] | None:
-    """The fields of the training rows that a process needs; None for all."""
-    inputs, loss = (getattr(module, name, None) for name in ("input_fields", "loss_fields"))
-    if inputs is None and loss is None:
-        return None
-    for name, fields in (("input_fields", inputs), ("loss_fields", loss)):
-        if isinstance(fields, str) or not isinstance(fields, Collection):
-            raise TypeError(
-                f"{type(module).__name__}.{name}={fields!r}: give both input_fields and"
-                " loss_fields as tuples of names of fields, or neither"
-            )
-    if layout.pipeline_size == 1:
-        return None
-    # In every schedule the first process has the first stage, and the last one the last.
-    needed: dict[int, Any] = {0: inputs, layout.pipeline_size - 1: loss}
-    return frozenset(needed.get(layout.pipeline_rank, ()))
 
 
 class StagePipeline:

@@ -1,6 +1,5 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_memmap.strategies._part_results import (
     merge_logs,
 )
 from lightning_memmap.strategies._replicas import Replicas, check_module, run_replicas
-from lightning_memmap.strategies.microbatch import MicroBatches
+from lightning_memmap.strategies.microbatch import MicroBatches, training_output
 
 
 class DataParallelStrategy(OneProcess):
@@ -182,7 +181,7 @@ class DataParallelStrategy(OneProcess):
         if trainer._results is not None:
             merge_logs(self._logs, trainer._results, module, self)
         is_training = name == "training_step"
-        return _training_output(outputs, batch) if is_training else batch.merge(outputs)
+        return training_output(outputs, batch) if is_training else batch.merge(outputs)
 
     def _run_replicas(self, name: str, batch: MicroBatches, *args: Any, **kwargs: Any) -> list[Any]:
         replicas, count = self._replicas, len(batch.parts)
@@ -221,24 +220,3 @@ class DataParallelStrategy(OneProcess):
 
     def _log_of(self, index: int) -> PartLog:
         return self._logs[index]
-
-
-def _training_output(outputs: list[Any], parts: MicroBatches) -> Any:
-    """The mean of the losses that were returned, with its graph, and the other outputs merged."""
-    given = [output for output in outputs if output is not None]
-    if all(isinstance(output, Tensor) for output in given):
-        return parts.mean(outputs)
-    for output in given:
-        if not isinstance(output, (Tensor, Mapping)):
-            return output
-    dicts = [
-        {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
-    ]
-    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
-    merged = {key: parts.merge([output.get(key) for output in dicts]) for key in keys}
-    losses = [output.get("loss") for output in dicts]
-    if any(
-        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
-    ):
-        return merged
-    return {"loss": parts.mean(losses), **merged}

@@ -3,12 +3,9 @@
 import atexit
 import math
 import os
-import signal
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
 from time import perf_counter, sleep
@@ -30,7 +27,7 @@ from rich import get_console
 from typing_extensions import override
 
 from lightning_memmap.errors import MemberError
-from lightning_memmap.launched import Launched
+from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import OneNode, started_in_several
 from lightning_memmap.strategies._member_results import (
@@ -331,7 +328,7 @@ class _Members(_SubprocessScriptLauncher):
         """Wait until each other member is ready, or its process has ended."""
         notice_s = perf_counter() + _PATIENCE_S
         pending = set(self._others)
-        with _on_sigterm(self._stop):
+        with on_sigterm(self._stop):
             while pending := {
                 member
                 for member in pending
@@ -428,16 +425,3 @@ def _below(directory: str | os.PathLike[str], folder: str) -> str:
     """The path of a folder in a directory; the directory itself if it is in such a folder."""
     path = os.fspath(directory)
     return path if folder in PurePath(path).parts else os.path.join(path, folder)
-
-
-@contextmanager
-def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Handle SIGTERM within the context. Python allows that in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

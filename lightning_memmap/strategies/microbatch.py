@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_leaves import interleaved, is_variable
@@ -229,3 +230,61 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torc
     for term in others:
         first = first + term
     return first
+
+
+def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
+    """The mean of the losses that were returned, with its graph, and the other outputs merged."""
+    given = [output for output in outputs if output is not None]
+    if all(isinstance(output, Tensor) for output in given):
+        return parts.mean(outputs)
+    for output in given:
+        if not isinstance(output, (Tensor, Mapping)):
+            return output
+    dicts = [
+        {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
+    ]
+    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
+    merged = {key: parts.merge([output.get(key) for output in dicts]) for key in keys}
+    losses = [output.get("loss") for output in dicts]
+    if any(
+        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
+    ):
+        return merged
+    return {"loss": parts.mean(losses), **merged}
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Gather the gradients that are computed within the context in a dict, and nowhere else."""
+    # Apart from those of other losses, since the backward pass may scale each loss.
+    before = [parameter.grad for parameter in parameters]
+    found: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield found
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                found[parameter] = parameter.grad
+            parameter.grad = grad
+
+
+def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
+    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others."""
+    known: dict[nn.Parameter, Tensor] | None = grads
+
+    def add(scale: Tensor) -> None:
+        nonlocal known
+        if known is None:
+            raise RuntimeError("backward was called twice for one loss: compute the loss again")
+        for parameter, grad in known.items():
+            if scale.device.type != "cpu" or scale != 1:
+                grad.mul_(scale.to(grad))
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        known = None
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(add)  # type: ignore[no-untyped-call]
+    # A copy, which the user may change in place, unlike a leaf.
+    return leaf.clone()

@@ -3,20 +3,30 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import module_tensors
+from lightning_memmap.strategies._part_results import PartLog, make_trainer_proxy, merge_logs
+from lightning_memmap.strategies.microbatch import (
+    MicroBatches,
+    gradients_apart,
+    loss_of,
+    training_output,
+)
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
 
@@ -45,23 +55,27 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     Args:
         layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
             stages, so that the one with most parameter bytes has as few as possible. By default
-            its only attribute that is an ``nn.Sequential``. A module may name its stages itself, in
-            an attribute or method ``model_parallel_stages``: for each device a submodule, or its
-            name, or a list of them.
+            what the module's method ``stages`` returns, as for ``memmap_pipeline``, or else its
+            only attribute that is an ``nn.Sequential``.
+        num_microbatches: Parts that each training step's rows are divided into. The backward pass
+            of each runs before the next part, so that activations of one part are kept at a time.
+            The loss is the mean over parts, weighted by their rows.
         **kwargs: As for ``memmap_superbatch``.
 
     Raises:
-        ValueError: As for ``memmap_superbatch``; at set-up, there is nothing to cut, there are
-            fewer layers than devices, the stages that the module names are not one for each device,
-            or two stages share a layer or a parameter.
+        ValueError: As for ``memmap_superbatch``; ``num_microbatches`` is below 1, or above it with
+            manual optimization or ``16-mixed``; at set-up, there is nothing to cut, there are
+            fewer layers than devices, or two stages share a layer or a parameter.
     """
 
     strategy_name = "memmap_model_parallel"
     _trains_alone = False
 
-    def __init__(self, layers: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, layers: str | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        check_integer("num_microbatches", num_microbatches, 1)
         self._layers = layers
+        self._num_microbatches = num_microbatches
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -74,11 +88,50 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     def setup(self, trainer: Trainer) -> None:
         for device in self.parallel_devices:
             check_device(device)
+        plugin = self.precision_plugin
+        is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+        by_hand = not self.module.automatic_optimization
+        if self._num_microbatches > 1 and (by_hand or is_scaled):
+            wrong = "automatic_optimization=False" if by_hand else "precision='16-mixed'"
+            raise ValueError(
+                f"num_microbatches={self._num_microbatches} with {wrong}: the backward pass runs"
+                " inside the step, before the loss is scaled or used; omit one of the two"
+            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning has moved the initial state of optimizers to the root device.
             for optimizer in self.optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._num_microbatches == 1:
+            return super().training_step(batch, *args, **kwargs)
+        module: Any = self.module
+        trainer = module.trainer
+        parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
+        logs, outputs = [PartLog(rows) for rows in parts.rows], list[Any]()
+        module.trainer = make_trainer_proxy(trainer, lambda: logs[len(outputs)])
+        trained = 0
+        try:
+            with gradients_apart(list(module.parameters())) as grads:
+                for part, rows in zip(parts.parts, parts.rows, strict=True):
+                    output = super().training_step(part, *args, **kwargs)
+                    loss = output.get("loss") if isinstance(output, Mapping) else output
+                    if isinstance(loss, Tensor):
+                        (loss * (rows / parts.num_rows)).backward()  # type: ignore[no-untyped-call]
+                        trained += rows
+                    outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
+        finally:
+            module.trainer = trainer
+        merge_logs(logs, trainer._results, module, self)
+        if 0 < trained < parts.num_rows:
+            # The mean is over the rows of the parts that gave a loss.
+            torch._foreach_mul_(list(grads.values()), parts.num_rows / trained)
+        whole = training_output(outputs, parts)
+        if isinstance(whole, Mapping) and "loss" in whole:
+            return {**whole, "loss": loss_of(whole["loss"], grads)}
+        return loss_of(whole, grads) if isinstance(whole, Tensor) else whole
 
     @override
     def model_to_device(self) -> None:
@@ -104,27 +157,18 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 def find_stages(
     module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
 ) -> list[Stage]:
-    """Find the stages of a module: those that it names itself, or an even cut of its layers."""
-    given = getattr(module, "model_parallel_stages", None)
-    if given is not None and layers is not None:
+    """Cut the layers of a module evenly, in their order."""
+    name, groups = _find_layers(module, layers)
+    if len(groups) < len(devices):
+        groups = [[layer] for group in groups for layer in group]
+    if len(groups) < len(devices):
         raise ValueError(
-            f"layers={layers!r}: the module names its model_parallel_stages itself; leave out one"
-            " of the two"
+            f"{name} has {len(groups)} layers for {len(devices)} devices: use at most"
+            f" Trainer(devices={len(groups)}), or divide it into more"
         )
-    if given is not None:
-        cut = _named_stages(module, given() if callable(given) else given, len(devices))
-    else:
-        name, sequence = _find_sequence(module, layers)
-        # A layer that occurs twice counts twice.
-        children = sequence._modules.items()
-        found = [(f"{name}.{key}", layer) for key, layer in children if layer is not None]
-        if len(found) < len(devices):
-            raise ValueError(
-                f"{name} has {len(found)} layers for {len(devices)} devices: use at most"
-                f" Trainer(devices={len(found)}), or name model_parallel_stages"
-            )
-        bounds = even_cut([_parameter_bytes([layer]) for _, layer in found], len(devices))
-        cut = [found[start:stop] for start, stop in pairwise(bounds)]
+    loads = [_parameter_bytes([layer for _, layer in group]) for group in groups]
+    bounds = even_cut(loads, len(devices))
+    cut = [list(chain(*groups[start:stop])) for start, stop in pairwise(bounds)]
     _check_disjoint(module, cut)
     return [
         Stage(device, tuple(name for name, _ in stage), tuple(layer for _, layer in stage))
@@ -179,35 +223,28 @@ def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any)
     return move_data_to_device(args, device), move_data_to_device(kwargs, device)
 
 
-def _named_stages(
-    module: nn.Module, given: Any, num_devices: int
-) -> list[list[tuple[str, nn.Module]]]:
-    stages = list(given)
-    if len(stages) != num_devices:
-        raise ValueError(
-            f"model_parallel_stages names {len(stages)} stages for {num_devices} devices: there"
-            f" must be one for each; use Trainer(devices={len(stages)})"
-        )
-    names = {child: name for name, child in module.named_modules()}
-    cut = []
-    for index, stage in enumerate(stages):
-        items = stage if isinstance(stage, (list, tuple)) else [stage]
-        layers = []
-        for item in items:
-            try:
-                layer = module.get_submodule(item) if isinstance(item, str) else item
-            except AttributeError:
-                layer = None
-            if not isinstance(layer, nn.Module) or not names.get(layer):
-                raise ValueError(
-                    f"model_parallel_stages: {item!r} in stage {index} is not in the module;"
-                    " give submodules of it, or their names"
-                )
-            layers.append((names[layer], layer))
-        if not layers:
-            raise ValueError(f"model_parallel_stages: stage {index} has no layers")
-        cut.append(layers)
-    return cut
+#: Layers with their names, that stay together.
+_Group = list[tuple[str, nn.Module]]
+
+
+def _find_layers(module: nn.Module, layers: str | None) -> tuple[str, list[_Group]]:
+    """What is to be cut: its name, and its layers."""
+    given = getattr(module, "stages", None)
+    if layers is None and callable(given):
+        names = {child: name for name, child in module.named_modules()}
+        # A stage such as `self.net[:2]` is made by the call: its children are in the module.
+        stages = [[each] if each in names else [*each.children()] for each in given()]
+        unknown = [each for stage in stages for each in stage if each not in names]
+        if unknown or not all(stages):
+            raise ValueError(
+                f"{type(module).__name__}.stages() gave modules that it does not have as attributes"
+                " or in them, or an empty one: give its own layers, or slices of an nn.Sequential"
+            )
+        return "stages()", [[(names[each], each) for each in stage] for stage in stages]
+    name, sequence = _find_sequence(module, layers)
+    # A layer that occurs twice counts twice.
+    children = sequence._modules.items()
+    return name, [[(f"{name}.{key}", layer)] for key, layer in children if layer is not None]
 
 
 def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Module]:
@@ -226,7 +263,7 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
         raise ValueError(
             f"the module has {len(found)} attributes that are an nn.Sequential {list(found)}, and"
             " one is needed to cut it: choose one with LocalModelParallelStrategy(layers=NAME), or"
-            " name model_parallel_stages in the module"
+            " give the module a method stages() that returns its layers in their order"
         )
     return next(iter(found.items()))
 
@@ -252,8 +289,8 @@ def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -
         if other != index:
             raise ValueError(
                 f"{other_name} ({_stage_name(other)}) and {name} ({_stage_name(index)}) are one"
-                " parameter, which can only be on one device: put both layers into one stage with"
-                " model_parallel_stages, or untie them"
+                " parameter, which can only be on one device: put both layers into one item of"
+                " stages(), or untie them"
             )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import with_article
-from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import RowWeighted, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
@@ -34,7 +32,6 @@ from lightning_memmap.strategies._pipeline_stages import (
     check_schedule,
     cut_module,
     keep_local,
-    train_fields,
 )
 from lightning_memmap.strategies._pipeline_state import (
     average_gradients,
@@ -45,6 +42,7 @@ from lightning_memmap.strategies._pipeline_state import (
     module_state,
 )
 from lightning_memmap.strategies._unsupported import SplitModuleChecks
+from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 #: The methods of a module in which it may be called.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -62,13 +60,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     batch. Its ``training_step`` returns ``self.loss(self(inputs), batch)`` as on one device, and
     may log it. In ``validation_step``, ``test_step`` and ``predict_step``, ``self(inputs)`` is the
     whole output, on every process.
-
-    It may have two more attributes, which are then needed both: ``input_fields``, the names of the
-    fields that ``training_step`` passes to ``self(inputs)``; and ``loss_fields``, those that
-    ``loss`` reads. The process with the first stage then holds and fetches the first of the
-    training rows, the one with the last stage the others, and those in between none. In
-    ``training_step`` all other fields have a shape and a dtype, and no values. Validation, test and
-    prediction have all fields on every process.
 
     Args:
         data_parallel_size: Number of pipelines. ``auto``: the number of processes divided by
@@ -169,13 +160,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         """Data-parallel rank and size: the processes of one pipeline have the same batches."""
         layout = self.layout
         return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank}
-
-    @property
-    @override
-    def data_topology(self) -> DataTopology:
-        """Batches are assembled on the root device, of the fields that this process needs."""
-        fields = train_fields(self.lightning_module, self.layout)
-        return replace(super().data_topology, train_fields=fields)
 
     @override
     def setup_environment(self) -> None:
@@ -334,12 +318,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 " validation_step, test_step or predict_step"
             )
         num_rows = _num_rows_of(args)
-        if self.layout.pipeline_rank == 0 and any(arg.is_meta for arg in args):
-            raise ValueError(
-                f"memmap_pipeline: {type(self.module).__name__} was called with rows that the"
-                " first process does not hold: name in input_fields all fields that training_step"
-                " passes to self(...), or leave out input_fields and loss_fields"
-            )
         if torch.is_grad_enabled():
             return _PendingOutput(args, num_rows)
         assert self._pipeline is not None
@@ -353,24 +331,12 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         every = list(self.module.parameters())
         local = [parameter for parameter in every if not parameter.is_meta]
         frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
-        # Apart from the gradients of other losses, since the backward pass may scale each loss.
-        before = [parameter.grad for parameter in local]
-        for parameter in local:
-            parameter.grad = None
-        try:
+        with gradients_apart(local) as grads:
             mean = self._pipeline.train(
                 output.args, output.num_rows, batch, self._micro_loss, frozen
             )
-        finally:
-            grads = [parameter.grad for parameter in local]
-            for parameter, grad in zip(local, before, strict=True):
-                parameter.grad = grad
-        found = {p: grad for p, grad in zip(local, grads, strict=True) if grad is not None}
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        loss = mean.requires_grad_()
-        loss.register_hook(_KnownGradients(found))  # type: ignore[no-untyped-call]
-        # A copy, which the user may change in place, unlike a leaf.
-        return loss.clone()
+        return loss_of(mean, grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -477,28 +443,6 @@ class _PendingOutput:
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(_PENDING)
-
-
-class _KnownGradients:
-    """Adds gradients that are already computed when ``backward`` reaches their loss."""
-
-    def __init__(self, grads: dict[nn.Parameter, Tensor]) -> None:
-        self._grads: dict[nn.Parameter, Tensor] | None = grads
-
-    def __call__(self, scale: Tensor) -> None:
-        """Add the gradients, scaled by the gradient of the loss."""
-        if self._grads is None:
-            raise RuntimeError(
-                "backward was called twice for one loss of memmap_pipeline: compute the loss again"
-            )
-        for parameter, grad in self._grads.items():
-            if scale.device.type != "cpu" or scale != 1:
-                grad.mul_(scale.to(grad.dtype))
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad += grad
-        self._grads = None
 
 
 def _num_rows_of(args: Sequence[Any]) -> int:

@@ -11,10 +11,9 @@ import torch
 
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.commands.rows import Epochs
+from lightning_memmap.commands.rows import step_rows
 from lightning_memmap.placement import topology_of
 from lightning_memmap.sampling import Subset
-from lightning_memmap.sampling.schedule import SkippedSteps
 from tests.datasets import FORMS, EncodedImages, Ragged, Scenes
 from tests.models import Boxes, Brightness, Sounds, make_trainer, weights
 from tests.rows import joined
@@ -132,6 +131,7 @@ def test_table_of_predictions_and_rows_command_have_the_same_numbers(
     data.prepare_data()
     data.setup("fit")
     order = data.train_sampler(open_store(data.store_path("train")))
-    epochs = Epochs.of(data, order, topology_of(None), SkippedSteps())
     for step, batch in enumerate(data.train_dataloader()):
-        assert epochs.step_rows(0, step).rows == batch["row_number"].tolist()
+        assert (
+            step_rows(data, order, topology_of(None), 0, step).rows == batch["row_number"].tolist()
+        )

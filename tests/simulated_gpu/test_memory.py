@@ -1,6 +1,5 @@
 """Memory of devices and pinned memory of the host, from one stage to the next."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.callbacks import MemoryTrace
 from lightning_memmap.compare.memory import MovementRecorder
 from lightning_memmap.strategies._replicas import Replicas
 from tests.models import make_trainer
@@ -129,23 +127,6 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     for parameter in module.parameters():
         assert parameter.grad is not None
         assert (parameter.grad == 3).all()
-
-
-def test_memory_trace_keeps_a_snapshot_of_the_steps_that_it_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    history = lambda enabled: calls.append(enabled)  # noqa: E731
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
-    trainer, data = make(tmp_path, "device")
-    trainer.callbacks.append(MemoryTrace(tmp_path / "trace"))  # type: ignore[attr-defined]
-    trainer.fit(Sum(), datamodule=data)
-    assert calls == ["all", str(tmp_path / "trace" / "memory_snapshot_rank0.pickle"), None]
-    series = json.loads((tmp_path / "trace" / "memory_trace_rank0.json").read_text())
-    assert max(series["parameters"]) >= 4
-    # A step of 8 rows.
-    assert max(series["data"]) >= 8 * 2**16
 
 
 class Recurrent(Sum):

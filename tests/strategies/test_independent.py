@@ -237,6 +237,7 @@ def test_table_has_a_row_for_each_member_and_their_mean() -> None:
     table = results.table()
     cells = {str(column.header): list(column.cells) for column in table.columns}
     assert cells["member"] == ["0", "1", "2", "mean", "std"]
+    assert cells["steps"][:3] == ["0"] * 3
     assert cells["loss"] == ["1", "2", "", "1.5", "0.7071"]
     assert cells["other"] == ["", "5", "", "5", ""]
     assert table.caption == "member 2: ValueError: \\[red]no"

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ CPU_1, META = torch.device("cpu:1"), torch.device("meta")
 
 def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.Trainer:
     """Train with a stage of the module on each logical device."""
-    names = ("layers", "root_holds_data")
+    names = ("layers", "root_holds_data", "num_microbatches")
     strategy = LocalModelParallelStrategy(**{n: options.pop(n) for n in names if n in options})
     trainer = make_trainer(
         path, strategy=strategy, devices=devices, **{"precision": "64-true", **options}
@@ -71,15 +72,15 @@ class Gan(Base):
 
 
 class Named(Base):
-    """Names its stages: modules that are called one by one, with several inputs and outputs."""
+    """Gives its stages: modules that are called one by one, with several inputs and outputs."""
 
     def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(8))
         self.encoder = nn.LSTM(1, 6, batch_first=True)
         self.head = Head()
 
-    def model_parallel_stages(self) -> list[Any]:
-        return ["encoder", [self.head]]
+    def stages(self) -> list[nn.Module]:
+        return [self.encoder, nn.Sequential(self.head)]
 
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"] * self.scale
@@ -109,6 +110,113 @@ class Listed(Base):
         for block in blocks:
             x = x + block(x).tanh()
         return nn.functional.mse_loss(self.head(x), batch["y"])
+
+
+class Parts(Base):
+    """Logs a mean and a sum, and returns more than its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True)
+        self.log("rows", float(len(batch["y"])), reduce_fx="sum")
+        return {"loss": loss, "x": batch["x"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["x"], batch["x"])
+        assert not outputs["loss"].requires_grad
+
+
+class Kept:
+    """Counts the bytes that are kept for backward passes."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        held = _Held(tensor)
+        weakref.finalize(held, self._free, tensor.nbytes)
+        return held
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+class _Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class TestMicroBatches:
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (Base, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+            (Named, {}),
+            (Lbfgs, {}),
+            (Parts, {"log_every_n_steps": 1}),
+        ],
+        ids=str,
+    )
+    def test_weights_and_logs_are_those_of_whole_batches(
+        self, tmp_path: Path, make: Callable[[], Base], options: dict[str, Any]
+    ) -> None:
+        found, expected = make(), make()
+        options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
+        # Seven parts of 24 rows, and of the tail: some have a row more than others.
+        trainer = fit_stages(tmp_path, found, num_microbatches=7, **options)
+        reference = fit_one(tmp_path, expected, **options)
+        torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(weights(found), weights(make()).double(), rtol=1e-2)
+        metrics = trainer.callback_metrics
+        assert metrics.keys() == reference.callback_metrics.keys()
+        for name, value in reference.callback_metrics.items():
+            torch.testing.assert_close(metrics[name], value, msg=name)
+
+    def test_activations_of_one_part_are_kept_at_a_time(self, tmp_path: Path) -> None:
+        most = []
+        for num in (1, 4):
+            kept = Kept()
+
+            class Watched(Base):
+                def training_step(self, batch: Any, batch_idx: int, kept: Kept = kept) -> Any:
+                    with torch.autograd.graph.saved_tensors_hooks(
+                        kept.pack, lambda held: held.tensor
+                    ):
+                        return self.net(batch["x"]).exp().square().mean()
+
+            fit_stages(tmp_path, Watched(), num_microbatches=num)
+            most.append(kept.most)
+        assert most[1] < most[0] / 2
+
+    def test_parts_without_a_loss_do_not_count(self, tmp_path: Path) -> None:
+        class Some(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.calls = getattr(self, "calls", 0) + 1
+                return None if self.calls % 2 else self.loss(batch)
+
+        class Half(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss({name: value[1::2] for name, value in batch.items()})
+
+        found, expected = Some(), Half()
+        fit_stages(tmp_path, found, num_microbatches=2)
+        fit_one(tmp_path, expected)
+        torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize(
+        ("make", "options", "match"),
+        [
+            (Base, {"num_microbatches": 0}, "num_microbatches=0"),
+            (Gan, {"num_microbatches": 2}, "num_microbatches=2 with automatic_optimization=False"),
+        ],
+    )
+    def test_what_cannot_be_divided_is_refused(
+        self, tmp_path: Path, make: Callable[[], Base], options: dict[str, Any], match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            fit_stages(tmp_path, make(), **options)
 
 
 class TestWeights:
@@ -253,9 +361,9 @@ def repeat_layer(module: Base) -> None:
     module.net = nn.Sequential(layer, nn.Linear(8, 8), layer)
 
 
-def name_stages(*stages: Any) -> Callable[[Base], None]:
+def give_stages(*indices: Any) -> Callable[[Base], None]:
     def change(module: Any) -> None:
-        module.model_parallel_stages = stages
+        module.stages = lambda: [module.net[index] for index in indices]
 
     return change
 
@@ -272,11 +380,14 @@ class TestErrors:
             (lambda m: delattr(m, "net"), None, r"0 attributes that are an nn\.Sequential"),
             (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), None, "1 layers for 2 devices"),
             (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
-            (name_stages("net.0"), None, r"names 1 stages for 2 devices"),
-            (name_stages("net.0", "net.7"), None, r"'net\.7' in stage 1 is not in the module"),
-            (name_stages("net.0", []), None, r"stage 1 has no layers"),
-            (name_stages("net", "net.2"), None, r"net\.2\.weight \(stage 0\)"),
-            (name_stages("net.0", "net.2"), "net", r"names its model_parallel_stages itself"),
+            (give_stages(0), None, r"stages\(\) has 1 layers for 2 devices"),
+            (give_stages(0, slice(0, 0)), None, r"stages\(\) gave .* an empty one"),
+            (give_stages(slice(0, 3), 2), None, r"net\.2\.weight \(stage 0\)"),
+            (
+                lambda m: setattr(m, "stages", lambda: [m.net, nn.Tanh(), nn.Linear(1, 1)]),
+                None,
+                r"stages\(\) gave modules that it does not have",
+            ),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )  # fmt: skip

@@ -130,7 +130,7 @@ def test_misspelt_name_in_a_config_suggests_the_nearest(
         (["compare", "--repeat_s", "3"], "'repeats'"),
         (["fit", "--data", "MemmapDatamodul"], "'MemmapDataModule'"),
         (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
-        (["store", "plan", "x", "--residency", "streem"], "'stream'"),
+        (["store", "build", "x", "--check", "ful"], "'full'"),
     ],
 )
 def test_misspelt_name_on_the_command_line_suggests_the_nearest(
@@ -167,7 +167,6 @@ def test_missing_argument_is_named(
         ["fit", "--config", "config.yaml", "--model", "confg.yaml"],
         ["store", "build", "made", "--dataset", "confg.yaml"],
         ["compare", "--config", "confg.yaml"],
-        ["compare", "--report", "confg.yaml", "--baseline", "confg.yaml"],
         ["rows", "--config", "confg.yaml"],
         ["store", "info", "confg.yaml"],
     ],

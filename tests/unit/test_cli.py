@@ -66,10 +66,6 @@ class TestBuild:
         assert command("build", store_path, *other, "--overwrite") == 0
         assert open_store(store_path).num_rows == 61
 
-    def test_build_without_shards_says_so(self, command: Command, tmp_path: Path) -> None:
-        assert command("build", tmp_path / "made", *POINTS, "--num_shards", 0) == 2
-        assert command.err.strip() == "error: num_shards=0: at least 1 is needed, and at most 65536"
-
     @pytest.mark.parametrize(
         "arguments",
         [(), ("--dataset", "tests.models.Nothing"), ("--dataset", "tests.models.Regression")],
@@ -102,7 +98,7 @@ class TestParts:
         [
             ((*POINTS, "--part", "3/3"), "part=3/3: parts are counted from 0"),
             ((*POINTS, "--part", "1"), "part='1': write its number and that of all, like 0/8"),
-            ((*POINTS, "--part", "0/2", "--fresh"), "--part with --fresh: a part goes on"),
+            ((*POINTS, "--part", "0/2", "--check", "off"), "--part with --check"),
             ((*POINTS, "--finish"), "--finish with --dataset: it takes the path"),
             (("--finish", "--part", "0/2"), "--finish with --part"),
             (("--finish", "--num_shards", "3"), "--finish with --num_shards"),
@@ -278,20 +274,12 @@ class TestFolder:
         assert str(splits / "train") in command.err
         assert command.out.count("60 rows") == 2
 
-    def test_plan_of_a_store_that_cannot_be_read_is_refused(
-        self, command: Command, splits: Path
-    ) -> None:
-        assert command("plan", splits) == 2
-        assert str(splits / "train") in command.err
-        assert command.table() == []
-
     @pytest.mark.parametrize("task", ["info", "verify", "plan"])
-    @pytest.mark.parametrize("arguments", [(), ("--residency", "stream")], ids=["auto", "stream"])
     def test_terminal_codes_in_a_name_are_not_printed(
-        self, command: Command, store_path: Path, task: str, arguments: tuple[str, ...]
+        self, command: Command, store_path: Path, task: str
     ) -> None:
         path = store_path.rename(store_path.parent / "a\x1b[2J\nb")
-        given = (*arguments, "--devices", "1") if task == "plan" else ()
+        given = ("--devices", "1") if task == "plan" else ()
         assert command(task, path, *given) == 0
         assert "a?[2J?b" in command.out
         (path / "manifest.json").write_text("{")
@@ -337,25 +325,6 @@ class TestPlan:
         assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "re-striped"]]
         assert "do not hold the data" in command.out
 
-    def test_plan_of_blocks_shows_the_memory_for_two(
-        self, command: Command, store_path: Path
-    ) -> None:
-        arguments = ("--residency", "stream", "--shuffle_window", "2", "--devices")
-        assert command("plan", store_path, *arguments, "1..3") == 0
-        assert "2.6 KiB of points read block by block" in command.out
-        # Two blocks of 2 rows of 44 bytes of each of 24 shards: 4224 bytes over all processes.
-        assert command.table() == [
-            ["1", "points", "2", "48", "4.1 KiB", "4.1 KiB", "as stored"],
-            ["2", "points", "2", "48", "4.1 KiB", "2.1 KiB", "as stored"],
-            ["3", "points", "2", "48", "4.1 KiB", "1.4 KiB", "as stored"],
-        ]
-        assert command("plan", store_path, *arguments, "5") == 0
-        # Rows of 25 shards lie apart in the files: 56 bytes for each tell where.
-        assert command.table() == [["5", "points", "2", "50", "9.8 KiB", "2.0 KiB", "re-striped"]]
-        # A block is no longer than a shard, which has 3 rows here.
-        assert command("plan", store_path, "--residency", "stream", "--devices", "1") == 0
-        assert command.table()[0][3:5] == ["60", "6.2 KiB"]
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -370,9 +339,6 @@ class TestPlan:
             (("--memory_fraction", "0"), "memory_fraction=0"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
             (("--devices", "61"), "60 rows for 61 data devices"),
-            (("--shuffle_window", "8"), "shuffle_window=8: give residency='stream' to plan for it"),
-            (("--residency", "stream", "--shuffle_window", "0"), "shuffle_window=0: at least 1"),
-            (("--residency", "stream", "--devices", "61"), "60 rows for 61 data devices"),
         ],
     )
     def test_plan_with_bad_argument_says_so(
@@ -396,6 +362,7 @@ class TestProgram:
         assert "ColumnDataset" in command.out
         assert "PlainRows" not in command.out
 
+    @pytest.mark.slow
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [python(), "-m", "lightning_memmap", "store", "info", str(tmp_path)],

@@ -25,6 +25,9 @@ from lightning_memmap.schema import Windows
 from tests.datasets import Series, windows_in
 from tests.models import Points
 
+pytestmark = pytest.mark.slow
+
+
 ROWS = 90
 HALF = np.where(np.arange(ROWS) % 9 < 4, 1.0, 0.0)
 

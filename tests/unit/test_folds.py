@@ -18,7 +18,6 @@ from tests.rows import (
     CPU,
     Chosen,
     StridedRows,
-    check_save_and_resume,
     chosen_of,
     epoch_rows,
     joined,
@@ -63,11 +62,6 @@ def test_rows_of_a_subset_come_in_the_order_of_a_store_of_them_alone(
         expected = epoch_rows(make_loader(alone, None, num_devices, residency))
         assert found == [[chosen[number] for number in step] for step in expected]
         assert sorted(joined(found)) == chosen
-
-
-def test_loader_of_a_subset_is_saved_and_resumed(numbered_store: Callable[..., Store]) -> None:
-    store = numbered_store(ROWS, 12)
-    check_save_and_resume(lambda: make_loader(store, SUBSETS[1], 2, "mmap"), EPOCH)
 
 
 # The data module

@@ -82,6 +82,7 @@ def write_config(path: Path, dataset: dict[str, Any], variable: dict[str, Any]) 
     return path / "train.yaml"
 
 
+@pytest.mark.slow
 def test_config_trains_on_tar_files_and_their_rows_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule
 from tests.models import LONG, SHORT, CombinedData, Regression, make_trainer, weights
 
+pytestmark = pytest.mark.slow
+
 
 class Plain(L.LightningDataModule):
     """The same rows through torch's loaders."""

@@ -34,6 +34,8 @@ from tests.datasets import SAMPLES, SHARES, SIZES, NumberedSet, checked_numbers,
 from tests.rows import StridedRows, loader_over, make_split
 from tests.unit.commands.test_rows import Command
 
+pytestmark = pytest.mark.slow
+
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
     defaults: dict[str, Any] = {

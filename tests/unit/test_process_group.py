@@ -4,7 +4,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.preloaded import END_WHOLLY, python
+
+pytestmark = pytest.mark.slow
+
 
 PROGRAM = """
 import atexit, sys

@@ -286,6 +286,7 @@ def test_rows_held_out_beside_a_dataset_that_is_set_later_are_refused(tmp_path: 
         data.with_options(subset=KFold(3), member=0).setup("fit")
 
 
+@pytest.mark.slow
 def test_config_names_several_and_samplers(tmp_path: Path) -> None:
     points = {"class_path": "tests.models.Points", "init_args": {"num_rows": 7, "offset": 100}}
     config = {

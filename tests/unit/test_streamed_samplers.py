@@ -14,7 +14,7 @@ from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading import runs
 from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
-from lightning_memmap.sampling import Curriculum, Mixture, Subset, Weighted
+from lightning_memmap.sampling import Mixture, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
 from tests.datasets import SAMPLES, SHARES
@@ -22,40 +22,11 @@ from tests.rows import NumberedRows, read_in_blocks
 from tests.unit.test_mixture import epoch_of, make_data, set_up
 
 MIXTURE = Mixture(SHARES, SAMPLES)
-OTHER = Mixture({"a": 0.1, "b": 0.1, "c": 0.8}, SAMPLES)
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stores")
-
-
-@pytest.mark.parametrize(
-    ("window", "options"),
-    [
-        (1, {}),
-        (50, {}),
-        (3, {"sampler": Curriculum({0: MIXTURE, 1: OTHER})}),
-        (3, {"subset": {"train/a": Subset([*range(40, 2, -3)])}}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
-def test_streamed_mixture_has_the_rows_of_every_residency(
-    stores: Path, window: int, options: dict[str, Any]
-) -> None:
-    found = [
-        [
-            epoch_of(
-                set_up(make_data(stores, **options, residency=residency, shuffle_window=window)),
-                epoch,
-            )
-            for epoch in (0, 1)
-        ]
-        for residency in ("mmap", "stream", "host")
-    ]
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] != found[0][1]
-    assert sum(map(len, found[0][0])) == SAMPLES
 
 
 def test_draws_that_lie_far_apart_are_warned_of(tmp_path: Path) -> None:

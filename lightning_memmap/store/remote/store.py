@@ -1,8 +1,7 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import threads
 
 
 def open_store(path: str | Path) -> Store:
@@ -47,8 +46,10 @@ def open_store(path: str | Path) -> Store:
 class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, generation: str | None = None) -> None:
         shards = CachedShards(url)
+        if generation not in (None, shards.manifest.generation):
+            raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
         mapped = [column.open(shards.directory) for column in shards.manifest.columns]
         fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
         super().__init__(shards.path, shards.manifest, fetched)
@@ -77,19 +78,9 @@ class RemoteStore(Store):
         ends = self._shards.read_index(index).reshape(column.index.shape)
         return replace(column, index=ends).lengths()
 
-    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
-        """Compare the shards here with their checksums, and read the others from the server."""
-        pairs = [
-            (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
-        ]
-        with threads(num_threads) as pool:
-            verify = partial(self._shards.verify, advance=advance)
-            are_right = list(pool.map(verify, range(len(pairs))))
-        return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
-
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteStore, (self._shards.files.url,)
+        return RemoteStore, (self._shards.files.url, self.manifest.generation)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,7 @@ class Sharded(Regression):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class Frugal(Regression):
-    """A module of which each process of a pipeline holds only some fields, except in a check."""
-
-    input_fields = ("x",)
-    loss_fields = ("y",)
-
-
-MODULES: dict[str, type[Regression]] = {"model_parallel": Sharded, "memmap_pipeline": Frugal}
+MODULES: dict[str, type[Regression]] = {"model_parallel": Sharded}
 
 
 def check_all(out: Path) -> dict[str, Any]:

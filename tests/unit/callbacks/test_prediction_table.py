@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memmap import MemmapDataModule, Store, open_store, verify_store
 from lightning_memmap.callbacks import PredictionTable
-from lightning_memmap.cli import main
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import RowList
 from lightning_memmap.sampling import Subset as ChosenRows
@@ -170,18 +169,6 @@ class TestRows:
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
         trainer.fit(module, MemmapDataModule(store_dir=tmp_path / "targets", batch_size=8))
         assert sorted(module.rows) == list(range(NUM_ROWS))
-
-    def test_command_knows_a_table_as_a_store(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        predict(tmp_path)
-        for command in ("info", "verify"):
-            with pytest.raises(SystemExit) as ended:
-                main(["store", command, str(tmp_path / "table")])
-            assert ended.value.code == 0
-        printed = capsys.readouterr().out
-        assert "predictions tests.models.Regression" in printed
-        assert "all 48 checksums match" in printed
 
 
 class Recorder(L.LightningModule):
@@ -377,17 +364,18 @@ class TestRefusals:
             predict(tmp_path, loader=data.train_dataloader(), strategy="memmap_superbatch")
         assert nothing_at(tmp_path)
 
-    def test_sampler_that_repeats_rows_is_refused(self, tmp_path: Path) -> None:
-        loader = DataLoader(POINTS, batch_size=7, sampler=[*range(NUM_ROWS), 4])
-        with pytest.raises(StoreError, match="62 rows were written, and the table has 61"):
-            predict(tmp_path, loader=loader)
-        assert nothing_at(tmp_path)
-
-    def test_sampler_that_leaves_rows_out_is_refused(self, tmp_path: Path) -> None:
-        loader = DataLoader(POINTS, batch_size=7, sampler=range(3, NUM_ROWS))
-        with pytest.raises(
-            StoreError, match="3 of 61 rows were not written, the first of them is row 0"
-        ):
+    @pytest.mark.parametrize(
+        ("sampler", "words"),
+        [
+            ([*range(NUM_ROWS), 4], "62 rows were written, and the table has 61"),
+            (range(3, NUM_ROWS), "3 of 61 rows were not written, the first of them is row 0"),
+        ],
+    )
+    def test_sampler_without_each_row_once_is_refused(
+        self, tmp_path: Path, sampler: Any, words: str
+    ) -> None:
+        loader = DataLoader(POINTS, batch_size=7, sampler=sampler)
+        with pytest.raises(StoreError, match=words):
             predict(tmp_path, loader=loader)
         assert nothing_at(tmp_path)
 
@@ -412,11 +400,3 @@ class TestRefusals:
         with pytest.raises(StoreError, match="overwrite=True"):
             predict(tmp_path, Predictor(lambda batch, step: steps.append(step)))
         assert steps == []
-
-    def test_stage_other_than_prediction_is_not_its_matter(self, tmp_path: Path) -> None:
-        (tmp_path / "table").mkdir()
-        callback = PredictionTable(tmp_path / "table")
-        trainer = make_trainer(tmp_path, callbacks=[callback])
-        module = Regression()
-        trainer.test(module, DataLoader(POINTS, batch_size=8), verbose=False)
-        assert len(module.seen["test"]) == 8

@@ -175,22 +175,6 @@ def test_run_summary_limited_batches_counts_rows_used(
     assert lines(capsys.readouterr().out)["samples/s first epoch"] == "8 (warm-up)"
 
 
-def test_run_summary_several_fits_shows_the_last(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    callback = RunSummary()
-    model = Model(clock)
-    first = trainer(tmp_path, callback)
-    first.fit(model, datamodule=data(tmp_path / "first"))
-    first.test(model, datamodule=data(tmp_path / "first"), verbose=False)
-    second = trainer(tmp_path, callback, max_epochs=6)
-    second.fit(model, datamodule=data(tmp_path / "second", num_rows=48))
-    found = lines(capsys.readouterr().out)
-    assert "stored test" not in found
-    assert found["stored train"].startswith("48 rows")
-    assert found["samples/s later epochs"] == "8 (median of 5; 8 to 8)"
-
-
 def test_run_summary_without_memmap_data_module_is_refused(tmp_path: Path) -> None:
     program = trainer(tmp_path, RunSummary(), devices=1)
     with pytest.raises(TypeError, match=r"NoneType.*datamodule=MemmapDataModule"):
@@ -221,6 +205,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_run_summary_two_processes_prints_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(_TWO_PROCESSES)

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -51,9 +49,9 @@ class Command(CommandLine):
         config = {"data": data, "trainer": {"accelerator": "cpu", **(trainer or {})}}
         (self.path / "config.yaml").write_text(yaml.safe_dump(config))
 
-    def steps(self, *arguments: object) -> list[dict[str, Any]]:
+    def step(self, *arguments: object) -> dict[str, Any]:
         assert self(*arguments, "--json") == 0, self.err
-        found: list[dict[str, Any]] = json.loads(self.out)
+        found: dict[str, Any] = json.loads(self.out)
         return found
 
 
@@ -93,7 +91,7 @@ def test_steps_are_those_of_a_training(
     num_steps = len(seen) // 2
     for epoch in range(2):
         for step in (0, num_steps - 1):
-            (found,) = command.steps("--epoch", epoch, "--step", step)
+            found = command.step("--epoch", epoch, "--step", step)
             assert found["rows"] == seen[epoch * num_steps + step]
             assert len(found["devices"]) == devices
             assert sorted(joined([each["rows"] for each in found["devices"]])) == sorted(
@@ -105,80 +103,22 @@ def test_steps_are_those_of_a_training(
 
 def test_ranks_are_those_of_the_strategy(command: Command) -> None:
     command.write({"strategy": "ddp", "devices": 2})
-    (found,) = command.steps()
+    found = command.step()
     assert [(each["device"], each["rank"]) for each in found["devices"]] == [(0, 0), (1, 1)]
     assert len(found["rows"]) == 2 * BATCH
-
-
-def test_checkpoint_tells_what_it_has_seen_and_what_comes_next(
-    command: Command, tmp_path: Path
-) -> None:
-    command.write()
-    module = Regression()
-    data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=BATCH)
-    trainer = make_trainer(tmp_path, max_steps=4, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    whole = Regression()
-    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(whole, data)
-    seen, coming = command.steps("--ckpt_path", tmp_path / "one.ckpt")
-    assert seen["rows"] == module.seen["train"][-1]
-    assert (seen["step"], coming["step"]) == (3, 4)
-    assert coming["rows"] == whole.seen["train"][4]
-    # On other devices, it goes on with the same positions.
-    _, coming = command.steps("--ckpt_path", tmp_path / "one.ckpt", "--devices", 2)
-    assert coming["rows"] == whole.seen["train"][4] + whole.seen["train"][5]
-    trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    seen, coming = command.steps("--ckpt_path", tmp_path / "end.ckpt")
-    assert (seen["epoch"], coming["epoch"], coming["step"]) == (0, 1, 0)
-    assert seen["rows"] == whole.seen["train"][14]
-    assert coming["rows"] == whole.seen["train"][15]
-    command.write(seed=3)
-    assert command("--ckpt_path", tmp_path / "one.ckpt") == 2
-    assert "which has seed=3 instead of seed=0: give a config with seed=0" in command.err
 
 
 def test_steps_that_are_left_out_are_shown_as_such(command: Command, tmp_path: Path) -> None:
     # 15 steps in an epoch.
     command.write(skip_steps=[*range(3, 5), 16])
-    whole, module = Regression(), Regression()
-    options: dict[str, Any] = {"store_dir": tmp_path / "stores", "batch_size": BATCH}
-    data = MemmapDataModule(Points(ROWS), **options)
+    whole = Regression()
+    data = MemmapDataModule(Points(ROWS), store_dir=tmp_path / "stores", batch_size=BATCH)
     make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(whole, data)
     assert command("--step", 3) == 0
     assert "step 3 of the run, left out by skip_steps" in command.out
-    (found,) = command.steps("--epoch", 1, "--step", 1)
+    found = command.step("--epoch", 1, "--step", 1)
     assert (found["run_step"], found["is_skipped"]) == (16, True)
     assert found["rows"] == whole.seen["train"][16]
-    # A checkpoint tells of them where the config does not.
-    data = MemmapDataModule(Points(ROWS), skip_steps=[3, 4, 16], **options)
-    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    options = {"callbacks": [saver], "enable_checkpointing": True, "limit_val_batches": 0}
-    trainer = make_trainer(tmp_path, **options)
-    trainer.fit(module, data)
-    command.write()
-    for step, (last, following) in {3: (2, 5), 4: (5, 6)}.items():
-        seen, coming = command.steps("--ckpt_path", tmp_path / f"step={step}.ckpt")
-        assert (seen["step"], coming["step"]) == (last, following)
-        assert seen["rows"] == whole.seen["train"][last]
-        assert coming["rows"] == whole.seen["train"][following]
-
-
-def test_checkpoint_of_something_else_is_refused(command: Command, tmp_path: Path) -> None:
-    class Planted:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    command.write()
-    torch.save({"planted": Planted()}, tmp_path / "planted.ckpt")
-    assert command("--ckpt_path", tmp_path / "planted.ckpt") == 2
-    assert "is not unpickled" in command.err
-    assert not (tmp_path / "ran").exists()
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    assert command("--ckpt_path", tmp_path / "other.ckpt") == 2
-    assert "it has no state of a MemmapDataModule" in command.err
 
 
 def test_table_names_rows_by_device(command: Command) -> None:
@@ -210,8 +150,6 @@ def test_show_writes_a_page_with_the_fields_of_each_row(command: Command, tmp_pa
         (("--json", "--show", "rows.html"), "show='rows.html' with json=True"),
         (("--epoch", "-1"), "-1 does not conform to restriction v>=0"),
         (("--devices", "0"), "Given value: 0"),
-        (("--ckpt_path", "x", "--step", "2"), "leave them out"),
-        (("--ckpt_path", "missing.ckpt"), "missing.ckpt"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

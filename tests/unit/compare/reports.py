@@ -135,7 +135,6 @@ DATA: dict[str, Any] = {
 }
 MODEL: dict[str, Any] = {
     "model_class": "examples.Net",
-    "configures_itself": False,
     "num_parameters": 1000,
     "parameter_bytes": 4000,
     "batch_norms": [],

@@ -15,6 +15,9 @@ from lightning_memmap.compare.page import render_html
 from lightning_memmap.compare.report import Report
 from tests.unit.compare.reports import MODEL, make_parity, make_report, make_variant
 
+pytestmark = pytest.mark.slow
+
+
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -25,7 +28,7 @@ REPORT = make_report(
     make_variant("auto+workers2", (500.0, 700.0)),
     make_variant("auto+ideal", (1200.0, 1210.0)),
     make_variant("ddp"),
-    make_variant("fsdp", (), status="unavailable", reason="needs GPUs", parity=None),
+    make_variant("fsdp", (), status="refused", reason="needs GPUs", parity=None),
 )
 #: Widths in CSS pixels: a small phone, a usual one, a desktop.
 WIDTHS = (320, 390, 1280)

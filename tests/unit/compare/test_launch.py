@@ -12,6 +12,8 @@ from lightning_memmap.compare.config import RunSpec, shared_config
 from lightning_memmap.compare.runner import RunError, launch, run
 from lightning_memmap.compare.worker import write_error
 
+pytestmark = pytest.mark.slow
+
 
 def make_spec(path: Path) -> RunSpec:
     return RunSpec(

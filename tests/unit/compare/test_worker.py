@@ -24,6 +24,7 @@ from tests.unit.compare.runs import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("quick_runs"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     # LightningCLI calls what jsonargparse has renamed.

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.errors import DatasetError
+from lightning_memmap.errors import DatasetError, StoreError
 from lightning_memmap.sampling import (
     Bucketed,
     KFold,
@@ -24,6 +24,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.serving import Serving
@@ -60,7 +61,7 @@ def only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         is_open = log is None or Path(log).with_suffix(".open").exists()
         return not is_open and not is_set_up and all(serving.present[p].all() for p in asked)
 
-    monkeypatch.setattr(BackgroundBuild, "_must_pause", must_pause)
+    monkeypatch.setattr(BackgroundBuild, "must_pause", must_pause)
 
 
 class Watching(L.Callback):
@@ -79,6 +80,11 @@ class Watching(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
         serving = getattr(trainer.datamodule.stores["train"], "serving", None)
         self.is_growing.append(serving is not None and not serving.has_all)
+        if self.is_growing == [True]:
+            # Nobody else builds at this place.
+            lock = StoreDirectory(Path(trainer.datamodule.store_dir) / "train").locked(wait=False)
+            with pytest.raises(StoreError, match="another process is writing"), lock:
+                pass
 
 
 def fit(
@@ -183,12 +189,14 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.slow
 def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> None:
     assert_alike(tmp_path, Regression, Points(NUM_ROWS), devices=2, **ORDERS[order])
     assert_each_is_read_once(tmp_path)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 4])
+@pytest.mark.slow
 def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
     options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
     assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
@@ -208,16 +216,19 @@ SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
 
 
 @pytest.mark.parametrize("form", ["pad", "jagged", "list"])
+@pytest.mark.slow
 def test_training_on_rows_of_several_lengths(tmp_path: Path, form: str) -> None:
     variable = dict.fromkeys(("sound", "ids"), form) | {"image": "list"}
     assert_alike(tmp_path, *SOUNDS, devices=2, variable=variable)
 
 
+@pytest.mark.slow
 def test_training_on_encoded_images(tmp_path: Path) -> None:
     assert_alike(tmp_path, Brightness, EncodedImages(100), devices=2, variable=FORMS)
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
+@pytest.mark.slow
 def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> None:
     """The rows of the others are there when the next run begins, or are read then."""
     modules = []

@@ -18,7 +18,7 @@ from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundE
 from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import budgets
 from lightning_memmap.sampling import ShuffledSampler, default_window
-from tests.models import Points, Regression, make_trainer, weights
+from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, joined, take_steps
 
 TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
@@ -203,31 +203,6 @@ class TestLargerThanMemory:
             set_up(data, "fit")
         set_up(data, "test")
         set_up(make_data(tmp_path, residency="device", memory_fraction=1.0), "validate")
-
-    @pytest.mark.parametrize("max_steps", [-1, 3])
-    def test_fit_is_that_of_the_mapping_bit_by_bit(self, tmp_path: Path, max_steps: int) -> None:
-        found = {}
-        for residency in ("stream", "mmap"):
-            module = Regression()
-            data = make_data(tmp_path, residency=residency, shuffle_window=2)
-            trainer = make_trainer(
-                tmp_path,
-                strategy="memmap_superbatch",
-                devices=2,
-                max_epochs=2,
-                max_steps=max_steps,
-                val_check_interval=2,
-            )
-            trainer.fit(module, data)
-            # Nothing of the fit that was left early reads on.
-            assert not any("window-reader" in thread.name for thread in threading.enumerate())
-            trainer.test(module, data, verbose=False)
-            predicted = trainer.predict(module, data)
-            found[residency] = module.seen, weights(module), [each["row"] for each in predicted]
-        seen, after, order = found["stream"]
-        assert seen == found["mmap"][0]
-        assert torch.equal(after, found["mmap"][1])
-        assert torch.cat(order).tolist() == list(range(300, 330))
 
     def test_fit_that_fails_ends_its_thread_with_the_trainer(self, tmp_path: Path) -> None:
         class Failing(Regression):

@@ -30,7 +30,6 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Decode, Form, read_forms
 from lightning_memmap.store import Store, build_store
-from lightning_memmap.transforms import OnSuperBatch
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded, icons, plain
 from tests.models import Brightness, make_trainer
 from tests.rows import make_split
@@ -50,23 +49,6 @@ def loader_over(
     sampler = ShuffledSampler(rows.pool, 3) if shuffled else SequentialSampler(rows.pool)
     collate = FormedCollate(store.schema, read_forms(FORMS))
     return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
-
-
-def assert_gives_all_rows(loader: SuperBatchLoader) -> None:
-    start, order = 0, loader.order.dataset_rows(0, range(loader.order.num_positions)).tolist()
-    for step in loader:
-        assert_images(step.to("cpu"), order[start : start + len(step)])
-        start += len(step)
-    assert start == len(order)
-
-
-@pytest.mark.parametrize("transform", [None, lambda batch: batch, OnSuperBatch(dict)])
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
-def test_images_do_not_depend_on_the_number_of_data_devices(
-    store: Store, num_devices: int, transform: Any
-) -> None:
-    rows = make_split(store, num_devices, forms=FORMS)
-    assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, transform=transform))
 
 
 def take_all(loader: SuperBatchLoader) -> None:

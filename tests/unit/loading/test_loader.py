@@ -167,21 +167,6 @@ class TestRows:
                     # What a device delivers, it delivers in the order of the epoch.
                     assert rows == [row for row in whole if row in set(rows)]
 
-    @pytest.mark.parametrize("residency", ["mmap", "device"])
-    @pytest.mark.parametrize("num_devices", [2, 3, 4, 6, 8, 12, 24])
-    def test_global_batches_on_any_number_of_devices_are_the_same(
-        self, numbered_store: Stores, num_devices: int, residency: str
-    ) -> None:
-        store = numbered_store(181, 24)
-        one = make_loader(store, 1, 24, shuffle=True, seed=3)
-        many = make_loader(
-            store, num_devices, 24 // num_devices, residency=residency, shuffle=True, seed=3
-        )
-        for epoch in range(2):
-            one.set_epoch(epoch)
-            many.set_epoch(epoch)
-            assert epoch_rows(many) == epoch_rows(one)
-
     def test_many_small_steps_cross_the_blocks_of_the_order(self, numbered_store: Stores) -> None:
         # More rows than are ordered at once, in steps of which many are taken together.
         store = numbered_store(9_000, 24)
@@ -531,6 +516,7 @@ class TestKeeping:
             assert rows_of(first)[-1] > 0
 
     @pytest.mark.parametrize("transform", [None, untouched])
+    @pytest.mark.slow
     def test_batches_kept_in_another_process_are_never_overwritten(
         self, numbered_store: Stores, transform: Any
     ) -> None:

@@ -38,6 +38,9 @@ from tests.rows import (
     take_steps,
 )
 
+pytestmark = pytest.mark.slow
+
+
 Stores = Callable[..., Store]
 ROOT = Path(__file__).parents[3]
 

@@ -1,7 +1,6 @@
 """Placement: the plan is pure, so that devices which are not here can be planned for."""
 
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
@@ -43,12 +42,7 @@ class Size:
     num_shards: int = 24
     row_bytes: int = 10
 
-    def shard_bytes(
-        self,
-        pool: Pool | None = None,
-        fields: Collection[str] | None = None,
-        num_data_devices: int = 1,
-    ) -> Integers:
+    def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         return (pool or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 
 

@@ -32,6 +32,7 @@ def batches(batch: int, num_shards: int | None) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 32, 100, 256])
 def test_rows_of_a_sorted_dataset_are_mixed_in_a_batch_as_in_a_true_shuffle(batch: int) -> None:
     num_shards = default_shards(ROWS)

@@ -167,12 +167,14 @@ def chi_square(counts: np.ndarray, expected: float | np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow
 def test_shuffle_four_rows_gives_all_24_orders_equally_often() -> None:
     found = Counter(tuple(whole_epoch(make_sampler(4, 1, seed, True), 0)) for seed in range(2400))
     assert set(found) == set(permutations(range(4)))
     assert chi_square(np.array(list(found.values())), 100) < CHI_SQUARE_999[23]
 
 
+@pytest.mark.slow
 def test_shuffle_each_row_is_equally_often_at_a_position() -> None:
     counts = np.zeros((50, 50))
     for seed in range(5000):
@@ -182,6 +184,7 @@ def test_shuffle_each_row_is_equally_often_at_a_position() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [24, 100, 1000])
+@pytest.mark.slow
 def test_shuffle_rows_that_were_neighbours_stay_so_only_by_chance(num_rows: int) -> None:
     # Row i + 1 follows row i (N - 1) / N times in a fair shuffle, very nearly as a Poisson
     # variable: the bound is 4 standard errors, 5.7 %.
@@ -193,6 +196,7 @@ def test_shuffle_rows_that_were_neighbours_stay_so_only_by_chance(num_rows: int)
     assert abs(kept - expected) < 4 * math.sqrt(expected)
 
 
+@pytest.mark.slow
 def test_shuffle_consecutive_seeds_and_epochs_are_independent() -> None:
     by_seed, by_epoch = np.zeros((20, 20)), np.zeros((20, 20))
     seeds = [rows_at(make_sampler(20, 1, seed, True), 0, range(1))[0] for seed in range(6_001)]
@@ -205,6 +209,7 @@ def test_shuffle_consecutive_seeds_and_epochs_are_independent() -> None:
     assert chi_square(by_epoch, 15) < CHI_SQUARE_999[399]
 
 
+@pytest.mark.slow
 def test_shuffle_shards_are_independent_of_each_other() -> None:
     counts = np.zeros((20, 20))
     for seed in range(6_000):
@@ -245,6 +250,7 @@ def test_sampler_shards_about_the_length_of_another_construction_hold_each_row_o
 # What the fixture changes is the same for all examples.
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.usefixtures("construction")
+@pytest.mark.slow
 def test_sampler_long_shards_any_range_equals_slice_of_whole(
     data: st.DataObject, num_rows: int, num_shards: int, seed: int, epoch: int
 ) -> None:
@@ -285,6 +291,7 @@ def tenths(values: np.ndarray, size: int) -> np.ndarray:
     indirect=["construction"],
 )
 @pytest.mark.usefixtures("construction")
+@pytest.mark.slow
 def test_shuffle_long_shard_tenths_of_one_thing_say_nothing_of_another(size: int) -> None:
     # Ten by ten tables of where a row was and where it went, and so on, over 40 seeds. In a fair
     # shuffle, a table's statistic has 81 degrees of freedom at most, and a variance of twice as
@@ -327,6 +334,7 @@ def test_shuffle_long_shard_tenths_of_one_thing_say_nothing_of_another(size: int
 
 
 @pytest.mark.usefixtures("construction")
+@pytest.mark.slow
 def test_shuffle_long_shard_rows_keep_their_distance_only_by_chance() -> None:
     # As for short shards, for rows that lie a whole digit apart too. The expected number is
     # (N - d)^2 / (N (N - 1)) in each order, and the bound 4 standard errors of a Poisson variable.
@@ -340,6 +348,7 @@ def test_shuffle_long_shard_rows_keep_their_distance_only_by_chance() -> None:
         assert abs(found - expected) < 4 * math.sqrt(expected), apart
 
 
+@pytest.mark.slow
 def test_shuffle_rows_of_two_shards_come_together_only_by_chance(construction: str) -> None:
     # Four standard errors of a Poisson variable: one coincidence for each pair of shards, and a
     # little fewer for rows that are some offsets apart.

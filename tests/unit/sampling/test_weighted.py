@@ -14,6 +14,8 @@ from lightning_memmap.sampling import Pool, Sampler, Weighted
 from lightning_memmap.sampling.weighted import WeightedSampler
 from tests.rows import StridedRows, pool_of
 
+pytestmark = pytest.mark.slow
+
 
 class Table:
     """Fields of a dataset in memory."""

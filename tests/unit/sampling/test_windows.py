@@ -131,6 +131,7 @@ def chi_square(counts: np.ndarray, expected: float) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow
 def test_windows_come_in_each_order_equally_often() -> None:
     # 4 windows of 5 rows of one shard, told by their first offset from where they were cut.
     found: Counter[tuple[int, ...]] = Counter()
@@ -142,6 +143,7 @@ def test_windows_come_in_each_order_equally_often() -> None:
 
 
 @pytest.mark.parametrize("window", [3, 2])
+@pytest.mark.slow
 def test_each_row_is_equally_often_at_a_position(window: int) -> None:
     # With a rest of 2 rows, and at 10 windows of 2 rows.
     counts = np.zeros((20, 20))
@@ -166,6 +168,7 @@ def test_windows_and_epochs_have_orders_of_their_own() -> None:
     assert all(one != other for one, other in pairwise(orders))
 
 
+@pytest.mark.slow
 def test_other_rows_share_a_window_in_another_epoch() -> None:
     # Rows 0 and 1 of a shard are in one window of 4 of 100 rows with probability 3/4: not always,
     # and not never. 4 standard errors of a binomial variable.

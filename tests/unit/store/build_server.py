@@ -20,7 +20,6 @@ from typing import Any
 from lightning_memmap.schema import Schema
 from lightning_memmap.store import (
     append_store,
-    build,
     build_part,
     build_store,
     building,
@@ -51,7 +50,6 @@ class Build:
     num_shards: int = 3
     num_workers: int = 0
     overwrite: bool = False
-    fresh: bool = False
     # In place of a build: one part of it, the commit of all parts, rows that are appended, a table,
     # a URL that is pulled from, one that the store is pushed to, and one that is read by a cache.
     part: tuple[int, int] | None = None
@@ -236,7 +234,6 @@ def build_and_check(build: Build) -> None:
                 build.path,
                 num_shards=build.num_shards + index,
                 num_workers=build.num_workers,
-                fresh=build.fresh,
                 fingerprint=identity,
                 **common,
             )
@@ -249,7 +246,7 @@ def write_ranges_of(num_rows: int) -> None:
     it is written, so that a short build has many of them."""
     range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = num_rows, 1
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    build._JOURNAL_INTERVAL_S = -1.0
+    range_writer._JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:

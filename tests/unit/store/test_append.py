@@ -15,6 +15,9 @@ from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundErro
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
 from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 
+pytestmark = pytest.mark.slow
+
+
 QUIET: Any = {"progress": False}
 
 

@@ -1,18 +1,23 @@
-"""A store that is written by hand: rows in any order, some of them now and the others later."""
+"""Builds that are interrupted: rows in any order, some of them now and the others later."""
 
 from contextlib import closing
 from pathlib import Path
+from time import sleep
 
 import numpy as np
+import pytest
 
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.directory import KEY, StoreDirectory
+from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
-from tests.datasets import Numbered, holds
+from tests.datasets import Counting, Numbered, holds
 
 
 def write(building: Building, dataset: Numbered, rows: np.ndarray) -> None:
@@ -43,3 +48,35 @@ def test_rows_that_were_written_in_any_order_are_not_missing_in_the_next_build(
             building.finish(num_threads=2, show=lambda *_: show_progress("", 0, 0, hidden=True))
     assert holds(open_store(path), dataset)
     assert verify_store(path) == []
+
+
+class Failing(Counting):
+    """Raises at a row that is no probe, and is so slow that a task has few rows."""
+
+    def __getitem__(self, row: int) -> object:
+        sleep(0.003)
+        if row == 60:
+            raise ValueError("broken")
+        return super().__getitem__(row)
+
+
+def test_background_build_that_failed_is_resumed_by_the_same_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(dataset: Counting) -> list[int]:
+        asked = Asked(dataset, tmp_path / "s", None, 0, "one", {}, progress=False)
+        building = BackgroundBuild(asked)
+        assert building.serving is not None
+        try:
+            building.serving.wait_for_commit()
+        finally:
+            building.stop()
+        return dataset.rows
+
+    with pytest.raises(DatasetError, match="row 60"):
+        build(Failing(Numbered(100)))
+    # Nothing of the first one has kept the lock of its journal.
+    assert "resuming" not in caplog.text
+    assert len({*build(Counting(Numbered(100)))}) < 100
+    assert "resuming" in caplog.text
+    assert holds(open_store(tmp_path / "s"), Numbered(100))

@@ -10,6 +10,9 @@ from lightning_memmap.store import build_store, open_store, verify_store
 from tests.datasets import Numbered, holds
 from tests.unit.store.build_server import Build, BuildServer
 
+pytestmark = pytest.mark.slow
+
+
 NUM_ROWS = 600
 
 

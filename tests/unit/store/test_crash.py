@@ -24,6 +24,9 @@ from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.layout import building_path, names_in
 
+pytestmark = pytest.mark.slow
+
+
 OLD, NEW = 1, 2
 NUM_ROWS = 600
 RANGE_ROWS = 100
@@ -218,7 +221,7 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     assert holds(store, numbered)
     how = f"resuming: {len(done):,} of 5,000 rows were written by process {os.getpid()} on"
     assert how in caplog.text
-    assert "fresh=True (--fresh) starts again" in caplog.text
+    assert "overwrite=True (--overwrite) starts again" in caplog.text
     assert {row for row in mended.rows if row in done} <= set(probe_rows(5000))
     assert set(range(5000)) - done <= set(mended.rows)
 
@@ -228,7 +231,6 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     [
         {"version": OLD},
         {"num_shards": 4},
-        {"fresh": True},
         {"overwrite": True},
     ],
     ids=str,
@@ -290,6 +292,9 @@ def test_build_resumed_from_a_torn_journal_stores_every_row(
         file.write(torn)
     for row in (250, 350):
         assert killed(server.run(replace(build, kill_at_row=row)))
+    # Each has named itself, on a line of its own.
+    writers = [line for line in journal.read_bytes().splitlines() if line.startswith(b"by process")]
+    assert len(writers) == 3
     assert server.run(build) == 0
     assert version_in(tmp_path) == NEW
 

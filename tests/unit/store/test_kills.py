@@ -14,6 +14,9 @@ from tests.datasets import Numbered, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.layout import names_in
 
+pytestmark = pytest.mark.slow
+
+
 OLD, NEW, BOTH = 1, 2, 3
 NUM_ROWS = 200
 

@@ -32,6 +32,9 @@ from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer
 from tests.unit.store.layout import files_of, names_in, parts_path
 
+pytestmark = pytest.mark.slow
+
+
 NUM_ROWS = 600
 QUIET: Mapping[str, Any] = {"progress": False}
 

@@ -27,10 +27,10 @@ def test_ranges_deal_each_missing_row_once_whatever_rows_cost(
     todo = missing_ranges(done, 400)
     ranges = RowRanges(todo, max_rows=max_rows, num_workers=num_workers, row_s=row_s)
     dealt = []
-    for index, (first, count) in enumerate(ranges):
-        assert 1 <= count <= max_rows
-        dealt += range(first, first + count)
-        ranges.note(count, durations[index % len(durations)])
+    for index, rows in enumerate(ranges):
+        assert 1 <= len(rows) <= max_rows
+        dealt += rows
+        ranges.note(rows, durations[index % len(durations)])
     assert sorted([*dealt, *{row for rows in done for row in rows}]) == list(range(400))
     assert sum(map(len, merge_ranges(done))) + len(dealt) == 400
 
@@ -44,9 +44,9 @@ def makespan_s(num_rows: int, row_s: float, num_workers: int, known_row_s: float
     while ends:
         now_s, worker = heapq.heappop(ends)
         if waiting[worker]:
-            _, count = waiting[worker].popleft()
-            last_s = now_s + count * row_s
-            ranges.note(count, count * row_s)
+            rows = waiting[worker].popleft()
+            last_s = now_s + len(rows) * row_s
+            ranges.note(rows, len(rows) * row_s)
             waiting[worker].extend([task] if (task := next(tasks, None)) else [])
             heapq.heappush(ends, (last_s, worker))
     return last_s

@@ -111,7 +111,7 @@ def test_build_notes_its_rows_every_few_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look at the clock takes two seconds.
-    monkeypatch.setattr("lightning_memmap.store.build.monotonic", itertools.count(step=2).__next__)
+    monkeypatch.setattr(range_writer, "monotonic", itertools.count(step=2).__next__)
     sizes = []
 
     class Watching(Labelled):
@@ -147,7 +147,7 @@ def test_build_with_another_fingerprint_resumes_nothing(
     interrupt(tmp_path, OLD, fingerprint="version 1")
     HIDDEN[UNPROBED] = -1
     caplog.clear()
-    build(OLD, tmp_path, fingerprint=given, fresh=given is None)
+    build(OLD, tmp_path, fingerprint=given, overwrite=given is None)
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
     if given is not None:
         assert "its fingerprint was 'version 1' and is 'version 2'" in caplog.text
@@ -218,17 +218,6 @@ def test_build_neither_resumes_nor_follows_what_others_have_planted(
     if (tmp_path / "outside").exists():
         assert (tmp_path / "outside").read_bytes() == before
     assert all(stat.S_ISREG(path.lstat().st_mode) for path in files_of(tmp_path / "s").iterdir())
-
-
-def test_linked_generation_is_neither_followed_nor_removed(tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "s").mkdir()
-    link = tmp_path / "s" / "g-0123456789abcdef"
-    link.symlink_to(tmp_path / "outside")
-    build(OLD, tmp_path)
-    assert verify_store(tmp_path / "s") == []
-    assert link.is_symlink()
-    assert list((tmp_path / "outside").iterdir()) == []
 
 
 # A store that is there
@@ -321,18 +310,6 @@ def test_rebuild_fingerprint_decides_alone(tmp_path: Path) -> None:
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
 
 
-def test_rebuild_fingerprint_of_a_store_without_one_is_recorded_once_all_rows_agree(
-    tmp_path: Path,
-) -> None:
-    build(OLD, tmp_path)
-    with pytest.raises(DatasetError, match=f"row {UNPROBED}"):
-        build(NEW, tmp_path, fingerprint="version 1")
-    build(OLD, tmp_path, fingerprint="version 1")
-    dataset = Counting(OLD)
-    build(dataset, tmp_path, fingerprint="version 1")
-    assert dataset.rows == []
-
-
 @pytest.mark.parametrize(("given", "error"), [(3, TypeError), ("", ValueError)])
 def test_build_fingerprint_that_is_none_is_refused(
     tmp_path: Path, given: Any, error: type[Exception]
@@ -403,6 +380,7 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [0, UNPROBED])
+@pytest.mark.slow
 def test_build_whose_worker_is_killed_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, row: int
 ) -> None:

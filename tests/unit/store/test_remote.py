@@ -46,6 +46,9 @@ from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
 
+pytestmark = pytest.mark.slow
+
+
 NUM_ROWS, NUM_SHARDS = 60, 4
 
 
@@ -161,6 +164,16 @@ def test_lengths_of_a_url_read_the_index_alone(
     reads.clear()
     store.lengths("name")
     assert reads == []
+
+
+def test_store_at_a_url_that_was_replaced_is_not_sent_to_another_process(
+    url: str, tmp_path: Path
+) -> None:
+    sent = pickle.dumps(open_store(url))
+    assert is_row(pickle.loads(sent)[5], 5)
+    push_store(build_mixed(tmp_path / "s", 70).path, url, overwrite=True, progress=False)
+    with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
+        pickle.loads(sent)
 
 
 def test_lengths_of_a_url_with_another_end_of_a_shard_are_an_error(
@@ -285,8 +298,7 @@ def test_fetch_that_was_interrupted_goes_on_with_the_next_shard(
 
 
 def _reads_of_rows(reads: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    # Fields of a record share an index, which each of them reads.
-    return (read for read in reads if not read[0].endswith((".index", "manifest.json")))
+    return (read for read in reads if read[0] != "manifest.json")
 
 
 def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(

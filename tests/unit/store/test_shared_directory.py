@@ -21,6 +21,9 @@ from tests.datasets import Numbered, holds
 from tests.unit.store.layout import files_of, is_empty
 from tests.unit.store.signing import sign_manifest
 
+pytestmark = pytest.mark.slow
+
+
 OLD, NEW = Numbered(100, 1), Numbered(100, 2)
 OWNER, OTHER = 65533, 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

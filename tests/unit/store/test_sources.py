@@ -22,6 +22,9 @@ from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files, texts
 
+pytestmark = pytest.mark.slow
+
+
 import_module("polars")  # It sets an environment variable, which a test must not do.
 
 NUM_ROWS = 90

@@ -16,6 +16,8 @@ from lightning_memmap.store.table import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.unit.store.layout import is_empty, names_in
 
+pytestmark = pytest.mark.slow
+
 
 def numbers(num_rows: int, offset: int = 0) -> Tensor:
     return torch.arange(num_rows) + offset
