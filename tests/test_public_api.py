@@ -44,7 +44,7 @@ NAMES = {
         default_window derive_seed divisors shard_rows spans_of striping
     """,
     "lightning_memmap.schema": """
-        DTYPES Decode FetchedRows Field Form Jagged Masked Nesting Node Nullable Pad RowList
+        DTYPES Decode FetchedRows Field Form Jagged Masked Node Nullable Pad RowList
         Rows Schema Values Windows read_forms read_schema
     """,
     "lightning_memmap.store": """
