@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from lightning_memmap.strategies import (
     SuperBatchDDPStrategy,
     SuperBatchStrategy,
 )
-from tests.preloaded import python
+from tests.preloaded import run
 
 NAMES = {
     "lightning_memmap": """
@@ -149,15 +147,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     package = Path(lightning_memmap.__file__).parent
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
     places = {str(package), sys.prefix, sys.base_prefix, *(str(Path(p)) for p in sys.path if p)}
-    done = subprocess.run(
-        [python(), "-c", program, *sorted(places)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-c", program, *sorted(places), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] set() set() []"
 
@@ -174,13 +164,5 @@ importlib.reload(lightning_memmap)
 assert dict(StrategyRegistry) == before
 assert all(name in before for name, *_ in registry.STRATEGIES)
 """
-    done = subprocess.run(
-        [python(), "-W", "error", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(lightning_memmap.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-W", "error", "-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

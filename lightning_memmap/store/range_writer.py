@@ -37,16 +37,16 @@ _JOURNAL_INTERVAL_S = 5.0
 #: How long a task without rows takes.
 _PAUSE_S = 0.02
 
-Rows = range | Integers
+RowNumbers = range | Integers
 
 
 class Tasks(Protocol):
     """The rows that are written next, task by task."""
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[RowNumbers]:
         """The rows of each task, of which a task may have none: then nothing can be done yet."""
 
-    def note(self, rows: Rows, duration_s: float) -> None:
+    def note(self, rows: RowNumbers, duration_s: float) -> None:
         """Rows were written, in so many seconds."""
 
 
@@ -75,7 +75,7 @@ def write_dataset(
     with closing(make(workers.dataset)) as writer:
         tasks = plan(writer)
 
-        def receive(outcome: tuple[Rows, float]) -> None:
+        def receive(outcome: tuple[RowNumbers, float]) -> None:
             nonlocal last_sync
             rows, duration_s = outcome
             if len(rows):
@@ -132,7 +132,7 @@ class RangeWriter:
         """The rows that take so many bytes, at least one."""
         return max(1, num_bytes // self._row_bytes)
 
-    def __call__(self, rows: Rows) -> tuple[Rows, float]:
+    def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
         """Write rows, given by their numbers in the store; a range where reading has an order."""
         start = perf_counter()
         mine = _moved(rows, -self._first_row)
@@ -145,16 +145,16 @@ class RangeWriter:
             self._write_rows(self._order[mine.start : mine.stop])
         return rows, perf_counter() - start
 
-    def _write_rows(self, rows: Rows) -> None:
+    def _write_rows(self, rows: RowNumbers) -> None:
         if not self._write_slices(rows):
             for index in range(0, len(rows), self._max_item_rows):
                 self._write_items(rows[index : index + self._max_item_rows])
             self._writing.result()
 
-    def _write(self, rows: Rows, values: Sequence[Values]) -> None:
+    def _write(self, rows: RowNumbers, values: Sequence[Values]) -> None:
         self._writer.write(_moved(rows, self._first_row), values)
 
-    def _write_slices(self, rows: Rows) -> bool:
+    def _write_slices(self, rows: RowNumbers) -> bool:
         """Write rows that are read many at once; False where they must be read as items."""
         if self._source is None:
             return False
@@ -169,7 +169,7 @@ class RangeWriter:
         self._write(rows, found)
         return True
 
-    def _write_items(self, rows: Rows) -> None:
+    def _write_items(self, rows: RowNumbers) -> None:
         """Read rows item by item, and begin to write them when those before them are written."""
         self._memory.reverse()
         memory, fields = self._memory[0], self._schema.fields
@@ -195,7 +195,7 @@ class RangeWriter:
         self._writing = self._thread.submit(self._write_pieces, rows, memory, pieces)
 
     def _write_pieces(
-        self, rows: Rows, memory: Mapping[str, Tensor], pieces: list[list[Values]]
+        self, rows: RowNumbers, memory: Mapping[str, Tensor], pieces: list[list[Values]]
     ) -> None:
         whole = [
             Values(memory[field.name][: len(rows)])
@@ -211,7 +211,7 @@ class RangeWriter:
         self._writer.close()
 
 
-def _moved(rows: Rows, by: int) -> Rows:
+def _moved(rows: RowNumbers, by: int) -> RowNumbers:
     """Rows with other numbers."""
     return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
 
@@ -222,7 +222,7 @@ class _StoredRows:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def read(self, rows: Rows) -> list[Values]:
+    def read(self, rows: RowNumbers) -> list[Values]:
         numbers = np.asarray(rows, np.int64)
         found = [column.fetch(numbers) for column in self._store.columns]
         return [

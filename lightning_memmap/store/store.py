@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
+from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
@@ -36,16 +37,11 @@ class Store:
         path: The directory; of a store at a URL, that of the files in the cache.
         manifest: What the store contains.
         columns: The rows of each field, in the order of the fields.
-
-    Attributes:
-        path: The directory; of a store at a URL, that of the files in the cache.
-        files: The directory of the files of the columns. They never change.
-        manifest: What the store contains.
-        columns: The rows of each field, in the order of the fields.
     """
 
     def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
+        #: The directory of the files of the columns. They never change.
         self.files = path / manifest.generation
         self.manifest = manifest
         self.columns = list(columns)
@@ -78,17 +74,10 @@ class Store:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """One mapped tensor per field, of shape (num_rows, *field shape), on the CPU.
-
-        Shard 0's rows come first, then shard 1's, and so on. Writing into a tensor changes it in
-        this process alone, and never the file.
-
-        Raises:
-            StoreError: The rows of a field do not lie in one tensor.
-        """
+        """One mapped tensor per field, shard after shard. Writing to it changes no file."""
         return [column.tensor for column in self.columns]
 
-    def rows(self, subset: Integers | None = None) -> Rows:
+    def rows(self, subset: Integers | Numbers | None = None) -> Rows:
         """What an order orders: the rows of the store, or those of some numbers."""
         return StoreRows.of(self.manifest.shards, subset)
 
@@ -98,14 +87,7 @@ class Store:
         return False
 
     def in_memory(self, locations: Integers) -> Integers:
-        """Where rows lie in the mapped columns.
-
-        Args:
-            locations: Where they lie in the files, int64 of shape (B,); see `Shards.locate`.
-
-        Returns:
-            int64 of shape (B,): for one store, the same.
-        """
+        """Where rows lie in the mapped columns, by where they lie in the files: here the same."""
         return locations
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
@@ -146,18 +128,7 @@ class Store:
         return self._numbers(index, rows)
 
     def given(self, field: str) -> NDArray[np.bool_]:
-        """Read in which rows a field has a value.
-
-        Args:
-            field: Name of a field.
-
-        Returns:
-            Of shape (num_rows,), in dataset order: False where it, or what it is a part of, is
-            None.
-
-        Raises:
-            ValueError: There is no such field.
-        """
+        """In which rows, in dataset order, neither a field nor what it is a part of is None."""
         self._index_of(field)
         rows = np.arange(self.num_rows, dtype=np.int64)
         found = np.ones(self.num_rows, np.bool_)
@@ -181,20 +152,7 @@ class Store:
         return np.concatenate(blocks)
 
     def lengths(self, field: str) -> Integers:
-        """Look up the length of each row of a field whose rows differ in length.
-
-        No value is read.
-
-        Args:
-            field: Name of such a field.
-
-        Returns:
-            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
-
-        Raises:
-            ValueError: There is no such field, or its rows have one length.
-            StoreError: The index of the field is damaged.
-        """
+        """The items of each row in dataset order, for text its bytes. No value is read."""
         if not self.schema.fields[self._index_of(field)].num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
         (column,) = self.provide([field], range(self.num_shards))
@@ -209,33 +167,12 @@ class Store:
         return names.index(field)
 
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        """The open columns of some fields, for use of no other rows than those of some shards.
-
-        Of a store at a URL, the shards are fetched.
-
-        Args:
-            fields: Names of the fields; None for all.
-            shards: The shards.
-
-        Returns:
-            The columns, in the order of the fields of the store.
-
-        Raises:
-            StoreError: A shard cannot be fetched.
-        """
+        """The open columns of some fields, or all, of which rows of these shards alone are used."""
         pairs = zip(self.schema.fields, self.columns, strict=True)
         return [column for field, column in pairs if fields is None or field.name in fields]
 
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
-        """The files that hold the rows of a column, or the items where rows differ in length.
-
-        Args:
-            column: One of the store's.
-
-        Returns:
-            The path of each, where its first byte is in memory, and its bytes; none for a column
-            without bytes.
-        """
+        """The files of a column's rows or items: path, where it begins in memory, and bytes."""
         size = column.file_bytes.get(column.rows_name, 0)
         return [(self.files / column.rows_name, 0, size)] if size else []
 
@@ -262,19 +199,7 @@ class Store:
         fingerprint: str | None = None,
         num_workers: int = 0,
     ) -> None:
-        """Check that this store was built from a dataset.
-
-        The length must be equal. If a fingerprint is given, and one was given to the build, these
-        two decide; otherwise the schema and the probe rows do.
-
-        Args:
-            dataset: The dataset.
-            fingerprint: The one that was given to `build_store`.
-            num_workers: Processes that read the probe rows; with 0, this one.
-
-        Raises:
-            DatasetError: The store was built from another dataset; the message says what differs.
-        """
+        """Check that this store was built from a dataset: by fingerprints, or else probe rows."""
         check_briefly(self, dataset, fingerprint, num_workers=num_workers)
 
     def __len__(self) -> int:

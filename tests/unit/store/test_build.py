@@ -86,6 +86,7 @@ def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
 def test_store_row_outside_raises_index_error(tmp_path: Path, row: int) -> None:
     store = build(Numbered(50), tmp_path / "s")
     assert torch.equal(store[-1]["x"], store[49]["x"])
+    assert torch.equal(store[-50]["x"], store[0]["x"])
     with pytest.raises(IndexError, match=f"row {row}: the store has 50 rows"):
         store[row]
 
