@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
+from lightning_memmap.data.first_epoch import FirstEpoch, ask_first, renewed, show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -381,10 +381,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         stores = self._split_stores
         stores.check()
-        for split in dict.fromkeys(map(stores.stored_split, self._splits())):
-            for part in stores.parts(split):
-                if not self._first_epoch.begin(stores, part):
-                    stores.build(part)
+        splits = dict.fromkeys(map(stores.stored_split, self._splits()))
+        parts = (part for split in splits for part in stores.parts(split))
+        for part in self._first_epoch.begin(stores, parts):
+            stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -432,6 +432,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
+        ask_first(planner, opened, placement)
         self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)

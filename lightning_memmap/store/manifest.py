@@ -134,7 +134,8 @@ class Manifest:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if name == MANIFEST:  # A draft goes to the disk with the first rows.
+                os.fsync(file.fileno())
         os.replace(temporary, directory / name)
 
     def encode(self) -> bytes:
