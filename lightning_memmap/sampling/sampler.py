@@ -143,7 +143,8 @@ class Sampler(Identified):
         """The same for shards that have as many positions, of shape (shards, positions)."""
         index = columns_of(self._permutation(epoch), shards, drawn.shape[1])
         index += np.arange(0, drawn.size, drawn.shape[1])[:, None]
-        return drawn.ravel().take(index, out=index, mode="clip")
+        found: Integers = drawn.ravel().take(index)
+        return found
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         """The same as they come."""

@@ -138,20 +138,16 @@ class WeightedSampler(DrawnSampler):
             point = self._tables.get("point", epoch, lambda: self._point(epoch)) >> (64 - unit_bits)
             pieces = self._tables.get("pieces", 0, self._pieces)
         order = self._orders(epoch, shards)
-        # Shard after shard: each is as long as it has points. In place: fresh memory costs more.
-        lengths = order + pool.starts[shards][:, None]
-        pieces.take(lengths, out=lengths, mode="clip")
+        # Shard after shard: each is as long as it has points.
+        lengths = pieces.take(order + pool.starts[shards][:, None], mode="clip")
         lengths[:, :-1] *= order[:, :-1] < (pool.sizes[shards] - 1)[:, None]
         # The points before the end of each row: point k lies at k, plus the offset.
         lengths[0, 0] += (1 << unit_bits) - 1 - point
-        ends = lengths.ravel()
-        ends.cumsum(out=ends)
+        ends = lengths.ravel().cumsum()
         ends >>= unit_bits
         # Before the row of a point come as many rows as end at this point or before it.
-        rows: Integers = np.bincount(ends)[:-1]
-        rows.cumsum(out=rows)
-        order.ravel().take(rows, out=rows, mode="clip")
-        found = rows.reshape(len(shards), len(rows) // len(shards))
+        rows = np.bincount(ends)[:-1].cumsum()
+        found = order.ravel().take(rows).reshape(len(shards), -1)
         return np.sort(found) if self.shuffle_window is not None else found
 
     def _orders(self, epoch: int, shards: Integers) -> Integers:
