@@ -9,9 +9,7 @@ is skipped.
 """
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ import yaml
 # For the configs. Imported before the tests, since what it imports changes the environment.
 import examples.digits  # noqa: F401
 from lightning_memmap.cli import main
-from tests.preloaded import python
+from tests.preloaded import run
 
 # LightningCLI uses names that jsonargparse has changed.
 pytestmark = [
@@ -57,15 +55,7 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
         # On the lines that it has in the page, for the sake of tracebacks.
         program = tmp_path / f"{Path(page).stem}_{number}.py"
         program.write_text("\n".join(lines), encoding="utf-8")
-        done = subprocess.run(
-            [python(), str(program)],
-            cwd=tmp_path,
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = run(program, cwd=tmp_path, **environment, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
 
 

@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from lightning_memmap.strategies import (
     SuperBatchDDPStrategy,
     SuperBatchStrategy,
 )
-from tests.preloaded import python
+from tests.preloaded import run
 
 NAMES = {
     "lightning_memmap": """
@@ -44,7 +42,7 @@ NAMES = {
         default_window derive_seed divisors shard_rows spans_of striping
     """,
     "lightning_memmap.schema": """
-        DTYPES Decode FetchedRows Field Form Jagged Masked Nesting Node Nullable Pad RowList
+        DTYPES Decode FetchedRows Field Form Jagged Masked Node Nullable Pad RowList
         Rows Schema Values Windows read_forms read_schema
     """,
     "lightning_memmap.store": """
@@ -64,7 +62,7 @@ SIGNATURES = {
         train_dataset=None, val_dataset=None, test_dataset=None, predict_dataset=None, *,
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
-        num_workers=0, overwrite=False, fingerprint=None, check='probes', subset=None, member=None,
+        num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
         shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
         skip_steps=None, build='first'
     """,
@@ -149,15 +147,7 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     package = Path(lightning_memmap.__file__).parent
     program = WATCH.replace("NAMES", repr([*NAMES, "lightning_memmap.cli"]))
     places = {str(package), sys.prefix, sys.base_prefix, *(str(Path(p)) for p in sys.path if p)}
-    done = subprocess.run(
-        [python(), "-c", program, *sorted(places)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-c", program, *sorted(places), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] set() set() []"
 
@@ -174,13 +164,5 @@ importlib.reload(lightning_memmap)
 assert dict(StrategyRegistry) == before
 assert all(name in before for name, *_ in registry.STRATEGIES)
 """
-    done = subprocess.run(
-        [python(), "-W", "error", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(lightning_memmap.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-W", "error", "-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

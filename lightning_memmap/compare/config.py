@@ -18,7 +18,7 @@ _NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
 _SEPARATE_MODELS = {
     name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
 }
-_LOADER = re.compile(r"workers[0-9]+|ideal|memmap")
+_LOADER = re.compile(r"workers[0-9]+|ideal|memmap|first_epoch")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Variant:
     strategy: str
     #: ``memmap``: the `MemmapDataModule` of the config. ``workersN``: its plain dataset through
     #: `torch.utils.data.DataLoader`. ``ideal``: one batch, fetched once and replayed.
+    #: ``first_epoch``: the `MemmapDataModule` with a store that each run builds while it trains.
     loader: str = "memmap"
 
     @property
@@ -82,8 +83,8 @@ def _parse(name: str) -> Variant:
         raise ValueError(
             f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
             f" A variant is a strategy ({', '.join(_NAMES)}),"
-            " which may be followed by +workersN (its rows come from a DataLoader with N workers)"
-            " or +ideal (one batch replayed)"
+            " which may be followed by +workersN (its rows come from a DataLoader with N workers),"
+            " +first_epoch (its store is built while it trains) or +ideal (one batch replayed)"
         )
     return Variant(strategy, loader or "memmap")
 
@@ -118,9 +119,9 @@ class ComparisonOptions:
             Only needed where something is run.
         variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
             ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
-            DataLoader with N workers, with ``+ideal`` one batch is replayed: the no-load upper
-            bound. ``all`` stands for
-            all strategies and, on one device, all loaders.
+            DataLoader with N workers; with ``+first_epoch`` each run builds its own store while
+            it trains; with ``+ideal`` one batch is replayed: the no-load upper bound. ``all``
+            stands for all strategies and, on one device, the other loaders.
         devices: Devices of each variant; on a CPU processes or logical data devices. A step has
             ``batch_size`` of the config times this many rows, in every variant.
         repeats: Timed runs of each variant.

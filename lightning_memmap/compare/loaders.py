@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +31,8 @@ from lightning_memmap.store import Store
 
 _CPU = torch.device("cpu")
 _PROBE_ROWS = 8
+#: Where a run builds stores of its own, in its folder.
+STORES = "stores"
 
 
 class MappedLoader:
@@ -149,9 +152,19 @@ class IdealData(L.LightningDataModule):
 
 
 def loaded_data(
-    data: MemmapDataModule, variant: Variant, global_batch: int, *, transform_here: bool
+    data: MemmapDataModule, variant: Variant, global_batch: int, out: str, *, transform_here: bool
 ) -> L.LightningDataModule:
     """The data module that the Trainer of a variant is given, as the variant's loader says."""
+    if variant.loader == "first_epoch":
+        if data.datasets["train"] is None:
+            raise ValueError(f"{variant.name}: without a train_dataset there is nothing to build")
+        return data.with_options(
+            store_dir=Path(out) / STORES,
+            num_shards=data.open_train_store().num_shards,
+            num_workers=data.num_workers or 2,
+            val_dataset=None,
+            build="while_training",
+        )
     if variant.loader.startswith("workers"):
         num_workers = int(variant.loader.removeprefix("workers"))
         return PlainData(data, global_batch, num_workers, transform_here)
@@ -167,7 +180,7 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
         )
     # Steps of one size: in an uneven one, DDP weights processes equally, and not rows.
     return data.with_options(
-        drop_last=True, overwrite=False, test_dataset=None, predict_dataset=None
+        drop_last=True, overwrite=False, test_dataset=None, predict_dataset=None, build="first"
     )
 
 

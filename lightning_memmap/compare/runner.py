@@ -27,6 +27,7 @@ from lightning_memmap.compare.config import (
     shared_config,
 )
 from lightning_memmap.compare.facts import describe_devices, prepare
+from lightning_memmap.compare.loaders import STORES
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
 from lightning_memmap.compare.report import Report, VariantResult
@@ -257,7 +258,8 @@ class Comparison:
         result, folder = self._results[variant], f"{variant.name}/{name}"
         started = self._ahead.pop(folder, None)
         try:
-            if kind == "check" and later:
+            # If this run fails, a later one of the same variant will not come.
+            if kind == "check" and later and later[0] != variant:
                 self._launch_ahead(f"{later[0].name}/{later[1]}")
             spec = self._spec(kind, folder, variant)
             title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
@@ -273,6 +275,8 @@ class Comparison:
             # Its weights may not be there, or its processes may have done other numbers of steps.
             result.status = "failed"
             result.reason = f"what it wrote cannot be evaluated: {error!r}"
+        finally:
+            shutil.rmtree(self._runs / folder / STORES, ignore_errors=True)
 
     def _compare(self, result: VariantResult, ranks: list[Rank], folder: Path) -> None:
         """Compare a check run with that of the reference, whose weights alone are kept."""

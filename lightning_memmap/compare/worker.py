@@ -106,7 +106,7 @@ def train_variant(
         trainer.profiler = clock = StepClock(trainer.strategy.root_device)
         callback = TimedCallback(spec, data, clock)
     trainer.callbacks.append(callback)
-    loaded = loaded_data(data, variant, spec.global_batch, transform_here=is_check)
+    loaded = loaded_data(data, variant, spec.global_batch, spec.out, transform_here=is_check)
     trainer.fit(model, datamodule=loaded)
 
 

@@ -1,6 +1,7 @@
 """Training from stores that are built meanwhile: ``build="while_training"``."""
 
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,19 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_memmap.data.set_up import SetUp
+from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import argument_of
 from lightning_memmap.errors import with_article
+from lightning_memmap.placement import Placement
+from lightning_memmap.store import Store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.directory import is_store
-from lightning_memmap.store.growing import BackgroundBuild, GrowingStore
+from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, SharedWorkers
 from lightning_memmap.store.sources.stream import is_stream
 
+#: Steps whose rows are asked for before there is a loader.
+_FIRST_STEPS = 16
 _log = logging.getLogger(__name__)
 
 
@@ -26,16 +31,24 @@ class FirstEpoch:
     def __init__(self) -> None:
         self._builds: dict[str, BackgroundBuild] = {}
 
-    def begin(self, stores: SplitStores, split: str) -> bool:
-        """Begin to build the store of a split, and return as soon as its rows can be read.
+    def begin(self, stores: SplitStores, splits: Iterable[str]) -> Iterator[str]:
+        """Begin to build the stores of splits, whose rows can then be read.
 
-        Returns:
-            False where it is to be built first, or is there.
+        Yields:
+            Splits whose stores are to be built first, or are there.
 
         Raises:
-            ValueError: The dataset is a stream.
-            MemmapError: No store can be made of the dataset; see `build_store`.
+            ValueError: A dataset is a stream.
+            MemmapError: No store can be made of a dataset; see `build_store`.
         """
+        given = {split: each for split, each in stores.datasets.items() if not is_stream(each)}
+        workers = SharedWorkers(given, stores.options.num_workers)
+        for split in splits:
+            if not self._begin(stores, split, workers):
+                yield split
+
+    def _begin(self, stores: SplitStores, split: str, workers: SharedWorkers) -> bool:
+        """Begin to build a store, unless it is to be built first, or is there."""
         options, dataset = stores.options, stores.datasets[split]
         path = stores.directory / split
         if options.build == "first" or dataset is None or not isinstance(path, Path):
@@ -64,7 +77,7 @@ class FirstEpoch:
             options.forms,
             progress=False,
         )
-        build = BackgroundBuild(asked, after=first)
+        build = BackgroundBuild(asked, workers.joined(split), after=first)
         if build.is_unfit:
             _log.warning(
                 "%s: its files are read piece by piece: it is stored first", argument_of(split)
@@ -82,17 +95,32 @@ class FirstEpoch:
 class _ShowStored(L.Callback):
     """Shows in the Trainer's progress bar how much of the training rows is stored."""
 
+    _is_shown = False
+
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
         if isinstance(store, GrowingStore):
             pl_module.log("stored", store.serving.share, prog_bar=True, logger=False, batch_size=1)
+            self._is_shown = True
+        elif self._is_shown:
+            trainer.progress_bar_metrics.pop("stored", None)
+            self._is_shown = False
 
 
 def show_stored(trainer: Any) -> None:
     """Show in the progress bar how much of the training rows is stored."""
     if not any(isinstance(each, _ShowStored) for each in trainer.callbacks):
         trainer.callbacks.append(_ShowStored())
+
+
+def ask_first(planner: Planner, opened: Mapping[str, Store], placement: Placement) -> None:
+    """Ask for the rows of the first steps where they are still to be read: set-up takes a while."""
+    if isinstance(store := opened.get("train"), GrowingStore):
+        order = placement.splits["train"].size.order
+        num_rows = _FIRST_STEPS * planner.stores.options.batch_size
+        num_rows *= planner.topology.num_data_devices
+        store.ask(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
 
 
 def renewed(made: SetUp) -> SetUp:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
+from lightning_memmap.data.first_epoch import FirstEpoch, ask_first, renewed, show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -121,8 +121,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         fingerprint: The identity of the datasets in your own words, such as a version or a hash:
             one string, or one by name of the split. It then decides alone whether a store is of its
             dataset; see `lightning_memmap.store.build_store`.
-        check: How a dataset without a fingerprint is compared with its store: ``"probes"``,
-            ``"full"`` or ``"off"``; see there.
         subset: Which rows of the stores are used, without copying any: of `lightning_memmap.
             sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
             or `KFold`, which hold rows of the training store out to validate on.
@@ -191,7 +189,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         num_workers: int = 0,
         overwrite: bool = False,
         fingerprint: str | dict[str, str] | None = None,
-        check: str = "probes",
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,
@@ -381,10 +378,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         stores = self._split_stores
         stores.check()
-        for split in dict.fromkeys(map(stores.stored_split, self._splits())):
-            for part in stores.parts(split):
-                if not self._first_epoch.begin(stores, part):
-                    stores.build(part)
+        splits = dict.fromkeys(map(stores.stored_split, self._splits()))
+        parts = (part for split in splits for part in stores.parts(split))
+        for part in self._first_epoch.begin(stores, parts):
+            stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -432,6 +429,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
+        ask_first(planner, opened, placement)
         self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)

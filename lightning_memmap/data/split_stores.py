@@ -13,6 +13,7 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, nearest
 from lightning_memmap.sampling import Integers, Rows, Selection
+from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.directory import is_store, stores_within
@@ -128,7 +129,6 @@ class SplitStores:
             num_workers=options.num_workers,
             overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),
-            check=options.check,
             variable=options.variable,
         )
         self.note(split, store)
@@ -184,7 +184,6 @@ class SplitStores:
             store.check_dataset(
                 dataset,
                 fingerprint=self.options.fingerprint_of(split),
-                check=self.options.check,
                 num_workers=self.options.num_workers,
             )
         return store
@@ -196,7 +195,7 @@ class SplitStores:
             return store.chosen([self._subset(part, each) for part, each in pairs])
         return store.rows(self._subset(split, store))
 
-    def _subset(self, split: str, store: Store) -> Integers | None:
+    def _subset(self, split: str, store: Store) -> Integers | Numbers | None:
         selection = self.options.selection(split)
         if selection is None:
             return None
@@ -232,7 +231,7 @@ class SplitStores:
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        given = options.num_shards, options.fingerprint_of(split), options.check
+        given = options.num_shards, options.fingerprint_of(split)
         return self.datasets[split], *given, store.manifest.content
 
     @property

@@ -19,7 +19,7 @@ from lightning_memmap.loading.buffers import BufferPool, Buffers
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.steps import Fetched, ordinary_tensors
+from lightning_memmap.loading.steps import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Sampler
 
@@ -73,7 +73,7 @@ class Images:
             fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
         if has_streams(device):
             return Buffers.empty(fields, num_rows, pin_memory=True).tensors
-        with ordinary_tensors():
+        with torch.inference_mode(False):
             if receivers not in self._pools:
                 self._pools[receivers] = BufferPool(fields, _NUM_BUFFERS * receivers)
             return self._pools[receivers].get(num_rows).tensors

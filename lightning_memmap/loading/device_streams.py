@@ -4,7 +4,8 @@ A device without streams gets torch's stand-ins for the CPU, which do nothing: w
 there is done at once, or in the order in which it was enqueued.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 #: Of pinned memory. Larger pieces copy no faster, and less of the work is side by side.
 _PIECE_BYTES = 32 * 2**20
+#: One is filled while a device copies the other.
+_NUM_PIECES = 2
 
 
 def stream_module(device: torch.device) -> Any:
@@ -101,13 +104,21 @@ class SideStreams:
                 tensor.record_stream(stream)
 
 
-def upload(rows: Tensor, target: Tensor) -> None:
-    """Fill memory of a device with rows on the CPU, piece by piece. It may still be under way."""
-    is_pinned = has_streams(target.device)
-    step = max(1, _PIECE_BYTES // max(1, rows[:1].nbytes))
-    for first in range(0, len(rows), step):
-        piece = rows[first : first + step]
+def upload(parts: Iterable[Tensor], target: Tensor) -> None:
+    """Fill memory of a device with rows on the CPU, part by part. It may still be under way."""
+    module, copied, done = stream_module(target.device), deque[Any](), 0
+    step = max(1, _PIECE_BYTES // max(1, target[:1].nbytes))
+    pieces = (part[first : first + step] for part in parts for first in range(0, len(part), step))
+    for piece in pieces:
+        into, done = target[done : done + len(piece)], done + len(piece)
+        if not has_streams(target.device):
+            into.copy_(piece)
+            continue
         # From a file mapping, which is not pinned, a device would copy through the driver's own
-        # small buffers. torch's host allocator uses pinned memory again once it was copied.
-        piece = piece.pin_memory() if is_pinned else piece
-        target[first : first + step].copy_(piece, non_blocking=is_pinned)
+        # small buffers. torch's host allocator gives pinned memory again only once the device has
+        # copied it, and more of it until then: without a wait, it could be as much as all rows.
+        if len(copied) == _NUM_PIECES:
+            copied.popleft().synchronize()
+        into.copy_(piece.pin_memory(), non_blocking=True)
+        copied.append(module.Event())
+        copied[-1].record(module.current_stream(target.device))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightning_memmap.loading.row_source import (
     has_variable,
 )
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.steps import Fetched, Steps, ordinary_tensors
+from lightning_memmap.loading.steps import Fetched, Steps
 from lightning_memmap.loading.variable_rows import joined_rows, send_rows
 from lightning_memmap.sampling import Integers, Sampler
 
@@ -72,35 +73,45 @@ class Fetcher:
         numbers = None
         if self._rows.are_numbered:
             numbers = torch.from_numpy(self._sampler.dataset_rows(steps.epoch, steps.positions))
-        for group, start in enumerate(edges[:-1].tolist()):
-            part = steps.part(group * together, (group + 1) * together, start)
-            mine = None if numbers is None else numbers[start : start + len(part.positions)]
-            with ordinary_tensors():
-                fetched = self._fetched(sources, asked, group, part, mine)
+        for group, (start, end) in enumerate(pairwise(edges.tolist())):
+            some, positions = slice(group * together, (group + 1) * together), slice(start, end)
+            part = Steps(
+                steps.epoch,
+                steps.first_step + group * together,
+                steps.positions[positions],
+                steps.lengths[some],
+                steps.step_rows[some],
+            )
+            fetched = Fetched(part, self._first(part), [], self._receivers)
+            # Ordinary tensors in inference mode too: it may be over before the last step.
+            with torch.inference_mode(False):
+                fetched.leaves = self._leaves(sources, asked, group)
+                if numbers is not None:
+                    fetched.number(numbers[positions])
             yield fetched
             # Not referenced while the next one is fetched: its memory may be free by then.
             del fetched
 
-    def _fetched(
-        self,
-        sources: list[EpochRows],
-        asked: list["_Asked"],
-        group: int,
-        steps: Steps,
-        numbers: Tensor | None,
-    ) -> Fetched:
-        """The rows of a group of steps."""
+    def _leaves(
+        self, sources: list[EpochRows], asked: list["_Asked"], group: int
+    ) -> list[list[Leaf]]:
+        """The rows of a group of steps, for each receiver."""
         found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
         for source, rows in zip(sources, asked, strict=True):
-            for receiver, places, leaves in self._of_source(source, rows, group):
-                found[receiver].append((places, leaves))
-        fetched = Fetched(steps, self._first(steps), [], self._receivers)
-        for receiver, device in enumerate(self._receivers):
-            fetched.leaves.append(_in_order(found[receiver], device))
-            if numbers is not None:
-                mine = numbers[fetched.rows_of(receiver)].contiguous()
-                fetched.numbers.append(send(mine, device))
-        return fetched
+            begins, ends = rows.edges[group].tolist(), rows.edges[group + 1].tolist()
+            locations = rows.locations[sum(begins) : sum(ends)]
+            out = None if rows.pool is None else rows.pool.get(len(locations))
+            leaves = [*source.fetch(locations, out, pin_memory=rows.is_pinned)]
+            sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
+            for index, receiver in enumerate(rows.receivers):
+                places = rows.places[index][begins[index] : ends[index]]
+                device = self._receivers[receiver]
+                found[receiver].append((places, [send_rows(each[index], device) for each in split]))
+        return [
+            parts[0][1] if len(parts) == 1 else _in_order(parts, device)
+            for parts, device in zip(found, self._receivers, strict=True)
+        ]
 
     def _first(self, steps: Steps) -> int:
         """The data device that has the first row of some steps."""
@@ -146,21 +157,6 @@ class Fetcher:
         pool = self._pools[which] if on_cpu and not is_pinned else None
         return _Asked(pool, is_pinned, receivers, locations, places, edges)
 
-    def _of_source(
-        self, rows: EpochRows, asked: "_Asked", group: int
-    ) -> Iterator[tuple[int, Integers, list[Leaf]]]:
-        """The rows of one source in a group: receivers, places among their rows, and leaves."""
-        begins, ends = asked.edges[group].tolist(), asked.edges[group + 1].tolist()
-        locations = asked.locations[sum(begins) : sum(ends)]
-        out = None if asked.pool is None else asked.pool.get(len(locations))
-        leaves = [*rows.fetch(locations, out, pin_memory=asked.is_pinned)]
-        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
-        for index, receiver in enumerate(asked.receivers):
-            places = asked.places[index][begins[index] : ends[index]]
-            device = self._receivers[receiver]
-            yield receiver, places, [send_rows(parts[index], device) for parts in split]
-
 
 class _Asked(NamedTuple):
     """The rows that a source is asked for in some groups of steps."""
@@ -175,8 +171,6 @@ class _Asked(NamedTuple):
 
 def _in_order(fetched: Sequence[tuple[Integers, list[Leaf]]], device: torch.device) -> list[Leaf]:
     """The rows of one receiver, whose shards may live in several places, in their order."""
-    if len(fetched) == 1:
-        return fetched[0][1]
     places = np.concatenate([places for places, _ in fetched])
     order = send(torch.from_numpy(np.argsort(places)), device)
     columns = zip(*(leaves for _, leaves in fetched), strict=True)

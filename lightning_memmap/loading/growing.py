@@ -1,7 +1,7 @@
 """Rows of a store that is being built: a reader says which rows it needs, and waits for them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -59,19 +59,15 @@ class GrowingMemory(Memory):
         return super().fetch(slots, out, pin_memory=pin_memory)
 
 
+@dataclass(frozen=True, eq=False)
 class _GrowingRagged(Ragged):
     """Rows that differ in length, copied one by one: they lie in several files."""
 
-    def __init__(self, column: GrowingItems) -> None:
-        super().__init__(column.field, column.items, column.at)
-        object.__setattr__(self, "_column", column)
-
-    if TYPE_CHECKING:
-        _column: GrowingItems
+    column: GrowingItems = field(kw_only=True)
 
     @override
     def take(self, places: Integers) -> VariableRows:
-        items, sizes, _ = self._column.read(places)
+        items, sizes, _ = self.column.read(places)
         assert sizes is not None
         lengths = sizes.prod(axis=1)
         starts = np.cumsum(lengths) - lengths
@@ -83,7 +79,9 @@ def growing_rows(
 ) -> GrowingMemory:
     """The rows of a store that is being built. Nothing is read yet."""
     found = [
-        _GrowingRagged(each) if isinstance(each, GrowingItems) else each.tensor.as_subclass(Tensor)
+        _GrowingRagged(each.field, each.items, each.at, column=each)
+        if isinstance(each, GrowingItems)
+        else each.tensor.as_subclass(Tensor)
         for each in opened
     ]
     return GrowingMemory(Columns(found, torch.device("cpu")), places, store.serving)

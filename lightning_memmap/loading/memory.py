@@ -6,6 +6,7 @@ window that begins there. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.places import Places, SeriesPlaces
 from lightning_memmap.loading.row_source import (
     Leaf,
-    RandomAccessRows,
+    RowSource,
     fixed_fields,
     released_error,
 )
@@ -110,7 +111,7 @@ class Columns:
         return leaves
 
 
-class Memory(RandomAccessRows):
+class Memory(RowSource):
     """Rows of some shards in one place in memory."""
 
     def __init__(self, columns: Columns, places: Places) -> None:
@@ -129,10 +130,10 @@ class Memory(RandomAccessRows):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         return self._places.locate(sampler, epoch, positions)
 
-    @override
     def fetch(
         self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
     ) -> list[Leaf]:
+        """Copy rows into a batch; see `EpochRows.fetch`."""
         if self.columns is None:
             raise released_error()
         return self.columns.take(slots, slots, out, pin_memory)
@@ -241,11 +242,8 @@ def _copied_items(
 ) -> Tensor:
     """Copy pieces of items, by their begins and lengths, one after another."""
     target = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=device)
-    done = 0
-    for begins, lengths in pieces if target.nbytes else ():
-        for part in _parts(source, begins, lengths):
-            upload(part, target[done : done + len(part)])
-            done += len(part)
+    if target.nbytes:
+        upload(chain.from_iterable(_parts(source, *each) for each in pieces), target)
     return target
 
 

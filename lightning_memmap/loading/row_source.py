@@ -3,11 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, Fields
 from lightning_memmap.loading.variable_rows import VariableRows
@@ -62,31 +61,16 @@ class RowSource(ABC):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions; undefined for rows of other sources."""
 
-    @abstractmethod
     def epoch(
         self, sampler: Sampler, epoch: int, position: int
     ) -> AbstractContextManager[EpochRows]:
-        """The rows in the order of an epoch, from a position on."""
+        """The rows in the order of an epoch, from a position on; in any order, it is the source."""
+        source: Any = self
+        return nullcontext(source)
 
     def release(self) -> None:
         """Free the rows. Loaders over them, which a Trainer keeps long, give no more batches."""
         self.is_released = True
-
-
-class RandomAccessRows(RowSource):
-    """A source whose rows may come in any order."""
-
-    @override
-    def epoch(
-        self, sampler: Sampler, epoch: int, position: int
-    ) -> AbstractContextManager[EpochRows]:
-        return nullcontext(self)
-
-    @abstractmethod
-    def fetch(
-        self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> Sequence[Leaf]:
-        """Copy rows into a batch; see `EpochRows.fetch`."""
 
 
 def released_error() -> RuntimeError:

@@ -1,7 +1,6 @@
 """Steps on their way from the files to a batch."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.variable_rows import share_widths
 
@@ -21,13 +21,6 @@ class Steps(NamedTuple):
     positions: range  # Of all the steps, those that this process serves.
     lengths: list[int]  # Positions of each step.
     step_rows: list[int]  # Rows of each step over all processes.
-
-    def part(self, begin: int, end: int, first_row: int) -> "Steps":
-        """Some of the steps, of which the first one begins with this row of them all."""
-        lengths = self.lengths[begin:end]
-        positions = self.positions[first_row : first_row + sum(lengths)]
-        step_rows = self.step_rows[begin:end]
-        return Steps(self.epoch, self.first_step + begin, positions, lengths, step_rows)
 
 
 @dataclass
@@ -48,6 +41,11 @@ class Fetched:
         count = len(self.devices)
         return slice((receiver - self.first) % count, None, count)
 
+    def number(self, rows: Tensor) -> None:
+        """Add the dataset rows of all steps."""
+        for receiver, device in enumerate(self.devices):
+            self.numbers.append(send(rows[self.rows_of(receiver)].contiguous(), device))
+
     def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
         """The leaves of each step and receiver, the last step first. None are left here."""
         edges, found = [0, *accumulate(self.steps.lengths)], []
@@ -62,8 +60,3 @@ class Fetched:
         if len(self.devices) > 1:
             steps = [share_widths(each) for each in steps]
         return steps[::-1]
-
-
-def ordinary_tensors() -> AbstractContextManager[None]:
-    """Ordinary tensors in inference mode too: it may be over before the last step that has them."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

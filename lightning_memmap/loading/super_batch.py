@@ -152,8 +152,12 @@ class SuperBatch:
             ]
         return self._batches
 
-    def to(self, device: torch.device | str) -> Any:
-        """Assemble the super-batch on one device."""
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
+        """Assemble the super-batch on one device. Only copies to the CPU are waited for.
+
+        ``non_blocking`` is there as in `torch.Tensor.to`, and changes nothing: whatever uses the
+        batch on the device comes after the copies, and nobody overwrites what they read.
+        """
         target = device if isinstance(device, torch.device) else torch.device(device)
         if self._columns is None:
             batch = self._collator.assemble(self._batches, self.first, self.num_rows, target)

@@ -340,6 +340,8 @@ def _padded_on_device(rows: VariableRows, widths: tuple[int, ...], value: float)
 
 def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
     """Rows on a device: `device_streams.send` for both kinds."""
+    if leaf.device == device:
+        return leaf
     return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
 
 

@@ -1,10 +1,15 @@
 """Identities: what tells a value that decides the order of rows from any other."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from typing_extensions import override
+
+#: Numbers that are hashed at once.
+_HASHED = 2**17
 
 
 @runtime_checkable
@@ -29,7 +34,12 @@ class Numbers:
     @property
     def identity(self) -> dict[str, Any]:
         """The length and a digest of the content."""
-        return {"length": len(self.array), "digest": self.digest}
+        return {"length": len(self), "digest": self.digest}
+
+    def at(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        """The numbers at some places."""
+        found: NDArray[Any] = self.array[index]
+        return found
 
     def __len__(self) -> int:
         return len(self.array)
@@ -42,6 +52,31 @@ class Numbers:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} of digest {self.digest[:8]})"
+
+
+class Repeating(Numbers):
+    """The numbers below a limit that leave some remainders, ascending: none of them is kept."""
+
+    def __init__(self, limit: int, divisor: int, remainders: Sequence[int]) -> None:
+        self._divisor, self._remainders = divisor, np.array(sorted(remainders), np.int64)
+        rounds, more = divmod(limit, divisor)
+        self._length = rounds * len(remainders) + int((self._remainders < more).sum())
+        # That of the array.
+        digest = xxhash.xxh3_128(f"{self._remainders.dtype.str} {(self._length,)} ".encode())
+        for first in range(0, self._length, _HASHED):
+            numbers = self.at(np.arange(first, min(first + _HASHED, self._length)))
+            digest.update(np.ascontiguousarray(numbers).data)
+        self.digest = digest.hexdigest()
+
+    @override
+    def at(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        rounds = index // len(self._remainders)
+        found: NDArray[np.int64] = self._remainders[index - rounds * len(self._remainders)]
+        return found + rounds * self._divisor
+
+    @override
+    def __len__(self) -> int:
+        return self._length
 
 
 def identity_of(value: Any) -> Any:

@@ -15,7 +15,7 @@ from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import DrawnSampler
 from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
 
 #: Where the points of a set lie is one of so many fractions of their distance.
@@ -144,6 +144,26 @@ class _Piece(NamedTuple):
     rows: range
 
 
+class _Stretches(NamedTuple):
+    """Rows of a set that follow one another in a shard, which are read round after round."""
+
+    shard: Integers
+    set: Integers
+    #: The offset of the first row in the shard, how many rows there are, and where epoch 0 begins.
+    first: Integers
+    num: Integers
+    start: Integers
+    #: How far an epoch reads on: a whole number, and a part of the size of the set.
+    whole: Integers
+    part: Integers
+    #: The first position of the set in the shard, and one past its last one.
+    begin: Integers
+    end: Integers
+    #: The positions before the end of the stretch, where points lie not further than this one.
+    upto: Integers
+    point: Integers
+
+
 @dataclass(frozen=True)
 class Sets:
     """The sets of a mixture, and how they are divided into shards by the positions of an epoch."""
@@ -236,7 +256,7 @@ class Sets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSampler(Sampler):
+class MixtureSampler(DrawnSampler):
     """Several sets in given shares, each of which is read on and on."""
 
     # A shard reads its piece of a set round after round, and an epoch goes on where the last one
@@ -246,48 +266,73 @@ class MixtureSampler(Sampler):
 
     sets: Sets
 
-    def _pieces(self, shard: int) -> list[tuple[_Piece, int]]:
-        """The pieces of a shard, and a random number for each, which is the same in each epoch."""
+    def _stretches(self) -> Integers:
+        """The stretches of all shards, as `_Stretches`: int64 of shape (columns, stretches)."""
+        pieces, found = self.sets.pieces(self.num_shards), list[tuple[int, ...]]()
+        ends = [0] * self.num_shards
+        # Where a piece begins is random, and the same in each epoch.
+        begins = random_bits(self.seed, 0, 1).random_raw(len(pieces)).tolist()
+        for (shard, number, positions, rows), begin in zip(pieces, begins, strict=True):
+            size, count = self.sets.sizes[number], self.sets.counts[number]
+            # The first and the last row by themselves: they may be in other shards too.
+            inner = {min(rows.start + 1, rows.stop), max(rows.stop - 1, rows.start)}
+            for row, end in pairwise(sorted({rows.start, *inner, rows.stop})):
+                num, first = end - row, ends[shard] + row - rows.start
+                # Point p of the set is before the end of row r at p < r * count / size.
+                upto, part = divmod(end * count, size)
+                point = (part * _FRACTIONS - 1) // size
+                if end == rows.stop:
+                    upto, point = positions.stop, -1
+                edges = positions.start, positions.stop, upto, point
+                each = divmod(num * count, size)
+                found.append((shard, number, first, num, begin % num, *each, *edges))
+            ends[shard] += len(rows)
+        stretches: Integers = np.array(found, np.int64).T
+        return stretches
 
-        def make() -> list[list[tuple[_Piece, int]]]:
-            pieces = self.sets.pieces(self.num_shards)
-            begins = random_bits(self.seed, 0, 1).random_raw(len(pieces)).tolist()
-            found: list[list[tuple[_Piece, int]]] = [[] for _ in range(self.num_shards)]
-            for piece, begin in zip(pieces, begins, strict=True):
-                found[piece.shard].append((piece, begin))
-            return found
-
+    def _of_shards(self, shards: Integers) -> "_Stretches":
+        """The stretches of some shards, shard after shard."""
         with self._tables.lock:
-            return self._tables.get("pieces", 0, make)[shard]
+            found = self._tables.get("stretches", 0, self._stretches)
+        begins, ends = (np.searchsorted(found[0], shards, side) for side in ("left", "right"))
+        which = [np.arange(*edges) for edges in zip(begins, ends, strict=True)]
+        return _Stretches(*found[:, np.concatenate(which)])
 
-    def _points(self, epoch: int) -> list[int]:
+    def _points(self, epoch: int) -> Integers:
         """Where the points of each set lie."""
         raw = random_bits(self.seed, epoch).random_raw(len(self.sets.counts))
-        points: list[int] = (raw % np.uint64(_FRACTIONS)).tolist()
+        points: Integers = (raw % np.uint64(_FRACTIONS)).astype(np.int64)
         return points
 
     @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        with self._tables.lock:
-            points = self._tables.get("points", epoch, lambda: self._points(epoch))
-        found, end = [np.zeros(0, np.int64)], 0
-        for piece, begin in self._pieces(shard):
-            size, count = self.sets.sizes[piece.set], self.sets.counts[piece.set]
-            rows, done = piece.rows, piece.positions.start
-            # The first and the last row by themselves: they may be in other shards too.
-            inner = {min(rows.start + 1, rows.stop), max(rows.stop - 1, rows.start)}
-            for row, next_row in pairwise(sorted({rows.start, *inner, rows.stop})):
-                num, upto = next_row - row, piece.positions.stop
-                if next_row < rows.stop:
-                    point = next_row * count * _FRACTIONS - points[piece.set] * size
-                    upto = min(max(-(-point // (size * _FRACTIONS)), done), upto)
-                # Round after round over the rows; the epochs before had so many.
-                start = (begin + epoch * num * count // size) % num
-                drawn = (start + np.arange(upto - done, dtype=np.int64)) % num
-                found.append(drawn + (end + row - rows.start))
-                done = upto
-            end += len(rows)
-        return np.concatenate(found)
+    def draws(self, epoch: int, shards: Integers) -> Integers:
+        found, points = self._of_shards(shards), self._points(epoch)
+        ends = found.upto + (points[found.set] <= found.point)
+        ends = np.clip(ends, found.begin, found.end)
+        is_first = (np.diff(found.set, prepend=-1) != 0) | (np.diff(found.shard, prepend=-1) != 0)
+        counts = ends - np.where(is_first, found.begin, np.roll(ends, 1))
+        # Round after round over the rows; the epochs before had so many.
+        sizes = np.array(self.sets.sizes)[found.set]
+        before = epoch * found.whole + epoch * found.part // sizes
+        starts = (found.start + before) % found.num
+        rounds = np.where(counts > 0, -(-(starts + counts) // found.num), 0)
+        which = np.repeat(np.arange(len(rounds)), rounds)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(rounds) - rounds, rounds)
+        skipped = np.where(number == 0, starts[which], 0)
+        lengths = np.minimum(found.num[which], (starts + counts)[which] - number * found.num[which])
+        lengths -= skipped
+        shifts = found.first[which] + skipped - (np.cumsum(lengths) - lengths)
+        rows: Integers = np.repeat(shifts, lengths)
+        rows += np.arange(len(rows))
+        return rows.reshape(len(shards), len(rows) // len(shards))
+
+    @override
+    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
+        found = super()._offsets_of(epoch, shards)
+        if self.sets.global_batch is None:
+            return found
+        pairs = zip(shards.tolist(), found, strict=True)
+        return np.stack([self.arrange(epoch, shard, each) for shard, each in pairs])
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
@@ -301,8 +346,8 @@ class MixtureSampler(Sampler):
 
         with self._tables.lock:
             sets = self._tables.get("batches", epoch, make)
-        ends = np.cumsum([len(piece.rows) for piece, _ in self._pieces(shard)])
-        of_rows = np.searchsorted(ends, offsets, side="right")
+        held = self._of_shards(np.array([shard]))
+        of_rows = held.set[np.searchsorted(held.first, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         found = np.empty_like(offsets)
         # The rows of a set come to the positions of its batches, as they are permuted.

@@ -52,14 +52,16 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
 
 def permutation(size: int, bits: np.random.Philox) -> Integers:
     """A permutation of one set of rows, int64 of shape (size,)."""
-    return column(permuted(np.array([size]), bits), 0, size)
+    return columns_of(permuted(np.array([size]), bits), np.zeros(1, np.int64), size).ravel()
 
 
-def column(permutations: Permutation, shard: int, count: int) -> Integers:
-    """The first permuted offsets of one shard, at least one: int64 of shape (count,)."""
+def columns_of(permutations: Permutation, shards: Integers, count: int) -> Integers:
+    """The first permuted offsets of some shards, at least one: int64 of shape (shards, count)."""
     if isinstance(permutations, _Rotated):
-        return permutations.column(0, count - 1, shard)
-    return permutations.grid(0, count - 1, np.array([shard]), np.zeros(1, np.int64))
+        return permutations.columns(0, count - 1, shards)
+    grid = permutations.grid(0, count - 1, shards, np.zeros_like(shards))
+    offsets: Integers = grid.reshape(count, len(shards)).T
+    return offsets
 
 
 def every(columns: Integers) -> Integers | slice:
@@ -121,7 +123,7 @@ class _Rotated:
         """Permuted offsets; see `Permutation`."""
         turned, num = self._first[first : last + 1], len(columns)
         if num == 1:
-            one: Integers = self.column(first, last, int(columns[0])) + begins[0]
+            one: Integers = self.columns(first, last, columns).ravel() + begins[0]
             return one
         step = min(max(1, _CACHED // num), len(turned))
         rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)
@@ -136,12 +138,13 @@ class _Rotated:
         offsets[(at[short] - first) * num + short] = (self._instead[columns] + begins)[short]
         return offsets
 
-    def column(self, first: int, last: int, column: int) -> Integers:
-        """The permuted offsets of one shard, in less time."""
-        places = self._first[first : last + 1] + self._rotations[column]
+    def columns(self, first: int, last: int, columns: Integers) -> Integers:
+        """The permuted offsets of some shards, one shard after the other."""
+        places = self._first[first : last + 1] + self._rotations[columns][:, None]
         offsets: Integers = self._last.take(places, mode="wrap").astype(np.int64)
-        if first <= self._short[column] <= last:
-            offsets[self._short[column] - first] = self._instead[column]
+        at = self._short[columns]
+        short = np.flatnonzero((at >= first) & (at <= last))
+        offsets[short, at[short] - first] = self._instead[columns[short]]
         return offsets
 
 

@@ -79,9 +79,9 @@ class StoreRows(Rows):
     chosen: Numbers | None = None
 
     @classmethod
-    def of(cls, shards: Shards, rows: Integers | None = None) -> "StoreRows":
+    def of(cls, shards: Shards, rows: Integers | Numbers | None = None) -> "StoreRows":
         """The rows of these numbers, each once; by default all."""
-        return cls(shards, None if rows is None else Numbers(rows))
+        return cls(shards, Numbers(rows) if isinstance(rows, np.ndarray) else rows)
 
     @property
     @override
@@ -119,8 +119,7 @@ class StoreRows(Rows):
     def dataset_rows(self, numbers: Integers) -> Integers:
         if self.chosen is None:
             return numbers
-        found: Integers = self.chosen.array[numbers]
-        return found
+        return self.chosen.at(numbers)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ strategy and device count. An order says which row of the shard it is, in three 
 rows of the shard, permutes them, and arranges them. All tables are the order's own.
 """
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +21,7 @@ from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
-    column,
+    columns_of,
     every,
     permuted,
     random_bits,
@@ -31,11 +32,15 @@ from lightning_memmap.sampling.shards import Integers
 MAX_SEED = 2**63 - 1
 #: Epochs whose tables are kept: a stream reads the next one ahead.
 _KEPT_EPOCHS = 2
+#: Positions of shards that are drawn together, which stay in the processor's cache.
+_TOGETHER = 2**15
 T = TypeVar("T")
 
 
 def derive_seed(seed: int, *words: int) -> int:
-    """A 63-bit seed that depends on every one of the given integers."""
+    """A 63-bit seed that depends on the given integers; zeros behind the others do not count."""
+    # No two generators share their numbers: for its steps, a loader gives as many words each time,
+    # and the seed of blocks, which has fewer, is the key of another kind of generator.
     state = np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)
     return int(state[0]) & MAX_SEED
 
@@ -132,7 +137,13 @@ class Sampler(Identified):
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        found: Integers = drawn[column(self._permutation(epoch), shard, len(drawn))]
+        return self._permuted(epoch, np.array([shard]), drawn[None]).ravel()
+
+    def _permuted(self, epoch: int, shards: Integers, drawn: Integers) -> Integers:
+        """The same for shards that have as many positions, of shape (shards, positions)."""
+        index = columns_of(self._permutation(epoch), shards, drawn.shape[1])
+        index += np.arange(0, drawn.size, drawn.shape[1])[:, None]
+        found: Integers = drawn.ravel().take(index)
         return found
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
@@ -178,22 +189,34 @@ class Sampler(Identified):
         tables = self._tables
         with tables.lock:
             drawn = tables.get("offsets", epoch, lambda: _Drawn(self.pool))
-            missing = shards[~drawn.has[shards]].tolist()
-        for shard in missing:
-            found = np.asarray(self.offsets(epoch, shard))
+            missing = shards[~drawn.has[shards]]
+        counts = self.pool.counts[missing]
+        for count in np.unique(counts[counts > 0]).tolist():
+            alike = missing[counts == count]
+            # One after the other, short shards would take several times as long.
+            step = max(1, _TOGETHER // count)
+            for begin in range(0, len(alike), step):
+                some = alike[begin : begin + step]
+                # At once: a thread that reads blocks may look up what another one draws again.
+                drawn.offsets[every(some), :count] = self._offsets_of(epoch, some)
+                drawn.has[some] = True
+        return drawn.offsets
+
+    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
+        """The same as `offsets` of shards that have as many, of shape (shards, positions)."""
+        found = list[NDArray[Any]]()
+        for shard in shards.tolist():
+            found.append(np.asarray(self.offsets(epoch, shard)))
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
-            is_right = found.shape == (count,) and found.dtype.kind in "iu"
+            is_right = found[-1].shape == (count,) and found[-1].dtype.kind in "iu"
             # A negative number is a huge one without a sign.
-            if not is_right or (count and found.view(f"u{found.itemsize}").max() >= size):
+            if not is_right or found[-1].view(f"u{found[-1].itemsize}").max() >= size:
                 raise ValueError(
                     f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
-                    f" {found!r}: return {count} integers from 0 to {size - 1}, the offset within"
-                    " the shard of the row at each of its positions"
+                    f" {found[-1]!r}: return {count} integers from 0 to {size - 1}, the offset"
+                    " within the shard of the row at each of its positions"
                 )
-            # At once: a thread that reads blocks may look up what another one draws again.
-            drawn.offsets[shard, :count] = found
-            drawn.has[shard] = True
-        return drawn.offsets
+        return np.stack(found)
 
     @property
     def _block_seed(self) -> int:
@@ -324,6 +347,23 @@ class Sampler(Identified):
         skip = (positions[0] - first * num) // step
         kept = slice(skip, skip + len(positions))
         return shards, kept, self.grid(epoch, first, last, shards, starts)
+
+
+@dataclass(frozen=True)
+class DrawnSampler(Sampler):
+    """An order that draws the rows of several shards at once."""
+
+    @abstractmethod
+    def draws(self, epoch: int, shards: Integers) -> Integers:
+        """The same as `draw` for shards that have as many positions, (shards, positions)."""
+
+    @override
+    def draw(self, epoch: int, shard: int) -> Integers:
+        return self.draws(epoch, np.array([shard])).ravel()
+
+    @override
+    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
+        return self._permuted(epoch, shards, self.draws(epoch, shards))
 
 
 @dataclass(frozen=True)

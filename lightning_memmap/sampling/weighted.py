@@ -12,13 +12,13 @@ from lightning_memmap.sampling.factory import Fields, SamplerFactory, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
-    column,
+    columns_of,
     permutation,
     permuted,
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.sampler import DrawnSampler
 from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
@@ -121,7 +121,7 @@ class Weighted(SamplerFactory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedSampler(Sampler):
+class WeightedSampler(DrawnSampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order."""
 
     # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
@@ -132,51 +132,57 @@ class WeightedSampler(Sampler):
     lengths: Numbers
 
     @override
-    def draw(self, epoch: int, shard: int) -> Integers:
+    def draws(self, epoch: int, shards: Integers) -> Integers:
         pool, unit_bits = self.pool, _unit_bits(self.num_positions)
-        begin, size = int(pool.starts[shard]), int(pool.sizes[shard])
-        order, count = np.arange(size, dtype=np.int64), int(pool.counts[shard])
-        if size > 3:
-            order[1:-1] = 1 + self._order(epoch, shard, size - 2, pool.longest - 2)
         with self._tables.lock:
             point = self._tables.get("point", epoch, lambda: self._point(epoch)) >> (64 - unit_bits)
             pieces = self._tables.get("pieces", 0, self._pieces)
-        # A copy: in order, they come from memory in half of the time.
-        lengths = pieces[begin : begin + size].copy()
-        # The points before an end: point k lies at k, plus the offset. The first row stays there.
-        lengths[:1] += (1 << unit_bits) - 1 - point
-        # The last row has what is left.
-        ends = lengths[order[:-1]].cumsum()
+        order = self._orders(epoch, shards)
+        # Shard after shard: each is as long as it has points.
+        lengths = pieces.take(order + pool.starts[shards][:, None], mode="clip")
+        lengths[:, :-1] *= order[:, :-1] < (pool.sizes[shards] - 1)[:, None]
+        # The points before the end of each row: point k lies at k, plus the offset.
+        lengths[0, 0] += (1 << unit_bits) - 1 - point
+        ends = lengths.ravel().cumsum()
         ends >>= unit_bits
         # Before the row of a point come as many rows as end at this point or before it.
-        rows = np.bincount(ends, minlength=count).cumsum()[:count]
-        return np.sort(order[rows]) if self.shuffle_window is not None else order[rows]
+        rows = np.bincount(ends)[:-1].cumsum()
+        found = order.ravel().take(rows).reshape(len(shards), -1)
+        return np.sort(found) if self.shuffle_window is not None else found
 
-    def _order(self, epoch: int, shard: int, size: int, most: int) -> Integers:
-        """A permutation of the rows of a shard; the largest has ``most``."""
-        if most > 4 * size:
-            return permutation(size, random_bits(self.seed, epoch, _ORDERS + 1 + shard))
+    def _orders(self, epoch: int, shards: Integers) -> Integers:
+        """The rows of shards permuted, of shape (shards, n); those that a shard lacks anywhere."""
+        # The first and the last row of a shard may be in others too, and keep their places.
+        sizes, most = self.pool.sizes[shards], self.pool.longest - 2
+        order = np.empty((len(shards), max(2, most + 2)), np.int64)
+        order[:, 0], order[:, -1] = 0, sizes - 1
+        if most < 1:
+            return order
 
-        # That of the largest shard, without what this one lacks: shards share tables.
+        # The permutation of the largest shard: shards share tables.
         def make() -> Permutation:
-            sizes = np.full(self.num_shards, most)
-            return permuted(sizes, random_bits(self.seed, epoch, _ORDERS))
+            every = np.full(self.num_shards, most)
+            return permuted(every, random_bits(self.seed, epoch, _ORDERS))
 
         with self._tables.lock:
             orders = self._tables.get("rows", epoch, make)
-        found = column(orders, shard, most)
-        return found if size == most else found[found < size]
+        np.add(columns_of(orders, shards, most), 1, out=order[:, 1:-1])
+        for index in np.flatnonzero(4 * (sizes - 2) < most).tolist():
+            order[index, 1:-1] = most + 2
+            if (size := int(sizes[index]) - 2) > 0:
+                bits = random_bits(self.seed, epoch, _ORDERS + 1 + int(shards[index]))
+                order[index, 1 : 1 + size] = 1 + permutation(size, bits)
+        return order
 
     def _point(self, epoch: int) -> int:
         return int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0])
 
     def _pieces(self) -> Integers:
-        """How much of each row is in each shard, in units; 0 for the last, which has the rest."""
+        """How much of each row is in each shard, in units, shard after shard."""
         pool = self.pool
         ends = self.lengths.array.cumsum()[pool.whole(np.arange(pool.num_rows, dtype=np.int64))]
         cuts = np.repeat(pool.counts.cumsum() << _unit_bits(self.num_positions), pool.sizes)
         pieces: Integers = np.diff(np.minimum(ends, cuts), prepend=0)
-        pieces[(pool.starts + pool.sizes)[pool.sizes > 0] - 1] = 0
         return pieces
 
 

@@ -5,12 +5,12 @@ are needed, ahead of their readers, and those that nobody needs when there is no
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
 
@@ -32,13 +32,14 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
 from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.range_writer import RowNumbers, write_dataset
-from lightning_memmap.store.serving import Serving
+from lightning_memmap.store.serving import Serving, Wanted
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
 
 #: Work of a task while a reader waits, and otherwise; and the most bytes of its rows.
 _SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.02, 0.1, 32 * 2**20
-_JOURNAL_INTERVAL_S = 5.0
+#: Rows among which those that nobody asks for are looked up at once.
+_LOOKUP_ROWS = 2**18
 #: How long a pause lasts, and how long `stop` waits for rows that are being read.
 _PAUSE_S, _PATIENCE_S = 0.02, 60.0
 _log = logging.getLogger(__name__)
@@ -46,22 +47,6 @@ _log = logging.getLogger(__name__)
 
 class BuildStoppedError(StoreError):
     """A build in the background was stopped. The next one goes on with its rows."""
-
-
-@dataclass
-class _Want:
-    """The rows that a reader wants, and the file that says so."""
-
-    inode: int
-    rows: Integers
-
-    def take(self, taken: NDArray[np.bool_], count: int) -> Integers:
-        """The first of these rows that are not taken."""
-        while len(self.rows):
-            some, self.rows = self.rows[:count], self.rows[count:]
-            if len(free := some[~taken[some]]):
-                return free
-        return self.rows
 
 
 class _Queue:
@@ -75,9 +60,8 @@ class _Queue:
         self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         self._taken = np.zeros(manifest.num_rows, np.bool_)
         self._taken[self._shards.rows_at(np.flatnonzero(serving.present))] = True
-        self._others = _Want(0, np.arange(manifest.num_rows, dtype=np.int64))
-        self._wants: dict[Path, _Want] = {}
-        self._turn = self._num_begun = self._num_read = 0
+        self._wants: dict[Path, Integers] = {}
+        self._turn = self._num_others = self._num_begun = self._num_read = 0
 
     def __iter__(self) -> Iterator[Integers]:
         while not self._build.is_stopped:
@@ -106,22 +90,81 @@ class _Queue:
         if not self._wants:
             # The first reader does not wait long for what was begun before it came.
             task_s = _SHORT_TASK_S / 4
-        count = max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))
-        wants = [want for want in self._wants.values() if len(want.rows)]
+        wants = [rows for rows in self._wants.values() if len(rows)]
         self._turn += 1
-        for want in (*wants[self._turn % max(1, len(wants)) :], *wants, self._others):
-            if len(found := want.take(self._taken, count)):
-                self._taken[found] = True
-                return found
+        found = wants[self._turn % len(wants)] if wants else self._others()
+        found = found[: max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))]
+        self._taken[found] = True
+        return found
+
+    def _others(self) -> Integers:
+        """Some of the rows that nobody has asked for."""
+        while self._num_others < len(self._taken):
+            found = np.flatnonzero(~self._taken[self._num_others :][:_LOOKUP_ROWS])
+            if len(found):
+                return found + self._num_others
+            self._num_others += _LOOKUP_ROWS
         return np.empty(0, np.int64)
 
     def _look(self) -> None:
-        """Read what readers have said since the last time."""
-        for path, inode in self._serving.wanted():
-            if path not in self._wants or self._wants[path].inode != inode:
-                rows = self._shards.rows_at(np.fromfile(path, np.int64))
-                firsts = np.unique(rows, return_index=True)[1]
-                self._wants[path] = _Want(inode, rows[np.sort(firsts)])
+        """Read what readers have said since the last time, and leave out what is taken."""
+        known, self._wants = self._wants, {}
+        for path in self._serving.wanted():
+            with suppress(FileNotFoundError):  # Its reader has just said something else.
+                rows = known[path] if path in known else self._read(path)
+                self._wants[path] = rows[~self._taken[rows]]
+
+    def _read(self, path: Path) -> Integers:
+        rows = self._shards.rows_at(np.fromfile(path, np.int64))
+        return rows[np.sort(np.unique(rows, return_index=True)[1])]
+
+
+class SharedWorkers(Workers):
+    """Processes that read the datasets of several builds, and end with the last of these."""
+
+    def __init__(self, datasets: Mapping[str, Any], num_workers: int) -> None:
+        super().__init__(datasets, num_workers)
+        self._lock, self._num_builds = Lock(), 0
+
+    def joined(self, name: str) -> "_OneOfSeveral":
+        """The workers of one build, which calls `leave` at its end.
+
+        The processes begin here: they would end with the thread of a build.
+        """
+        with self._lock:
+            self._num_builds += 1
+            for _ in range(self.num_workers):
+                self.started().submit(os.getpid)
+        return _OneOfSeveral(self, name)
+
+    def leave(self) -> None:
+        """End the processes if this build is the last one."""
+        with self._lock:
+            self._num_builds -= 1
+            if not self._num_builds:
+                self.close(at_once=True)
+
+
+class _OneOfSeveral(Workers):
+    """The workers of several datasets, as those of one."""
+
+    def __init__(self, workers: SharedWorkers, name: str) -> None:
+        super().__init__(workers.dataset[name], workers.num_workers)
+        self._workers, self._name, self._has_left = workers, name, False
+
+    @override
+    def run(self, make: Any, tasks: Any, receive: Any) -> None:
+        self._workers.run(partial(_made_of, self._name, make), tasks, receive)
+
+    @override
+    def close(self, *, at_once: bool = False) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._workers.leave()
+
+
+def _made_of(name: str, make: Callable[[Any], Any], datasets: Mapping[str, Any]) -> Any:
+    return make(datasets[name])
 
 
 class BackgroundBuild:
@@ -131,9 +174,10 @@ class BackgroundBuild:
     ``after``, rows are read only while a reader waits for them.
     """
 
-    def __init__(self, asked: Asked, after: "BackgroundBuild | None" = None) -> None:
-        check_free(asked.directory.path, "`store_dir`")
-        self._asked, self._after = asked, after
+    def __init__(
+        self, asked: Asked, workers: Workers, after: "BackgroundBuild | None" = None
+    ) -> None:
+        self._asked, self._workers, self._after = asked, workers, after
         #: Why the build has failed.
         self.error: BaseException | None = None
         #: Whether the dataset is read piece by piece, and so never row by row.
@@ -171,10 +215,12 @@ class BackgroundBuild:
         """What the thread does."""
         directory = self._asked.directory
         try:
-            with directory.locked():
-                # Another process may have built it meanwhile.
-                if not (is_store(directory.path) or self.is_stopped):
-                    self._build()
+            with self._workers:
+                check_free(directory.path, "`store_dir`")
+                with directory.locked():
+                    # Another process may have built it meanwhile.
+                    if not (is_store(directory.path) or self.is_stopped):
+                        self._build()
         except BaseException as error:  # Whoever waits for rows must get it.
             self.error = error
             if self.serving is not None:
@@ -184,42 +230,38 @@ class BackgroundBuild:
 
     def _build(self) -> None:
         asked, path = self._asked, self._asked.directory.path
-        identity = asked.identity()
-        with Workers(asked.dataset, asked.num_workers) as workers:
-            probes = asked.probes(workers)
-            draft = asked.draft(asked.dataset, probes, identity)
-            if ORDER in draft.source:
-                self.is_unfit = True
-                return
-            building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
-            with closing(building), explained(path, "the next run then goes on"):
-                try:
-                    self._write(building, workers, probes)
-                    building.finish(num_threads=asked.num_workers, show=asked.show)
-                except BaseException:
-                    _log.warning(
-                        "the store at %s: %s of %s rows are kept; the next run goes on with them",
-                        path,
-                        f"{building.num_done:,}",
-                        f"{draft.num_rows:,}",
-                    )
-                    raise
-            assert self.serving is not None
-            self.serving.end()
+        identity, probes = asked.identity(), asked.probes(self._workers)
+        draft = asked.draft(asked.dataset, probes, identity)
+        if ORDER in draft.source:
+            self.is_unfit = True
+            return
+        building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
+        with closing(building), explained(path, "the next run then goes on"):
+            serving = self.serving = Serving.make(building.path, draft.num_rows)
+            try:
+                self._write(building, serving, probes)
+                building.finish(num_threads=asked.num_workers, show=asked.show)
+            except BaseException:
+                _log.warning(
+                    "the store at %s: %s of %s rows are kept; the next run goes on with them",
+                    path,
+                    f"{building.num_done:,}",
+                    f"{draft.num_rows:,}",
+                )
+                raise
+        serving.end()
 
-    def _write(self, building: Building, workers: Workers, probes: Probes) -> None:
+    def _write(self, building: Building, serving: Serving, probes: Probes) -> None:
         """Write all rows that are missing."""
         draft = building.draft
-        serving = Serving.make(building.path, draft.num_rows)
         is_there = np.ones(draft.num_rows, np.bool_)
         for missing in building.missing(range(draft.num_rows)):
             is_there[missing.start : missing.stop] = False
         serving.present[draft.shards.locate(np.flatnonzero(is_there))] = 1
-        self.serving = serving
         self._has_begun.set()
         write_dataset(
             building,
-            workers,
+            self._workers,
             lambda _: _Queue(self, serving, draft, probes),
             row_bytes=probes.row_bytes,
         )
@@ -252,6 +294,10 @@ class GrowingStore(Store):
                 columns.append(GrowingRows(manifest.shards, opened.tensor, serving))
         super().__init__(path, manifest, columns)
         self.serving = serving
+
+    def ask(self, rows: Integers) -> None:
+        """Ask for rows that are soon needed, before their reader does."""
+        Wanted(self.serving).say(self.manifest.shards.locate(rows))
 
     def finished(self) -> Store | None:
         """The finished store; None where rows are missing. Where none is, this waits."""
@@ -318,7 +364,7 @@ class GrowingItems(ItemRows):
     column: RaggedColumn
     #: By row its piece, the first byte in it, and its sizes.
     entries: Integers
-    pieces: dict[int, "_Piece"]
+    pieces: dict[int, int]
 
     @classmethod
     def of(cls, column: RaggedColumn, serving: Serving, path: Path) -> "GrowingItems":
@@ -362,25 +408,17 @@ class GrowingItems(ItemRows):
                 entries[:, :2].tolist(), ends.tolist(), lengths.tolist(), strict=True
             ):
                 if length:
-                    self._piece(piece).read(first, memory[end - length : end])
+                    found = read_exactly(self._piece(piece), first, length)
+                    memory[end - length : end] = found
         except FileNotFoundError:  # Its pieces were joined, and removed.
             return Values.of_rows(self.field, self.whole.fetch(self.shards.rows_at(places)))
         return Values(data.view(self.field.dtype).view(-1, *self.field.item_shape), sizes)
 
-    def _piece(self, number: int) -> "_Piece":
+    def _piece(self, number: int) -> int:
+        """The open file of a piece, which grows."""
         if number not in self.pieces:
-            path = self.serving.generation / self.column.piece_name(number)
-            self.pieces[number] = _Piece(path)
+            self.pieces[number] = open_plain(
+                self.serving.generation / self.column.piece_name(number)
+            )
+            weakref.finalize(self, os.close, self.pieces[number])
         return self.pieces[number]
-
-
-class _Piece:
-    """A piece of a ragged column, which grows. It is closed when nothing refers to it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_plain(path)
-        weakref.finalize(self, os.close, self._file)
-
-    def read(self, first: int, memory: NDArray[np.uint8]) -> None:
-        """Fill memory with bytes of the piece."""
-        memory[:] = read_exactly(self._file, first, len(memory))

@@ -23,7 +23,7 @@ from lightning_memmap.store.directory import JOURNAL, SERVING
 _STATE, _HEADER_BYTES = 8, 16
 _BUILDING, _WHOLE, _ENDED = range(3)
 _WANTED = "wanted-"
-_SHORT_S, _LONG_S = 0.0005, 0.01
+_SHORT_S, _LONG_S = 0.0005, 0.003
 #: How often a waiting reader looks whether the building process is alive.
 _LOOK_S = 1.0
 #: Why builds of this process have ended, by generation: other processes are told the text alone.
@@ -90,11 +90,9 @@ class Serving:
         """Whether all rows are there."""
         return bool(self.present.all())
 
-    def wanted(self) -> list[tuple[Path, int]]:
-        """The files in which readers say which rows they need, and which ones they are."""
-        with os.scandir(self.path) as entries:
-            found = [each for each in entries if each.name.startswith(_WANTED)]
-        return [(Path(each.path), each.inode()) for each in found]
+    def wanted(self) -> list[Path]:
+        """The files in which readers say which rows they need. None of them ever changes."""
+        return list(self.path.glob(f"{_WANTED}*"))
 
     def want_rows(self, shards: Shards, rows: Integers) -> None:
         """Ask for rows, and wait until they are there."""
@@ -167,14 +165,15 @@ class Wanted:
     """
 
     def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._path = serving.path / f"{_WANTED}{secrets.token_hex(8)}"
+        self._directory = serving.path
+        self._said: Path | None = None
 
     def say(self, places: Integers) -> None:
         """Ask for rows, in their order, instead of what was asked for before."""
-        temporary = self._path.with_name(f"new-{self._path.name}")
-        try:
-            temporary.write_bytes(places.tobytes())
-            os.replace(temporary, self._path)
-        except FileNotFoundError:
-            pass  # The store has just been committed.
+        name = secrets.token_hex(8)
+        with suppress(FileNotFoundError):  # The store has just been committed.
+            (self._directory / name).write_bytes(places.tobytes())
+            said = (self._directory / name).rename(self._directory / f"{_WANTED}{name}")
+            if self._said is not None:
+                self._said.unlink()
+            self._said = said

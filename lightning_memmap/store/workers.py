@@ -18,6 +18,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import islice
 from mmap import mmap
 from multiprocessing import connection
@@ -46,7 +47,6 @@ class Workers:
         self.dataset = dataset
         self.num_workers = num_workers
         self._pool: ProcessPoolExecutor | None = None
-        self._num_runs = 0
 
     def run(
         self,
@@ -55,7 +55,6 @@ class Workers:
         receive: Callable[[Outcome], None],
     ) -> None:
         """Do tasks, and pass on each outcome as soon as it is there, in any order."""
-        self._num_runs += 1
         if self.num_workers:
             self._run_in_pool(pickle.dumps(make), tasks, receive)
             return
@@ -69,11 +68,11 @@ class Workers:
     def _run_in_pool(
         self, make: bytes, tasks: Iterable[Any], receive: Callable[[Any], None]
     ) -> None:
-        pool, todo, waiting = self._started(), iter(tasks), set[Future[Any]]()
+        pool, todo, waiting = self.started(), iter(tasks), set[Future[Any]]()
         try:
             while True:
                 for task in islice(todo, 2 * self.num_workers - len(waiting)):
-                    waiting.add(pool.submit(_work, self._num_runs, make, task))
+                    waiting.add(pool.submit(_work, make, task))
                 if not waiting:
                     return
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -90,7 +89,8 @@ class Workers:
             for future in waiting:
                 future.cancel()
 
-    def _started(self) -> ProcessPoolExecutor:
+    def started(self) -> ProcessPoolExecutor:
+        """The processes: they begin with the first task, and end with the thread that gives it."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self.num_workers,
@@ -171,10 +171,9 @@ def _as_it_is(outcome: Any) -> Any:
 
 # In a worker process
 
-#: The id of the process that started this one, the dataset, and what the last run made of it.
+#: The id of the process that started this one, and the dataset.
 _starter: int | None = None
 _dataset: Any = None
-_made: tuple[int, Callable[[Any], Any]] = (0, _as_it_is)
 
 
 def _begin(dataset: Any) -> None:
@@ -189,13 +188,17 @@ def _begin(dataset: Any) -> None:
     _dataset = dataset
 
 
-def _work(number: int, make: bytes, task: Any) -> Any:
-    global _made
+@cache
+def _made(make: bytes) -> Callable[[Any], Any]:
+    """What a run makes of the dataset, which is kept for more of its tasks."""
+    made: Callable[[Any], Any] = pickle.loads(make)(_dataset)
+    return made
+
+
+def _work(make: bytes, task: Any) -> Any:
     try:
         with _our_errors():
-            if number != _made[0]:
-                _made = number, pickle.loads(make)(_dataset)
-            return _made[1](task)
+            return _made(make)(task)
     finally:
         exit_if_orphaned()
 

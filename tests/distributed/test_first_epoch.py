@@ -1,5 +1,6 @@
 """Several processes train while one of them has the store built: as from a finished store."""
 
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 
 from lightning_memmap.store import verify_store
 from lightning_memmap.store.probes import probe_rows
-from tests.distributed.harness import launch
+from tests.distributed.harness import ROOT, TIMEOUT_S, launch
 from tests.distributed.scenarios.first_epoch import ROWS
+from tests.preloaded import python
 
 FIT = "first_epoch.fit"
 
@@ -34,3 +36,10 @@ def test_processes_train_as_from_a_finished_store(
     read = Counter(map(int, (tmp_path / "while_training" / "log").read_text().split()))
     others = {row: count for row, count in read.items() if row not in probe_rows(ROWS)}
     assert others == dict.fromkeys(others, 1)
+
+
+@pytest.mark.slow
+def test_training_whose_processes_are_killed_goes_on_bit_for_bit() -> None:
+    command = [python(), "-m", "tests.reliability.training", "--kills", "3"]
+    ended = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

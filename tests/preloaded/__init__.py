@@ -57,6 +57,21 @@ def python() -> str:
     return str(command)
 
 
+def run(
+    *arguments: object, cwd: Path | None = None, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the command to its end, with this project on its path and more environment variables."""
+    return subprocess.run(
+        [python(), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(_HERE.parents[1]), **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
 @contextmanager
 def preloaded_processes() -> Iterator[None]:
     """Within, what multiprocessing spawns is this Python. Its process is no child of the one that

@@ -1,14 +1,12 @@
 """The program for the day a GPU is at hand, with tiny sizes."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.preloaded import python
+from tests.preloaded import run
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A few of them are marked gpu.
@@ -20,18 +18,11 @@ pytestmark = pytest.mark.gpu
 def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> None:
     page = Path(shutil.copy(ROOT / "docs" / "gpu.md", tmp_path))
     answer = tmp_path / "gpu.json"
-    done = subprocess.run(
-        [
-            *(python(), str(ROOT / "tests" / "benchmarks" / "gpu.py")),
-            *("--all", "--tiny"),
-            *("--tests", TESTS, "--json", str(answer), "--write", str(page)),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    done = run(
+        ROOT / "tests" / "benchmarks" / "gpu.py",
+        *("--all", "--tiny"),
+        *("--tests", TESTS, "--json", answer, "--write", page),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(answer.read_text())

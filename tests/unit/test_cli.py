@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import StoreNotFoundError
 from tests.command_line import CommandLine
 from tests.models import Points
-from tests.preloaded import python
+from tests.preloaded import run
 from tests.unit.store.layout import files_of
 
 #: 60 rows of 8 + 32 + 4 bytes in 24 shards: twelve of 3 rows (132 bytes), twelve of 2 (88 bytes).
@@ -364,13 +363,7 @@ class TestProgram:
 
     @pytest.mark.slow
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:
-        done = subprocess.run(
-            [python(), "-m", "lightning_memmap", "store", "info", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run("-m", "lightning_memmap", "store", "info", tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith("error: no store at")
         assert done.stdout == ""

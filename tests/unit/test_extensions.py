@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SplitRows
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import RandomAccessRows
+from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import Integers, Pool, Sampler
 from lightning_memmap.store import Store
@@ -169,7 +169,7 @@ def test_function_that_takes_no_shards_and_seed_is_refused(tmp_path: Path) -> No
 # A row source: rows that are made when they are asked for, as a remote one would fetch them
 
 
-class MadeRows(RandomAccessRows):
+class MadeRows(RowSource):
     """Rows that are made from their number in the dataset."""
 
     device = CPU

@@ -1,4 +1,4 @@
-"""What users of Lightning have around a Trainer: bars, loggers, short runs, averaged weights."""
+"""What users of Lightning have around a Trainer: bars, short runs, averaged weights."""
 
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
-    # Of packages that loggers import.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = pytest.mark.parametrize(
     ("strategy", "devices"), [("memmap_superbatch", 2), ("memmap_dp", 2), ("auto", 1)]
 )
@@ -62,17 +59,6 @@ def test_progress_bars_count_the_steps_of_the_loader(tmp_path: Path, bar: Any) -
 
     fit(tmp_path, callbacks=[Bar()], enable_progress_bar=True)
     assert shown == [6] * 12
-
-
-WANDB = """
-from pathlib import Path
-from lightning.pytorch.loggers import WandbLogger
-from tests.unit.test_habits import fit
-
-logger = WandbLogger(project="any", save_dir=".", offline=True)
-fit(Path("."), logger=logger)
-logger.experiment.finish()
-"""
 
 
 @STRATEGIES

@@ -1,7 +1,5 @@
 """The command line on encoded images: built, trained, and looked at by class path."""
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.compare.loaders import normalized_datamodule, prepare_store
 from lightning_memmap.data.module import MemmapDataModule
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages
-from tests.preloaded import python
+from tests.preloaded import run
 from tests.unit.store.test_tar_dataset import FIELDS, image_members, write_tar
 
 
@@ -27,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main([*map(str, arguments)])
@@ -45,14 +43,14 @@ def test_folder_is_stored_encoded_and_shown(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "s"
-    out = run(
+    out = command(
         capsys, "store", "build", path, "--dataset", "lightning_memmap.ImageFolder",
         "--dataset.root", folder, "--dataset.mode", "null",
     )  # fmt: skip
     assert "2 classes: cat, dog" in out
     assert open_store(path).num_rows == 12
     page = tmp_path / "store.html"
-    run(capsys, "store", "show", path, "--out", page)
+    command(capsys, "store", "show", path, "--out", page)
     assert page.read_text().count("data:image/png") == 12
     assert f"{HEIGHT} x {WIDTH} x 3, encoded in" in page.read_text()
 
@@ -92,20 +90,12 @@ def test_config_trains_on_tar_files_and_their_rows_are_shown(
         "init_args": {"tars": str(tmp_path / "ds-{0..0}.tar"), "fields": {**FIELDS, "row": "cls"}},
     }
     config = write_config(tmp_path, dataset, FORMS)
-    done = subprocess.run(
-        [python(), "-m", "lightning_memmap", "fit", "--config", str(config)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run("-m", "lightning_memmap", "fit", "--config", config, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     store = open_store(tmp_path / "stores" / "train")
     assert store.num_rows == len(list(TarDataset(str(tmp_path / "ds-{0..0}.tar"))))
     page = tmp_path / "rows.html"
-    run(capsys, "rows", "--config", config, "--step", 1, "--show", page)
+    command(capsys, "rows", "--config", config, "--step", 1, "--show", page)
     shown = page.read_text(encoding="utf-8")
     assert shown.count("data:image/png") == 2 * 8  # An image and its mask.
     assert "rows/00" in shown

@@ -1,12 +1,10 @@
 """Leaving the process group at the end of a program."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.preloaded import END_WHOLLY, python
+from tests.preloaded import END_WHOLLY, run
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +26,5 @@ if sys.argv[1] != "out":
 def test_program_leaves_its_group_before_its_interpreter_ends(tmp_path: Path) -> None:
     # Beside GPUs, gloo is one of several backends, each for devices of one kind.
     for way in ("gloo", "cpu:gloo", "out"):
-        done = subprocess.run(
-            [python(), "-c", PROGRAM, way, str(tmp_path / way)],
-            env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run("-c", PROGRAM, way, tmp_path / way, **{END_WHOLLY: "1"})
         assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr

@@ -1,8 +1,6 @@
 """Several datasets to validate, test and predict on; and rows of one store for several splits."""
 
 import copy
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import KFold, RandomSplit, Subset, Weighted
 from tests.models import Points, Regression, make_trainer
-from tests.preloaded import python
+from tests.preloaded import run
 from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader, rows_in
 
 CLEAN, NOISY = Points(20, 100), Points(13, 200)
@@ -323,19 +321,11 @@ def test_config_names_several_and_samplers(tmp_path: Path) -> None:
         ("fit", ["6/6", "val_loss/1"]),
         ("test", ["test_loss/clean", "test_loss/noisy"]),
     ):
-        program = [python(), "-m", "lightning_memmap", command, "--config", "given.yaml"]
+        program = ["-m", "lightning_memmap", command, "--config", "given.yaml"]
         program += ["--trainer.default_root_dir", f"runs/{command}"]
         if command == "fit":
             program += ["--trainer.callbacks", "tests.unit.test_sets.Lengths"]
-        done = subprocess.run(
-            program,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = run(*program, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert all(line in done.stdout for line in lines), done.stdout
     for name in ("train", "val/0", "val/1", "test/clean", "test/noisy"):

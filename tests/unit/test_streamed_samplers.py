@@ -17,11 +17,8 @@ from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
 from lightning_memmap.sampling import Mixture, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
-from tests.datasets import SAMPLES, SHARES
 from tests.rows import NumberedRows, read_in_blocks
 from tests.unit.test_mixture import epoch_of, make_data, set_up
-
-MIXTURE = Mixture(SHARES, SAMPLES)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import errno
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.data.first_epoch import _FIRST_STEPS
 from lightning_memmap.errors import DatasetError, StoreError
+from lightning_memmap.loading import loader
 from lightning_memmap.sampling import (
     Bucketed,
     KFold,
@@ -27,7 +30,7 @@ from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.probes import probe_rows
-from lightning_memmap.store.serving import Serving
+from lightning_memmap.store.serving import Serving, Wanted
 from tests.command_line import CommandLine
 from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
@@ -54,7 +57,10 @@ def only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before training asks for rows, none is read: it may take long to begin."""
 
     def must_pause(self: BackgroundBuild, serving: Serving) -> bool:
-        asked = [np.fromfile(path, np.int64) for path, _ in serving.wanted()]
+        asked = []
+        for path in serving.wanted():
+            with suppress(FileNotFoundError):
+                asked.append(np.fromfile(path, np.int64))
         # A single row is what a set-up looks at.
         is_set_up = any(len(places) > 1 for places in asked)
         log = getattr(self._asked.dataset, "log", None)
@@ -69,6 +75,7 @@ class Watching(L.Callback):
 
     def __init__(self, gate: Path) -> None:
         self.is_growing: list[bool] = []
+        self.is_finished: list[bool] = []
         self.gate = gate
         #: How much of the store the progress bar says is there.
         self.shown: list[float | None] = []
@@ -79,6 +86,7 @@ class Watching(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
         serving = getattr(trainer.datamodule.stores["train"], "serving", None)
+        self.is_finished.append(serving is None)
         self.is_growing.append(serving is not None and not serving.has_all)
         if self.is_growing == [True]:
             # Nobody else builds at this place.
@@ -146,6 +154,8 @@ def assert_alike(
         assert watching.is_growing[0] is is_growing
         if is_growing:
             assert 0 < max(each for each in watching.shown if each is not None) <= 1
+            # It is not shown any more once the rows come from the finished store.
+            assert not all(watching.is_finished[-2:]) or watching.shown[-1] is None
     first, meanwhile = modules.values()
     assert first.seen == meanwhile.seen
     assert torch.equal(weights(first), weights(meanwhile))
@@ -200,6 +210,29 @@ def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> N
 def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
     options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
     assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
+
+
+def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked, say = list[int](), Wanted.say
+
+    def noted(self: Wanted, places: Any) -> None:
+        num_asked.append(len(places))
+        say(self, places)
+
+    monkeypatch.setattr(Wanted, "say", noted)
+    monkeypatch.setattr(loader, "_BLOCK_STEPS", 5)
+    module, size = Regression(), 4
+    fit(tmp_path, module, Points(NUM_ROWS), "while_training", num_workers=1, batch_size=size)
+    # A single row is what a set-up looks at.
+    first, *later = [count for count in num_asked if count > 1]
+    assert first == _FIRST_STEPS * size
+    assert max(later) == 5 * size
+    read = [*map(int, (tmp_path / "while_training.log").read_text().split())]
+    num_probes = 2 * len(probe_rows(NUM_ROWS))
+    seen = [row for batch in module.seen["train"] for row in batch]
+    assert read[num_probes:][:first] == seen[:first]
 
 
 def doubled(batch: Any) -> Any:

@@ -87,7 +87,7 @@ def test_staging_brings_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_streams, "_PIECE_BYTES", 40_000)
     rows = torch.randint(0, 256, (1000, 3001), dtype=torch.uint8)
     target = torch.zeros_like(rows, device="cuda")
-    upload(rows, target)
+    upload([rows], target)
     assert torch.equal(target.cpu(), rows)
 
 

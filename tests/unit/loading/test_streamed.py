@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.store import Store, build_store
-from tests.preloaded import END_WHOLLY, python
+from tests.preloaded import END_WHOLLY, run
 from tests.rows import (
     CPU,
     NumberedRows,
@@ -335,14 +334,7 @@ raise KeyError("mine")
 
 def test_program_forks_and_ends_while_rows_are_read(tmp_path: Path) -> None:
     store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=7, progress=False)
-    program = subprocess.run(
-        [python(), "-W", "ignore", "-c", PROGRAM, str(store.path)],
-        cwd=ROOT,
-        env={**os.environ, END_WHOLLY: "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    program = run("-W", "ignore", "-c", PROGRAM, store.path, cwd=ROOT, **{END_WHOLLY: "1"})
     assert (program.returncode, program.stdout) == (1, "[True, True]\n"), program.stderr
     # Of the one error, and of no thread.
     assert program.stderr.count("Traceback") == 1

@@ -1,11 +1,14 @@
 """Rows that go to a device through pinned memory: all of them, unchanged."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_memmap.loading import SuperBatch, SuperBatchLoader
+from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.store import Store
 from tests.rows import (
@@ -58,6 +61,25 @@ class TestLoading:
         loader = loader_over(store, split, 4)
         assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]
 
+    def test_upload_holds_two_pieces_of_pinned_memory(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held, waited = list[int](), list[int]()
+        monkeypatch.setattr(device.Event, "synchronize", lambda event: waited.append(1))
+
+        class Watching(Tensor):
+            def pin_memory(self, *args: Any) -> Tensor:
+                held.append(len(held) + 1 - len(waited))
+                return self.as_subclass(Tensor)
+
+        monkeypatch.setattr("lightning_memmap.loading.device_streams._PIECE_BYTES", 3 * 8)
+        rows, target = torch.arange(100), torch.zeros(100, dtype=torch.int64)
+        # However short the parts are.
+        upload((part.as_subclass(Watching) for part in rows.split([1, 50, 2, 47])), target)
+        assert target.tolist() == rows.tolist()
+        assert len(held) == 1 + 17 + 1 + 16
+        assert max(held) == 2
+
 
 class TestHostToDevice:
     """Rows in host memory for data devices that have none of their own here."""
@@ -89,7 +111,7 @@ class TestHostToDevice:
             device.page_locked.clear()
             (first, *_) = loader
             assert isinstance(first, SuperBatch)
-            batch = first.to(META)
+            batch = first.to(META, non_blocking=True)
             assert {leaf.device for leaf in batch.values()} == {META}
             assert {len(tensor) for tensor in device.page_locked} == {2 if transform else 4}
 

@@ -86,6 +86,7 @@ def test_store_shards_hold_every_cth_row(tmp_path: Path) -> None:
 def test_store_row_outside_raises_index_error(tmp_path: Path, row: int) -> None:
     store = build(Numbered(50), tmp_path / "s")
     assert torch.equal(store[-1]["x"], store[49]["x"])
+    assert torch.equal(store[-50]["x"], store[0]["x"])
     with pytest.raises(IndexError, match=f"row {row}: the store has 50 rows"):
         store[row]
 
@@ -496,7 +497,7 @@ def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("label", "found"),
-    [((1, 2), "found tuple"), (None, "found None"), (1.5, "found float64")],
+    [((1, 2), "found int64"), (None, "found None"), (1.5, "found float64")],
 )
 def test_build_sample_that_does_not_fit_names_row_field_found_and_expected(
     tmp_path: Path, label: Any, found: str, num_workers: int
