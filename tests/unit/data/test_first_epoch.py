@@ -235,6 +235,18 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     assert read[num_probes:][:first] == seen[:first]
 
 
+def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
+    wanted = Wanted(serving := Serving.make(tmp_path, 9))
+    heard = set[Path]()
+    for row in range(9):
+        wanted.say(np.array([row]))
+        if row % 2:  # The number of a file's inode may be that of one before it.
+            (path,) = serving.wanted()
+            assert path not in heard
+            assert np.fromfile(path, np.int64).tolist() == [row]
+            heard.add(path)
+
+
 def doubled(batch: Any) -> Any:
     return {**batch, "x": batch["x"] * 2}
 
