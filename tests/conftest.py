@@ -62,6 +62,7 @@ _LONGEST = (
     "test_small_examples.py",
     "test_docs.py",
     "test_detection_example.py",
+    "unit/store/test_kills.py",
     "unit/store/test_parts.py",
     "unit/store/test_build.py",
     "unit/store/test_variable.py",

@@ -42,7 +42,7 @@ NAMES = {
         default_window derive_seed divisors shard_rows spans_of striping
     """,
     "lightning_memmap.schema": """
-        DTYPES Decode FetchedRows Field Form Jagged Masked Nesting Node Nullable Pad RowList
+        DTYPES Decode FetchedRows Field Form Jagged Masked Node Nullable Pad RowList
         Rows Schema Values Windows read_forms read_schema
     """,
     "lightning_memmap.store": """
@@ -62,7 +62,7 @@ SIGNATURES = {
         train_dataset=None, val_dataset=None, test_dataset=None, predict_dataset=None, *,
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
-        num_workers=0, overwrite=False, fingerprint=None, check='probes', subset=None, member=None,
+        num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
         shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
         skip_steps=None, build='first'
     """,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from torch.utils.data import Dataset
@@ -90,7 +90,7 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
     described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
     is_build = described is not function
-    own = ("dataset", "check", "progress") if is_build else ()
+    own = ("dataset", "progress") if is_build else ()
     skip: set[str | int] = {*flags, *own}
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
     if is_build:
@@ -99,9 +99,6 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     if function is _build:
         part = "Write part i of n, counted from 0, such as 0/8; then --finish."
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
-        checks, few = Literal["probes", "full", "off"], "a few rows, all or none of them"
-        meaning = f"How an existing store is compared with the dataset: {few}."
-        parser.add_argument("--check", type=checks, default="probes", help=meaning)
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     return parser

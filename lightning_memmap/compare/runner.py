@@ -258,7 +258,8 @@ class Comparison:
         result, folder = self._results[variant], f"{variant.name}/{name}"
         started = self._ahead.pop(folder, None)
         try:
-            if kind == "check" and later:
+            # If this run fails, a later one of the same variant will not come.
+            if kind == "check" and later and later[0] != variant:
                 self._launch_ahead(f"{later[0].name}/{later[1]}")
             spec = self._spec(kind, folder, variant)
             title = f"{variant.name}: {name.replace('timed', 'timed run ')}"

@@ -121,8 +121,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         fingerprint: The identity of the datasets in your own words, such as a version or a hash:
             one string, or one by name of the split. It then decides alone whether a store is of its
             dataset; see `lightning_memmap.store.build_store`.
-        check: How a dataset without a fingerprint is compared with its store: ``"probes"``,
-            ``"full"`` or ``"off"``; see there.
         subset: Which rows of the stores are used, without copying any: of `lightning_memmap.
             sampling`, a `Subset` of the training rows, or a dict of such by split; or `RandomSplit`
             or `KFold`, which hold rows of the training store out to validate on.
@@ -191,7 +189,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         num_workers: int = 0,
         overwrite: bool = False,
         fingerprint: str | dict[str, str] | None = None,
-        check: str = "probes",
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
         shuffle_window: int | None = None,

@@ -17,7 +17,6 @@ from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.recognition import check_choice
 from lightning_memmap.store.workers import check_num_workers
 
 P = ParamSpec("P")
@@ -73,7 +72,6 @@ class DataOptions:
     num_workers: int
     overwrite: bool
     fingerprint: str | Mapping[str, str] | None
-    check: str
     subset: Selection | Mapping[str, Subset] | None
     member: int | None
     shuffle_window: int | None
@@ -109,7 +107,6 @@ class DataOptions:
         self._check_sampler()
         self._check_window()
         self._check_build()
-        check_choice(self.check)
         read_forms(self.variable)
         given = self.fingerprint
         for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():

@@ -129,7 +129,6 @@ class SplitStores:
             num_workers=options.num_workers,
             overwrite=options.overwrite,
             fingerprint=options.fingerprint_of(split),
-            check=options.check,
             variable=options.variable,
         )
         self.note(split, store)
@@ -185,7 +184,6 @@ class SplitStores:
             store.check_dataset(
                 dataset,
                 fingerprint=self.options.fingerprint_of(split),
-                check=self.options.check,
                 num_workers=self.options.num_workers,
             )
         return store
@@ -233,7 +231,7 @@ class SplitStores:
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
         """A dataset, the options that its store depends on, and the content of the store."""
         options = self.options
-        given = options.num_shards, options.fingerprint_of(split), options.check
+        given = options.num_shards, options.fingerprint_of(split)
         return self.datasets[split], *given, store.manifest.content
 
     @property

@@ -13,14 +13,10 @@ from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema import (
     Decode,
     Form,
-    Masked,
-    Nesting,
     Pad,
-    RowList,
     Rows,
     Schema,
 )
-from lightning_memmap.schema.build import Build, Leaves
 from lightning_memmap.schema.kinds import Mask
 
 #: The key of the row numbers in a batch.
@@ -34,7 +30,7 @@ class FormedCollate:
         self, schema: Schema, variable: Mapping[str, Form] | None = None, sample: Any = None
     ) -> None:
         forms = _forms_of_fields(schema, variable or {})
-        self._build = schema.builder(sample, _NESTING)
+        self._build = schema.builder(sample)
         self._forms = [
             (form, byte_pool()) if (form := forms.get(field.name)) else None
             for field in schema.fields
@@ -101,21 +97,6 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
         if not fields[name].is_text:
             form.check(fields[name])
     return forms
-
-
-def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
-    """The records of all rows: row by row where their fields are lists of rows."""
-    if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
-        return record(leaves)
-    rows = zip(*leaves.values(), strict=True)
-    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
-
-
-def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
-    return Masked(part(leaves), mask)
-
-
-_NESTING = Nesting(_records, _masked)
 
 
 class NumberedCollate:

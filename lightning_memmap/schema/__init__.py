@@ -9,7 +9,7 @@ length. What is None in some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
-from lightning_memmap.schema.build import Masked, Nesting
+from lightning_memmap.schema.build import Masked
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.forms import (
     Decode,
@@ -36,7 +36,6 @@ __all__ = [
     "Form",
     "Jagged",
     "Masked",
-    "Nesting",
     "Node",
     "Nullable",
     "Pad",

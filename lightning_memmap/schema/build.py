@@ -3,7 +3,6 @@
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -12,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
+from lightning_memmap.schema.leaves import RowList
 from lightning_memmap.schema.structure import MAX_CLASSES, Node, Path, children_of
 
 #: The leaves of a sample or batch by the index of their field.
@@ -48,23 +48,16 @@ class Masked(NamedTuple):
         return [row if is_given else None for row, is_given in zip(found, given, strict=True)]
 
 
-@dataclass(frozen=True)
-class Nesting:
-    """How the leaves of lists of records, and of what is None in some rows, are put together."""
-
-    records: Callable[[Build, Mapping[int, Any]], Any]
-    optional: Callable[[Build, Leaves, Any], Any]
-
-
-def _stacked(record: Build, leaves: Mapping[int, Any]) -> Any:
-    return record(leaves)
-
-
-def _masked(part: Build, leaves: Leaves, mask: Any) -> Masked:
-    return Masked(part(leaves), mask)
+def _records(record: Build, leaves: Mapping[int, Any]) -> Any:
+    """The records of all rows of a batch: row by row where their fields are lists of rows."""
+    if not all(isinstance(leaf, RowList) for leaf in leaves.values()):
+        return record(leaves)
+    rows = zip(*leaves.values(), strict=True)
+    return RowList(record(dict(zip(leaves, row, strict=True))) for row in rows)
 
 
 def _list(record: Build, leaves: Mapping[int, Any]) -> list[Any]:
+    """The records of one row."""
     lengths = {len(leaf) for leaf in leaves.values()}
     if len(lengths) > 1:
         raise StoreError(
@@ -75,33 +68,26 @@ def _list(record: Build, leaves: Mapping[int, Any]) -> list[Any]:
     return [record({at: leaf[row] for at, leaf in leaves.items()}) for row in range(count)]
 
 
-def _or_none(part: Build, leaves: Leaves, mask: Any) -> Any:
-    return part(leaves) if mask else None
-
-
-#: A batch whose leaves have all rows in one tensor.
-BATCH = Nesting(_stacked, _masked)
-#: One sample, as the dataset gives it.
-SAMPLE = Nesting(_list, _or_none)
-
-
-def builder(node: Node, sample: Any, fields: range, nesting: Nesting = BATCH) -> Build:
+def builder(node: Node, sample: Any, fields: range, *, is_row: bool = False) -> Build:
     """Make a function that puts leaves back into a structure; see `Schema.builder`."""
     if node.is_field:
         return itemgetter(fields[0])
     if node.kind == "records":
         first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
-        record = builder(node.children[0], first, fields, nesting)
-        return lambda leaves: nesting.records(record, {at: leaves[at] for at in fields})
+        record = builder(node.children[0], first, fields, is_row=is_row)
+        nest = _list if is_row else _records
+        return lambda leaves: nest(record, {at: leaves[at] for at in fields})
     if node.kind == "optional":
-        part = builder(node.children[0], sample, fields[:-1], nesting)
-        return lambda leaves: nesting.optional(part, leaves, leaves[fields[-1]])
+        part = builder(node.children[0], sample, fields[:-1], is_row=is_row)
+        if is_row:
+            return lambda leaves: part(leaves) if leaves[fields[-1]] else None
+        return lambda leaves: Masked(part(leaves), leaves[fields[-1]])
     found = children_of(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
         found = None
     samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
     children = [
-        (key, builder(child, samples.get(key), within, nesting))
+        (key, builder(child, samples.get(key), within, is_row=is_row))
         for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True)
     ]
     if node.kind in ("tuple", "list"):

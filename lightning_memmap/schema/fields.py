@@ -125,15 +125,6 @@ class Field:
         """Write a value of this field as a person would."""
         return self.kind.words(number)
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert this field to JSON values, as `lightning_memmap.schema.read_schema` reads it."""
-        return {
-            "name": self.name,
-            "dtype": dtype_name(self.dtype),
-            "shape": list(self.shape),
-            "kind": msgspec.to_builtins(self.kind),
-        }
-
     @property
     def described(self) -> str:
         """What the dataset gives, for messages."""

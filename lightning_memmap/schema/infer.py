@@ -25,7 +25,6 @@ from lightning_memmap.schema.structure import (
     MASK,
     MAX_DEPTH,
     NONE,
-    SEQUENCE,
     Node,
     Path,
     children_of,
@@ -97,7 +96,7 @@ class _Inference:
             must_agree = differ or is_declared or (in_record and containers[0][0] == "list")
             field = self._numbers([each for each in lists if len(each)], path, must_agree)
             if field is not None:
-                return SEQUENCE, [replace(field, shape=(None,)) if differ else field]
+                return LEAF, [replace(field, shape=(None,)) if differ else field]
             if differ and in_record:
                 raise SchemaError(
                     f"{where(path)}: the records of a list have lists of different"

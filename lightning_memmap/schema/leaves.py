@@ -81,9 +81,17 @@ def rows_apart(leaf: Any) -> list[Any] | None:
     return leaf if isinstance(leaf, RowList) else None
 
 
+def is_list(value: Any) -> bool:
+    """Whether this is a list or tuple that has no class of its own."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
 def leaf_array(field: Field, leaf: Any) -> Array:
     """Check a leaf of any type, and convert it to what is stored of it."""
     try:
+        if is_list(leaf):
+            empty = torch.empty(0, dtype=field.dtype, device="cpu")
+            leaf = numbers_array(field.name, [leaf]) if leaf else empty
         array, kind = to_array(field.name, leaf)
         dtype, shape = array_dtype(field.name, array), tuple(array.shape)
     except SchemaError as error:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.build import BATCH, Nesting, builder
-from lightning_memmap.schema.fields import Field, check_names, field_name
+from lightning_memmap.schema.build import builder
+from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.infer import infer_batch, infer_samples
 from lightning_memmap.schema.leaves import (
@@ -23,6 +24,8 @@ from lightning_memmap.schema.stack import stack_samples
 from lightning_memmap.schema.structure import Node, Path, columns_of
 from lightning_memmap.schema.values import Values
 
+#: Each field is a file and a mapping, of which a process has at most some ten thousand.
+MAX_FIELDS = 4096
 _NO_FORMS: Mapping[str, Form] = {}
 
 
@@ -30,7 +33,7 @@ _NO_FORMS: Mapping[str, Form] = {}
 class Schema:
     """The fields of a sample in the order of its leaves, and the nesting around them."""
 
-    fields: tuple[Field, ...]
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
     structure: Node
 
     @classmethod
@@ -120,17 +123,9 @@ class Schema:
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name, with the names that there are."""
-        names, lists = list[str](), set[Path]()
-        fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
-        for path, node in self.structure.walk():
-            within = [fields.get((*path, key)) for key in node.keys]
-            if node.is_list and path and all(field and not field.shape for field in within):
-                lists.add(path)
-                names.append(field_name(path))
-            elif node.is_field and path[:-1] not in lists:
-                names.append(field_name(path))
-        if name in names:
-            return f"{name!r} is a list whose length is the same in all rows"
+        names = [*self.lists, *(field.name for field in self.fields)]
+        if within := [each for each in names if each.startswith(f"{name}.")]:
+            return f"{name!r} has several fields, each of which has a name: {short_repr(within)}"
         return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod
@@ -190,17 +185,16 @@ class Schema:
         return found_leaves
 
     def builder(
-        self, sample: Any = None, nesting: Nesting = BATCH
+        self, sample: Any = None, *, is_row: bool = False
     ) -> Callable[[Sequence[Any]], Any]:
-        """Make a function that nests one value per field as ``default_collate`` would."""
-        return builder(self.structure, sample, range(len(self.fields)), nesting)
+        """Make a function that nests one value per field, as ``default_collate`` would or as the
+        dataset gives a row."""
+        return builder(self.structure, sample, range(len(self.fields)), is_row=is_row)
 
     def to_json(self) -> dict[str, Any]:
         """Convert this schema to JSON values."""
-        return {
-            "fields": [field.to_json() for field in self.fields],
-            "structure": self.structure.to_json(),
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dtype_name)
+        return found
 
 
 def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:

@@ -3,17 +3,16 @@
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """
 
-from dataclasses import dataclass
 from keyword import iskeyword
 from reprlib import repr as short_repr
-from typing import Annotated, Any
+from typing import Any
 from unicodedata import normalize
 
 import msgspec
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names, field_name
+from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names
 from lightning_memmap.schema.kinds import Mask, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import (
@@ -25,39 +24,25 @@ from lightning_memmap.schema.structure import (
     Node,
 )
 
-#: Each field is a file and a mapping, of which a process has at most some ten thousand.
-MAX_FIELDS = 4096
-
-
-@dataclass(frozen=True)
-class _Schema:
-    fields: Annotated[list[Field], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
-    structure: Node
-
 
 def read_schema(value: Any) -> Schema:
     """Read a schema from JSON, or its values, that have not been checked: see `Schema.to_json`."""
     try:
         read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
-        found = read(value, type=_Schema, dec_hook=_dtype)
+        schema = read(value, type=Schema, dec_hook=_dtype)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{type(error).__name__}: {error}") from None
-    _check_node(found.structure, 0)
-    schema = Schema(tuple(found.fields), found.structure)
+    _check_node(schema.structure, 0)
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
     check_names(field.name for field in schema.fields)
-    leaves = [(field_name(path), node) for path, node in nodes if node.is_field]
-    if [field.name for field in schema.fields] != [name for name, _ in leaves]:
+    if [field.name for field in schema.fields] != schema.structure.field_names():
         raise SchemaError("the fields are not the leaves of the structure")
     in_lists = {name for names in schema.lists.values() for name in names}
     masks = {names[-1] for names in schema.optional.values()}
-    for field, (name, node) in zip(schema.fields, leaves, strict=True):
-        _check_field(field, name in in_lists, name in masks)
-        shape = field.of_record.shape if name in in_lists else field.shape
-        if node.kind == "sequence" and (len(shape) != 1 or field.is_text):
-            raise SchemaError(f"field {name!r}: {field} is not a list of numbers")
+    for field in schema.fields:
+        _check_field(field, field.name in in_lists, field.name in masks)
     _check_batch_sizes(schema)
     return schema
 
@@ -109,7 +94,9 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError(f"a {kind} of the name {short_repr(node.name)}")
     if kind in CLASS_KINDS:
         _check_class(node)
-    if (kind == "tensordict" and not keys) or (kind != "tensordict" and node.feature_dims):
+    is_tensordict = kind == "tensordict"
+    within = {child.kind for child in node.children} - {"leaf", kind}
+    if (is_tensordict and (within or not keys)) or (not is_tensordict and node.feature_dims):
         raise SchemaError(f"a {kind} of {short_repr(keys)} with {node.feature_dims} dimensions")
 
 
@@ -138,13 +125,10 @@ def _is_identifier(name: str | int) -> bool:
 
 def _check_batch_sizes(schema: Schema) -> None:
     """Check that the fields of each TensorDict share its batch size."""
-    if any(node.kind == "tensordict" for _, node in schema.structure.walk()):
-        try:
-            schema.builder()(
-                [
-                    torch.empty([size or 0 for size in f.shape], dtype=f.dtype, device="meta")
-                    for f in schema.fields
-                ]
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SchemaError(f"the fields do not fit into a TensorDict: {error}") from error
+    shapes = {field.name: field.shape for field in schema.fields}
+    for path, node in schema.structure.walk():
+        if node.kind == "tensordict":
+            first, *others = (shapes[name] for name in node.field_names(path))
+            size = first[: max(0, len(first) - node.feature_dims)]
+            if any(shape[: len(size)] != size for shape in others):
+                raise SchemaError("the fields of a TensorDict do not share its batch_size")

@@ -30,6 +30,7 @@ from lightning_memmap.schema.kinds import (
 from lightning_memmap.schema.leaves import (
     array_dtype,
     as_tensor,
+    is_list,
     leaf_array,
     numbers_array,
 )
@@ -58,16 +59,12 @@ def stack_samples(
         return []
     if node.kind == "optional":
         return _stack_optional(samples, node.children[0], fields[:-1], room, path)
-    if node.kind in ("sequence", "records"):
-        what = "numbers" if node.kind == "sequence" else "records"
-        for value in samples:
-            if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
-                raise MismatchError(
-                    f"{where(path)}: found {type(value).__name__}, expected a list or"
-                    f" tuple of {what}"
-                )
-        if node.kind == "sequence":
-            return [_stack_lists(fields[0], samples)]
+    if node.kind == "records":
+        if wrong := [value for value in samples if not is_list(value)]:
+            raise MismatchError(
+                f"{where(path)}: found {type(wrong[0]).__name__}, expected a list or tuple of"
+                " records"
+            )
         return _stack_records(samples, node.children[0], fields, path)
     stacked = list[Values]()
     columns = columns_of(samples, node, path)
@@ -123,21 +120,6 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
     return Values(torch.from_numpy(np.concatenate(rows)), sizes)
 
 
-def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
-    """Stack lists or tuples of numbers."""
-    lengths = np.array(list(map(len, lists)), np.int64)
-    wrong = [] if field.num_variable else lengths[lengths != field.item_shape[0]].tolist()
-    if wrong:
-        found = f"a list of {wrong[0]} numbers" if wrong[0] else "an empty list"
-        raise MismatchError(f"field {field.name!r}: found {found}, expected {field}")
-    if not lengths.any():
-        return Values(Values.none(field).data, lengths[:, None])
-    numbers = numbers_array(field.name, lists)
-    if not field.num_variable:
-        return fit_rows(field, numbers.reshape(len(lists), -1))
-    return fit_items(field, numbers, lengths)
-
-
 def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None) -> Values:
     """Stack the leaves of one field, at least one, where there is room for them if possible."""
     if isinstance(field.kind, Text):
@@ -153,6 +135,8 @@ def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None
 def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Values:
     """Stack leaves of one type and dtype; any error where they are not."""
     (kind,) = set(map(type, leaves))
+    if kind in (list, tuple):
+        return _stack_lists(field, leaves)
     if kind in FROM_PYTHON:
         # A float would round what is not.
         return fit_rows(field, np.array(leaves, FROM_PYTHON[kind]))
@@ -163,6 +147,16 @@ def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Va
         raise TypeError("the leaves are to be converted one by one")
     data, sizes = _joined(field, leaves, room)
     return _fitting(field, data, sizes)
+
+
+def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
+    """Stack lists or tuples of numbers; any error where they do not fit."""
+    numbers, lengths = numbers_array(field.name, lists), np.array(list(map(len, lists)), np.int64)
+    if field.num_variable:
+        return fit_items(field, numbers, lengths)
+    if (lengths != lengths[0]).any():
+        raise TypeError("the lists differ in length")
+    return fit_rows(field, numbers.reshape(len(lists), -1))
 
 
 def _joined(

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from reprlib import repr as short_repr
@@ -22,7 +21,6 @@ MAX_DEPTH = 32
 MAX_CLASSES = 256
 #: The last part of the name of the field that says which rows of another one are not None.
 MASK = "mask"
-FIELD_NODES = ("leaf", "sequence")
 CLASS_KINDS = ("namedtuple", "dataclass")
 #: The number of children of the kinds that have no keys.
 WRAPPERS = {"records": 1, "optional": 2}
@@ -33,15 +31,14 @@ Path = tuple[Key, ...]
 Fields = TypeVar("Fields", range, Sequence[Field])
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A container of a sample, or a part of it that is one field."""
 
-    #: "sequence" is a field of a list of numbers; "records" a list of any length, whose one child
-    #: is what each part of it has; "optional" has a part that is None in some rows, and the field
-    #: that says in which; "none" was None in all rows seen.
+    #: "records" is a list of any length, whose one child is what each part of it has; "optional"
+    #: has a part that is None in some rows, and the field that says in which; "none" was None in
+    #: all rows seen.
     kind: Literal[
-        "leaf", "sequence", "records", "optional", "none",
+        "leaf", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
     #: The key, name or position of each child, where it has one.
@@ -55,7 +52,7 @@ class Node:
     @property
     def is_field(self) -> bool:
         """Whether this is a field and not a container."""
-        return self.kind in FIELD_NODES
+        return self.kind == "leaf"
 
     @property
     def is_list(self) -> bool:
@@ -96,21 +93,8 @@ class Node:
         """The names of the fields below this node, which is at a path."""
         return list(map(field_name, self.field_paths(path)))
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert this structure to JSON values, nested as the structure is."""
-        if self.is_field:
-            return {"kind": self.kind}
-        return {
-            "kind": self.kind,
-            **({} if self.kind in WRAPPERS else {"keys": list(self.keys)}),
-            **({"name": self.name} if self.name else {}),
-            **({"feature_dims": self.feature_dims} if self.kind == "tensordict" else {}),
-            "children": [child.to_json() for child in self.children],
-        }
-
 
 LEAF = Node("leaf")
-SEQUENCE = Node("sequence")
 NONE = Node("none")
 
 

@@ -38,7 +38,7 @@ from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter, write_dataset
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
-from lightning_memmap.store.recognition import check_choice, recognise
+from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
@@ -63,7 +63,6 @@ def build_store(
     overwrite: bool = False,
     progress: bool = True,
     fingerprint: str | None = None,
-    check: str = "probes",
     variable: Mapping[str, Any] | None = None,
 ) -> Store:
     """Store a dataset, or open the store where it was built before from the same dataset.
@@ -72,8 +71,9 @@ def build_store(
     result. A build that was interrupted is resumed by the next one of the same dataset.
 
     A dataset is recognised by its identity: its class, length, attributes and the source text of
-    its class, and by some rows. For changes that none of these shows, such as another file in the
-    directory that it reads, choose a ``fingerprint`` of your own.
+    its class, and by eight rows. Where its identity has changed, all rows are compared with the
+    store, once. For changes that none of these shows, such as another file in the directory that it
+    reads, choose a ``fingerprint`` of your own.
 
     Args:
         dataset: Map-style: ``dataset[i]`` for ``i`` in ``range(len(dataset))``. Or one that is
@@ -92,9 +92,6 @@ def build_store(
         fingerprint: The identity of the dataset in your own words, such as a version or a hash: a
             string that changes whenever the rows do. It alone then decides whether a store, or an
             interrupted build, is of this dataset, and no row is read to find out.
-        check: How a dataset without a ``fingerprint`` is compared with the store that is there.
-            ``"probes"``: eight rows, and all rows once where its identity has changed. ``"full"``:
-            all rows, each time. ``"off"``: length and schema alone.
         variable: The fields and lists whose rows may differ in length, or be None, each with a
             form, such as ``{"audio": "pad", "objects": "list", "age": "nullable"}``. Those that do
             among the first rows that are read need not be named. Of the form only ``dims`` and
@@ -115,7 +112,6 @@ def build_store(
             in the way; or the store would have more fields or shards than can be opened.
         OSError: The disk is full, or the files cannot be written.
     """
-    check_choice(check)
     forms = read_forms(variable)
     asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
     if num_workers and asked.is_stream:
@@ -126,14 +122,14 @@ def build_store(
     directory = asked.directory
     check_free(directory.path, "`store_dir`")
     if not overwrite and is_store(directory.path) and not directory.needs_lock:
-        store, found = _reopen(asked, check)
+        store, found = _reopen(asked)
         if found is not None and os.access(directory.path, os.W_OK):
             with suppress(StoreError, OSError), directory.locked():
                 _record(store, found)
         return store
     with directory.locked(), ExitStack() as stack:
         if is_store(directory.path) and not overwrite:
-            store, found = _reopen(asked, check)
+            store, found = _reopen(asked)
             if found is not None:
                 _record(store, found)
             directory.discard()
@@ -537,7 +533,7 @@ def check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(asked: Asked, check: str = "probes") -> tuple[Store, Fingerprint | None]:
+def _reopen(asked: Asked) -> tuple[Store, Fingerprint | None]:
     """Open the store that is where one was to be built, if it is the one that would be built."""
     directory = asked.directory.path
     store = open_directory(directory)
@@ -550,7 +546,6 @@ def _reopen(asked: Asked, check: str = "probes") -> tuple[Store, Fingerprint | N
         store,
         asked.dataset,
         asked.fingerprint,
-        check=check,
         num_workers=asked.num_workers,
         progress=asked.show,
     )

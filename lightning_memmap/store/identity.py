@@ -7,11 +7,10 @@ import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -149,20 +148,19 @@ class _Reader:
     def _encode(self, value: Any) -> str:
         if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
             value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
-        for as_pairs in (False, True):
+        orders: tuple[Literal["deterministic"] | None, ...] = ("deterministic", None)
+        for order in orders:
             self.objects.clear()
             try:
-                plain = _pairs(value) if as_pairs else value
-                encode = partial(msgspec.json.encode, enc_hook=self._describe)
-                return _digest(encode(plain, order="deterministic"))
-            except TypeError:  # A dict has keys that are not text.
+                return _digest(msgspec.msgpack.encode(value, enc_hook=self._describe, order=order))
+            except TypeError:  # Keys that are no text have no order but their own.
                 continue
             except (ValueError, OverflowError, RecursionError):
                 break  # Circular, or nested too deeply.
         return f"type {type(value).__qualname__}"
 
     def _describe(self, value: Any) -> Any:
-        """A value that JSON cannot hold, as one that it can."""
+        """A value that MessagePack cannot hold, as one that it can."""
         if isinstance(value, Tensor):
             shown = [str(value.dtype), list(value.shape)]
             if value.device.type == "cpu" and value.layout == torch.strided:
@@ -170,10 +168,10 @@ class _Reader:
             return shown
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
-                return [list(value.shape), _pairs(value.reshape(-1).tolist())]
+                return [list(value.shape), value.reshape(-1).tolist()]
             return [value.dtype.str, list(value.shape), self._hash(leaf_bytes(value))]
         if isinstance(value, (array, deque)):
-            return _pairs(list(value))
+            return list(value)
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
@@ -189,25 +187,20 @@ class _Reader:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> Any:
-        """A function by its source and what it refers to, another object by its attributes."""
+        """A function by its code, another object by its attributes."""
         kind = value if hasattr(value, "__qualname__") else type(value)
         name = f"type {kind.__qualname__}"
-        if id(value) in self.objects or isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, partial):
+            return [name, value.func, value.args, value.keywords]
+        known = (kind.__module__ or "").partition(".")[0] in _KNOWN_MODULES
+        if id(value) in self.objects or known or isinstance(value, type):
             return name
         self.objects[id(value)] = value  # Kept alive, so that no other object gets the same id.
-        if isinstance(value, types.CodeType):
-            return _pairs([value.co_code, value.co_names, value.co_consts])
-        if isinstance(value, types.MethodType):
-            return [name, value.__func__, value.__self__]
-        if isinstance(value, partial):
-            return _pairs([name, value.func, value.args, value.keywords])
-        known = kind.__module__ is not None and kind.__module__.partition(".")[0] in _KNOWN_MODULES
-        if isinstance(value, types.FunctionType) and not known:
-            held = inspect.getclosurevars(value).nonlocals, value.__defaults__, value.__kwdefaults__
-            return _pairs([name, value.__code__, *held])
-        if known and not isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
-            return name
-        return _pairs([name, _settled_attributes(value)])
+        if isinstance(value, types.FunctionType):
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            code = value.__code__
+            return [name, code.co_code, code.co_consts, value.__defaults__, held]
+        return [name, _settled_attributes(value)]
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
         if len(data) <= self.bytes_left:
@@ -217,17 +210,6 @@ class _Reader:
         for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
             digest.update(data[start : start + _PIECE_BYTES].data)
         return digest.hexdigest()
-
-
-def _pairs(value: Any, depth: int = 0) -> Any:
-    """A value in which dicts are pairs, down to some depth: JSON has no keys but text."""
-    if depth > _MAX_DEPTH:
-        return value
-    if isinstance(value, Mapping):
-        return [[key, _pairs(item, depth + 1)] for key, item in value.items()]
-    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
-        return [_pairs(item, depth + 1) for item in value]
-    return value
 
 
 def _settled_attributes(value: Any) -> dict[str, Any]:

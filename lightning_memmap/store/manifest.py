@@ -21,7 +21,7 @@ from msgspec import Meta
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
 from lightning_memmap.schema import Schema, read_schema
-from lightning_memmap.schema.spec import MAX_FIELDS
+from lightning_memmap.schema.schema import MAX_FIELDS
 from lightning_memmap.store.columns import (
     Column,
     ShardItems,

@@ -2,13 +2,13 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,10 +26,6 @@ from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
-#: How a dataset is compared with a store: by its identity and probe rows, by all rows, or by its
-#: length and schema alone.
-Check = Literal["probes", "full", "off"]
-
 _MAX_RANGE_ROWS = 4096
 _FIRST_ROW_S = 0.1
 #: Rows that are compared at once.
@@ -45,20 +41,9 @@ class StoredRows(Protocol):
     columns: list[OpenColumn]
 
 
-def check_choice(check: str) -> None:
-    """Check the name of a check that a user gives."""
-    if check not in get_args(Check):
-        raise ValueError(f"check={check!r}: choose one of {', '.join(get_args(Check))}")
-
-
 def check_briefly(
-    store: StoredRows,
-    dataset: Any,
-    given: str | None,
-    *,
-    check: str = "probes",
-    num_workers: int = 0,
-) -> bool:
+    store: StoredRows, dataset: Any, given: str | None, *, num_workers: int = 0
+) -> None:
     """Check that a dataset may be the one that a store was built from."""
     if not is_stream(dataset):
         _check_length(store, len(dataset))
@@ -67,16 +52,12 @@ def check_briefly(
         if given != stored.given:
             found = f"fingerprint={given!r}, and that of the store is {stored.given!r}"
             raise _other_dataset(store, found)
-        return True
-    if is_stream(dataset):
-        if check != "off":
-            _check_first_rows(store, dataset)
-        return False
-    digests = {0: None} if check == "off" else dict(store.manifest.probes)
-    tasks = list(digests)
-    work = partial(_check_probe, dataset, store, digests)
-    run_tasks(work, tasks, min(num_workers, len(tasks)), lambda nothing: None)
-    return False
+    elif is_stream(dataset):
+        _check_first_rows(store, dataset)
+    else:
+        probes = store.manifest.probes
+        work = partial(_check_probe, dataset, store)
+        run_tasks(work, probes, min(num_workers, len(probes)), lambda nothing: None)
 
 
 def recognise(
@@ -84,7 +65,6 @@ def recognise(
     dataset: Any,
     given: str | None,
     *,
-    check: str = "probes",
     num_workers: int = 0,
     progress: ShowProgress,
 ) -> Fingerprint | None:
@@ -92,8 +72,8 @@ def recognise(
     stored = store.manifest.fingerprint
     is_decided = given is not None and stored is not None and stored.given is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.
-    fingerprint = None if is_decided or check == "off" else Fingerprint.of(dataset, given)
-    check_briefly(store, dataset, given, check=check, num_workers=num_workers)
+    fingerprint = None if is_decided else Fingerprint.of(dataset, given)
+    check_briefly(store, dataset, given, num_workers=num_workers)
     if fingerprint is None:
         return None
     if stored is not None:
@@ -102,16 +82,15 @@ def recognise(
         fingerprint = replace(fingerprint, given=given or stored.given)
     else:
         changed = None if given is None else "the store has no fingerprint yet"
-    if check == "probes":
-        if changed is None:
-            return None
-        _log.warning(
-            "the store at %s may be of another dataset: %s. All %s rows are compared with it, %s",
-            store.path,
-            changed,
-            f"{store.manifest.num_rows:,}",
-            _how_often(store.path, given),
-        )
+    if changed is None:
+        return None
+    _log.warning(
+        "the store at %s may be of another dataset: %s. All %s rows are compared with it, %s",
+        store.path,
+        changed,
+        f"{store.manifest.num_rows:,}",
+        _how_often(store.path, given),
+    )
     _compare_all(store, dataset, num_workers, progress)
     return None if fingerprint == stored else fingerprint
 
@@ -121,8 +100,8 @@ def _how_often(path: Path, given: str | None) -> str:
     if not os.access(path, os.W_OK):
         return (
             "each time, since this process may not write there and record that they are equal:"
-            " train without the dataset or with check='off', which uses the store as it is, or let"
-            " the owner of the store train with this dataset once"
+            " train without the dataset, which uses the store as it is, or let the owner of the"
+            " store train with this dataset once"
         )
     if given is None:
         return "once; give a fingerprint of your own (fingerprint=, --fingerprint) to avoid that"
@@ -140,7 +119,7 @@ def _check_first_rows(store: StoredRows, stream: Any) -> None:
     if is_read_once(stream):
         raise DatasetError(
             f"a {type(stream).__name__} gives its rows once, and cannot be compared with the store"
-            f" at {store.path}: give a fingerprint here and when you build it, check='off' to use"
+            f" at {store.path}: give a fingerprint here and when you build it, no dataset to use"
             " the store as it is, or overwrite=True"
         )
     _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
@@ -214,13 +193,12 @@ def _other_dataset(store: StoredRows, found: str) -> DatasetError:
     )
 
 
-def _check_probe(
-    dataset: Any, store: StoredRows, digests: Mapping[int, str | None], row: int
-) -> None:
-    """Compare a row's schema with that of a store, and its hash where the store has it."""
-    sample, expected = read_sample(dataset, row), digests[row]
+def _check_probe(dataset: Any, store: StoredRows, probe: tuple[int, str]) -> None:
+    """Compare the schema and the hash of a row with those of a store."""
+    row, expected = probe
+    sample = read_sample(dataset, row)
     leaves = [next(values.rows()) for values in _stacked(store, np.array([row]), [sample])]
-    if expected is not None and hash_row(leaves) != expected:
+    if hash_row(leaves) != expected:
         raise _other_dataset(store, f"row {row} of the dataset differs from the stored row")
 
 

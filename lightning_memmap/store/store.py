@@ -17,7 +17,6 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Schema
-from lightning_memmap.schema.build import SAMPLE
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
@@ -46,7 +45,7 @@ class Store:
         self.files = path / manifest.generation
         self.manifest = manifest
         self.columns = list(columns)
-        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(nesting=SAMPLE)
+        self._build: Callable[[Sequence[Any]], Any] = self.schema.builder(is_row=True)
 
     @property
     def location(self) -> str:
@@ -198,11 +197,10 @@ class Store:
         dataset: Any,
         *,
         fingerprint: str | None = None,
-        check: str = "probes",
         num_workers: int = 0,
     ) -> None:
         """Check that this store was built from a dataset: by fingerprints, or else probe rows."""
-        check_briefly(self, dataset, fingerprint, check=check, num_workers=num_workers)
+        check_briefly(self, dataset, fingerprint, num_workers=num_workers)
 
     def __len__(self) -> int:
         return self.num_rows

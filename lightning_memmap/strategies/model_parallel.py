@@ -78,6 +78,9 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
         self._num_microbatches = num_microbatches
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
+        # Of the part of a step that runs: what it logs, and the Trainer that it sees.
+        self._log: PartLog | None = None
+        self._trainer: Any = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -98,6 +101,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
                 " inside the step, before the loss is scaled or used; omit one of the two"
             )
         super().setup(trainer)
+        self._trainer = make_trainer_proxy(trainer, lambda: self._log)
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning has moved the initial state of optimizers to the root device.
             for optimizer in self.optimizers:
@@ -111,11 +115,11 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
         trainer = module.trainer
         parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
         logs, outputs = [PartLog(rows) for rows in parts.rows], list[Any]()
-        module.trainer = make_trainer_proxy(trainer, lambda: logs[len(outputs)])
-        trained = 0
+        module.trainer, trained = self._trainer, 0
         try:
             with gradients_apart(list(module.parameters())) as grads:
-                for part, rows in zip(parts.parts, parts.rows, strict=True):
+                for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):
+                    self._log = log
                     output = super().training_step(part, *args, **kwargs)
                     loss = output.get("loss") if isinstance(output, Mapping) else output
                     if isinstance(loss, Tensor):
@@ -145,6 +149,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
             hook.remove()
         self._stages = []
         self._hooks = []
+        self._trainer = None
         super().teardown()
 
     @override

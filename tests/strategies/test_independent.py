@@ -89,6 +89,7 @@ def test_member_evaluates_and_predicts_all_rows(tmp_path: Path, member: int) -> 
     for stage in ("validate", "test", "predict"):
         (result,) = read_results(tmp_path, stage).members
         assert (result.member, result.status) == (MEMBER, "done")
+        assert 0 < result.seconds < 1000
 
 
 def test_member_writes_below_its_own_folder(tmp_path: Path, member: int) -> None:
@@ -153,6 +154,7 @@ def test_failure_is_recorded_and_raised(tmp_path: Path, member: int) -> None:
         trainer.fit(Broken(), make_data(tmp_path))
     results = read_results(tmp_path)
     assert results.failed[0].error == "ValueError: [broken]"
+    assert 0 < results.failed[0].seconds < 1000
     with pytest.raises(MemberError, match="fit: 1 of 1 members failed"):
         results.check()
 

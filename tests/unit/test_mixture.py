@@ -181,7 +181,7 @@ def test_command_shows_set_and_row(
         sampler={"class_path": "lightning_memmap.sampling.Mixture", "init_args": sampler},
         train_dataset=dict.fromkeys(SIZES, forbidden),
     )
-    (found,) = command.steps("--step", 1, "--devices", 2)
+    found = command.step("--step", 1, "--devices", 2)
     assert found["rows"] == [["abc"[number // 100 - 1], number % 100] for number in second]
 
 

@@ -294,7 +294,7 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
     options = {"residency": "stream", "shuffle_window": 3, "seed": 5}
     command.write(**options, variable={"value": form, "time": form})
     arguments = ("--epoch", 1, "--step", 2, "--devices", 2)
-    (found,) = command.steps(*arguments)
+    found = command.step(*arguments)
     stored = open_store(tmp_path / "stores" / "train")
     loader = make_window_loader(stored, WINDOWS, 2, 6, residency="stream", window=3)
     assert [tuple(row) for row in found["rows"]] == steps_of(loader, 1)[2]

@@ -1,12 +1,11 @@
 """Columns of Arrow tables: of polars, pyarrow, DuckDB, Lance, pandas' own types and Hugging Face.
 
 A row of a column is what a sample has: a number or time of numpy, in the dtype of the table; a str
-or bytes; an array for a list of numbers; a list for other lists, and for lists of numbers where one
-of the column has None in it; a dict for a struct; and None.
+or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,52 +19,44 @@ from lightning_memmap.schema.stack import fit_items, fit_rows, stack_samples
 from lightning_memmap.schema.structure import LEAF
 from lightning_memmap.store.sources.column import Column, Rows
 
-#: Where lists with None in them are in the type of a column: the number of each child on the way.
-Gaps = frozenset[tuple[int, ...]]
 #: Gives the numbers of a field the dtype that samples have.
 Convert = Callable[[Field, np.ndarray], np.ndarray]
 
 
 class TableColumn(Column):
-    """A column of a table, whose rows are taken as an array of Arrow."""
+    """A column of a table, whose item ``i`` is what sample ``i`` has."""
+
+    @abstractmethod
+    def has_missing(self) -> bool:
+        """Whether rows have no value."""
+
+    def __getitem__(self, row: int) -> Any:
+        return _objects(self.take(range(row, row + 1)))[0]
 
     @override
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
         try:
             return arrow_values(found, node, fields)
         except SchemaError:
-            return stack_samples(self.objects(found), node, fields)
-
-    @abstractmethod
-    def objects(self, found: Any) -> list[Any]:
-        """What samples have of taken rows."""
+            return stack_samples(_objects(found), node, fields)
 
 
 class ArrowColumn(TableColumn):
-    """A column of an Arrow table, whose item ``i`` is what sample ``i`` has."""
+    """A column of an Arrow table in memory."""
 
     def __init__(self, column: Any) -> None:
         self.column = plain(column)
-        self.gaps = gaps_of(self.column)
 
     def __len__(self) -> int:
         return len(self.column)
 
-    def __getitem__(self, row: int) -> Any:
-        return self.objects(self.column.slice(row, 1))[0]
-
-    @property
+    @override
     def has_missing(self) -> bool:
-        """Whether rows have no value."""
         return bool(self.column.null_count)
 
     @override
     def take(self, rows: Rows) -> Any:
         return take(self.column, rows)
-
-    @override
-    def objects(self, found: Any) -> list[Any]:
-        return to_objects(found, self.gaps)
 
 
 def plain(column: Any) -> Any:
@@ -75,24 +66,6 @@ def plain(column: Any) -> Any:
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     kind = _plain_type(chunked.type)
     return chunked if chunked.type == kind else chunked.cast(kind)
-
-
-def gaps_of(column: Any) -> Gaps:
-    """Find the lists with None in them."""
-    return frozenset(path for chunk in column.chunks for path in _gaps(_one(chunk), ()))
-
-
-def _gaps(array: Any, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    import pyarrow as pa
-
-    if pa.types.is_struct(array.type):
-        for index in range(array.type.num_fields):
-            yield from _gaps(_one(array.field(index)), (*path, index))
-    elif _is_list(array.type):
-        items = _one(array.flatten())  # Without those of lists that are missing.
-        if items.null_count:
-            yield path
-        yield from _gaps(items, (*path, 0))
 
 
 def simple_array(column: Any, otherwise: Any) -> Any:
@@ -166,18 +139,25 @@ def _is_list(kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in lists)
 
 
-def _lists(array: Any, gaps: Gaps, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all lists, and how many each has. Lists of fixed length in lists are further
-    dimensions of the numbers."""
+def _lists(array: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The numbers of all lists, and how many each has; None for lists of anything else. Lists of
+    fixed length in lists are further dimensions of the numbers."""
     import pyarrow as pa
 
     shape, items = [], _one(array.flatten())
-    while pa.types.is_fixed_size_list(items.type) and path not in gaps:
+    has_none = bool(items.null_count)
+    while pa.types.is_fixed_size_list(items.type):
         shape.append(items.type.list_size)
-        items, path = _one(items.flatten()), (*path, 0)
-    numbers = None if path in gaps else _numbers(items)
+        items = _one(items.flatten())
+        has_none |= bool(items.null_count)
+    numbers = _numbers(items)
     if numbers is None:
-        raise _UnlikeError("lists")
+        return None
+    if has_none:
+        raise SchemaError(
+            f"found None in a list of {items.type}, of which a row is an array: fill it before,"
+            " such as with NaN, or leave it out"
+        )
     return numbers.reshape(-1, *shape), _lengths(array)
 
 
@@ -190,7 +170,7 @@ def _lengths(array: Any) -> np.ndarray:
     return lengths
 
 
-def to_objects(column: Any, gaps: Gaps, path: tuple[int, ...] = ()) -> list[Any]:
+def _objects(column: Any) -> list[Any]:
     """What samples have of the rows of a column."""
     import pyarrow as pa
 
@@ -199,17 +179,13 @@ def to_objects(column: Any, gaps: Gaps, path: tuple[int, ...] = ()) -> list[Any]
     found: Sequence[Any]
     if pa.types.is_struct(array.type):
         names = [field.name for field in array.type]
-        parts = [to_objects(array.field(i), gaps, (*path, i)) for i in range(len(names))]
+        parts = [_objects(array.field(index)) for index in range(len(names))]
         found = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
     elif _is_list(array.type):
-        items: Any
-        try:
-            items, lengths = _lists(array, gaps, path)
-        except _UnlikeError:
-            items, lengths = to_objects(array.flatten(), gaps, (*path, 0)), _lengths(array)
+        items, lengths = _lists(array) or (_objects(array.flatten()), _lengths(array))
         ends = np.cumsum(lengths).tolist()
         found = [items[end - size : end] for end, size in zip(ends, lengths.tolist(), strict=True)]
-        if shape is not None and path not in gaps:
+        if shape is not None:
             found = [row.reshape(shape) if len(row) else row for row in found]
     elif (numbers := _numbers(array)) is not None:
         found = list(numbers)
@@ -280,7 +256,7 @@ def _field_values(array: Any, field: Field, convert: Convert) -> Values:
         if numbers is None:
             raise _UnlikeError(str(array.type))
         return fit_rows(field, convert(field, numbers))
-    items, lengths = _lists(array, frozenset(_gaps(array, ())), ())
+    items, lengths = _number_lists(array)
     items = convert(field, items)
     if field.num_variable:
         return fit_items(field, items, lengths)
@@ -293,6 +269,12 @@ def _field_values(array: Any, field: Field, convert: Convert) -> Values:
         spread[given] = rows
         rows = spread
     return fit_rows(field, rows)
+
+
+def _number_lists(array: Any) -> tuple[np.ndarray, np.ndarray]:
+    if (found := _lists(array)) is None:
+        raise _UnlikeError("lists")
+    return found
 
 
 def _text_values(array: Any) -> Values:
@@ -316,7 +298,7 @@ def _text_values(array: Any) -> Values:
 
 def _item_values(array: Any, fields: Sequence[Field], convert: Convert) -> list[Values]:
     """Short lists of numbers, of which each is a field of its own."""
-    items, lengths = _lists(array, frozenset(_gaps(array, ())), ())
+    items, lengths = _number_lists(array)
     if array.null_count or (lengths != len(fields)).any() or items.ndim != 1:
         raise _UnlikeError("lists")
     columns = items.reshape(-1, len(fields)).T

@@ -35,11 +35,16 @@ def as_range(rows: Integers) -> Rows:
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
 
 
-def by_piece(pieces: Integers) -> tuple[list[Integers], Integers | None]:
-    """Where the rows of each piece are among some rows, and their order once they are joined."""
-    if (np.diff(pieces) >= 0).all():
-        order, back = np.arange(len(pieces)), None
-    else:
+def by_piece(rows: Rows, ends: Integers) -> tuple[list[tuple[int, Rows]], Integers | None]:
+    """The pieces in which rows are, by where each piece ends: its number, and its rows counted from
+    its first one; and the order of all rows once these are joined, where it is another one."""
+    numbers, back = np.asarray(rows, np.int64), None
+    pieces = np.searchsorted(ends, numbers, side="right")
+    if (np.diff(pieces) < 0).any():
         order = np.argsort(pieces, kind="stable")
-        back = np.argsort(order)
-    return np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1), back
+        numbers, pieces, back = numbers[order], pieces[order], np.argsort(order)
+    begins = np.flatnonzero(np.diff(pieces, prepend=-1))
+    found = zip(pieces[begins].tolist(), np.split(numbers, begins[1:]), strict=True)
+    return [
+        (piece, as_range(each - (ends[piece - 1] if piece else 0))) for piece, each in found
+    ], back

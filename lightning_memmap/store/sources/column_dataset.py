@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.arrow import ArrowColumn, simple_array
-from lightning_memmap.store.sources.parquet import ParquetColumn, chosen, parquet_columns
+from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, simple_array
+from lightning_memmap.store.sources.parquet import chosen, parquet_columns
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -86,8 +86,8 @@ class ColumnDataset(Dataset[dict[str, Any]]):
 
 
 def _has_missing(column: Any) -> bool:
-    if isinstance(column, (ArrowColumn, ParquetColumn)):
-        return column.has_missing
+    if isinstance(column, TableColumn):
+        return column.has_missing()
     if not isinstance(column, np.ndarray) or column.ndim != 1:
         return False
     if column.dtype.kind in "mM":

@@ -11,15 +11,8 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.sources.arrow import (
-    Gaps,
-    TableColumn,
-    gaps_of,
-    plain,
-    take,
-    to_objects,
-)
-from lightning_memmap.store.sources.column import Rows, as_range, by_piece
+from lightning_memmap.store.sources.arrow import TableColumn, plain, take
+from lightning_memmap.store.sources.column import Rows, by_piece
 
 #: Files that are open at once.
 _MAX_OPEN_FILES = 16
@@ -83,7 +76,6 @@ class _Files:
         self._open: dict[str, Any] = {}
         #: By column, the row group that was read last.
         self._last: dict[str, tuple[int, Any]] = {}
-        self._missing: dict[str, tuple[bool, Gaps]] = {}
 
     @cached_property
     def _groups(self) -> tuple[list[tuple[str, int]], Integers]:
@@ -129,18 +121,16 @@ class _Files:
             self._last[name] = group, self.read(group, name)
         return self._last[name][1]
 
-    def missing(self, name: str) -> tuple[bool, Gaps]:
-        """Whether rows of a column have no value, and which of its lists have None in them: by the
-        statistics of each row group, or by its rows where these do not tell."""
-        if name not in self._missing:
-            has_missing, gaps = False, Gaps()
-            for group, (path, number) in enumerate(self._groups[0]):
-                if (count := _null_count(self._file(path), number, name)) is None:
-                    column = self.read(group, name)
-                    count, gaps = column.null_count, gaps | gaps_of(column)
-                has_missing |= count > 0
-            self._missing[name] = has_missing, gaps
-        return self._missing[name]
+    def has_missing(self, name: str) -> bool:
+        """Whether rows of a column have no value: by the statistics of each row group, or by its
+        rows where these do not tell."""
+        for group, (path, number) in enumerate(self._groups[0]):
+            count = _null_count(self._file(path), number, name)
+            if count is None:
+                count = self.read(group, name).null_count
+            if count:
+                return True
+        return False
 
     def _file(self, path: str) -> Any:
         from pyarrow.parquet import ParquetFile
@@ -159,24 +149,20 @@ class _Files:
 
 
 class ParquetColumn(TableColumn):
-    """One column of Parquet files, whose item ``i`` is what sample ``i`` has."""
+    """One column of Parquet files."""
 
     def __init__(self, files: _Files, name: str) -> None:
         self._files = files
         self.files = files.states
         self.name = name
 
-    @property
+    @override
     def has_missing(self) -> bool:
-        """Whether rows have no value."""
-        return self._files.missing(self.name)[0]
+        return self._files.has_missing(self.name)
 
     def __len__(self) -> int:
         ends = self._files.ends
         return int(ends[-1]) if len(ends) else 0
-
-    def __getitem__(self, row: int) -> Any:
-        return self.objects(self.take(range(row, row + 1)))[0]
 
     @override
     def pieces(self, rows: Integers) -> Integers:
@@ -187,23 +173,10 @@ class ParquetColumn(TableColumn):
     def take(self, rows: Rows) -> Any:
         import pyarrow as pa
 
-        numbers, parts = np.asarray(rows, np.int64), []
-        groups = self.pieces(numbers)
-        places, back = by_piece(groups)
-        for mine in places:
-            group = int(groups[mine[0]])
-            start = int(self._files.ends[group - 1]) if group else 0
-            column = self._files.group(group, self.name)
-            parts += take(column, as_range(numbers[mine] - start)).chunks
-        joined = pa.chunked_array(parts)
+        groups, back = by_piece(rows, self._files.ends)
+        taken = [take(self._files.group(group, self.name), within) for group, within in groups]
+        joined = pa.chunked_array([chunk for column in taken for chunk in column.chunks])
         return joined if back is None else take(joined, back)
-
-    @override
-    def objects(self, found: Any) -> list[Any]:
-        import pyarrow as pa
-
-        is_nested = pa.types.is_nested(found.type)
-        return to_objects(found, self._files.missing(self.name)[1] if is_nested else Gaps())
 
 
 def _null_count(file: Any, group: int, name: str) -> int | None:

@@ -216,13 +216,8 @@ class _Joined(Source):
 
     @override
     def read(self, rows: Rows) -> list[Values]:
-        numbers = np.asarray(rows, np.int64)
-        parts, found = np.searchsorted(self.ends, numbers, side="right"), []
-        places, back = by_piece(parts)
-        for mine in places:
-            part = int(parts[mine[0]])
-            within = numbers[mine] - (int(self.ends[part - 1]) if part else 0)
-            found.append(self.sources[part].read(as_range(within)))
+        parts, back = by_piece(rows, self.ends)
+        found = [self.sources[part].read(within) for part, within in parts]
         joined = [join_values(values) for values in zip(*found, strict=True)]
         return joined if back is None else [each.take(back) for each in joined]
 

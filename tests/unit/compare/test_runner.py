@@ -85,3 +85,19 @@ def test_run_that_fails_costs_no_other(compare: Callable[[str, Fault], Report]) 
     assert len(report.variants[0].figures["samples_per_s"]) == 1
     assert len(report.variants[2].figures["samples_per_s"]) == 2
     assert report.exit_code == 3
+
+
+def test_run_is_started_ahead_only_where_it_is_done(
+    compare: Callable[[str, Fault], Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, ahead = list[str](), list[str]()
+
+    def fault(spec: RunSpec) -> None:
+        done.append("/".join(Path(spec.out).parts[-2:]))
+        if spec.variant == "ddp":
+            raise RunError("it ended")
+
+    monkeypatch.setattr(Comparison, "_launch_ahead", lambda self, folder: ahead.append(folder))
+    compare("ddp,auto", fault)
+    assert done == ["auto/check", "ddp/check", "auto/timed1", "auto/timed2"]
+    assert ahead == ["ddp/check"]

@@ -186,8 +186,9 @@ def test_numbers_that_are_few_or_not_alike_are_a_field_each(sample: Any) -> None
         [np.int64(k) for k in range(16)],
         [torch.tensor(0), *range(1, 16)],
         [Number.ONE - 1, *map(int, range(1, 16))],
+        np.arange(16),
     ],
-    ids=["tuple", "numpy", "tensor among them", "subclass"],
+    ids=["tuple", "numpy", "tensor among them", "subclass", "array"],
 )
 def test_numbers_of_the_same_dtype_in_another_row_are_the_same_field(row: Any) -> None:
     schema = Schema.infer([[0] * 16])
@@ -201,14 +202,13 @@ def test_numbers_of_the_same_dtype_in_another_row_are_the_same_field(row: Any) -
     [
         ([0.5] * 16, r"found float64 \(16,\), expected int64 \(16,\)"),
         ([True] * 16, r"found bool \(16,\)"),
-        ([0] * 15, "found a list of 15 numbers, expected int64"),
+        ([0] * 15, r"found int64 \(15,\), expected int64 \(16,\)"),
         ([0.5, *range(15)], "found a list of float, int, expected numbers of one dtype"),
         ([True, *range(15)], "found a list of bool, int, expected numbers of one dtype"),
         ([2**63] * 16, "found an integer that does not fit into int64"),
         ([None] * 16, "found a list of NoneType, expected numbers of one dtype"),
-        ([], "found an empty list, expected"),
-        ({"a": 0}, "found dict, expected a list or tuple of numbers"),
-        (np.zeros(16, np.int64), "found ndarray, expected a list or tuple of numbers"),
+        ([], r"found int64 \(0,\), expected"),
+        ({"a": 0}, "found dict, which cannot be stored"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, message: str) -> None:
@@ -456,7 +456,7 @@ BASE = {"image": torch.zeros(3, 4, dtype=torch.uint8), "label": (1, 2.0)}
         ),
         (
             {"image": BASE["image"], "label": (1, (2.0,))},
-            [r"'label\.1'", "found tuple", r"expected float64 \(\)"],
+            [r"'label\.1'", r"found float64 \(1,\)", r"expected float64 \(\)"],
         ),
         (
             {"image": None, "label": (1, 2.0)},
@@ -579,7 +579,7 @@ def test_from_batch_of_no_rows_raises_schema_error(batch: Any, message: str) -> 
 
 def valid_json() -> Any:
     sample = {"image": torch.zeros(3, 4), "pair": Pair(1, 2), "example": Example(1, (2, 3))}
-    value = Schema.infer([sample]).to_json()
+    value = json.loads(json.dumps(Schema.infer([sample]).to_json()))
     read_schema(value)
     return value
 
@@ -611,11 +611,6 @@ def edited(*path: Any, value: Any) -> Any:
         place = place[key]
     place[path[-1]] = value
     return root
-
-
-def numbers(shape: list[int]) -> Any:
-    field = {"name": "value", "dtype": "int64", "shape": shape}
-    return {"fields": [field], "structure": {"kind": "sequence"}}
 
 
 def nested(depth: int) -> Any:
@@ -686,7 +681,6 @@ HOSTILE = {
     "null as name": with_container("namedtuple", ["a"], None),
     "no name": with_container("dataclass", ["a"], []),
     "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
-    "numbers that are one number": numbers([]),
     "terminal codes as mode": edited(
         "fields", 0, "kind", value={"type": "image", "mode": "\x1b[2J"}
     ),
@@ -695,7 +689,6 @@ HOSTILE = {
     "unit of nothing": edited("fields", 1, "kind", value={"type": "time", "unit": "x"}),
     "text of numbers": edited("fields", 0, "kind", value={"type": "text"}),
     "mask of nothing": edited("fields", 0, "kind", value={"type": "mask"}),
-    "numbers in a matrix": numbers([16, 16]),
     "name too long": with_container("dict", ["k" * 249]),
     "lone surrogate": with_container("dict", ["\ud800"]),
 }
@@ -711,7 +704,6 @@ def test_json_edited_value_is_valid_without_the_edit() -> None:
         with_container("tuple", [0, 1]),
         with_container("dict", ["k" * 248]),
         nested(32),
-        numbers([16]),
     ):
         assert isinstance(read_schema(value), Schema)
 

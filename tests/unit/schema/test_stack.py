@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Pad, Schema
-from lightning_memmap.schema.build import SAMPLE
 from tests.datasets import texts
 
 SIZES = st.integers(0, 4)
@@ -76,7 +75,7 @@ def test_any_nested_samples_come_back_as_each_alone_does(data: st.DataObject) ->
     except SchemaError:  # As where some lists are None and others have None in them.
         reject()
     assume(not schema.unknown)
-    build = schema.builder(nesting=SAMPLE)
+    build = schema.builder(is_row=True)
     stacked = zip(*(values.rows() for values in schema.stack(samples)), strict=True)
     for sample, row in zip(samples, stacked, strict=True):
         for one, alone in zip(row, schema.flatten(sample), strict=True):

@@ -497,7 +497,7 @@ def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("label", "found"),
-    [((1, 2), "found tuple"), (None, "found None"), (1.5, "found float64")],
+    [((1, 2), "found int64"), (None, "found None"), (1.5, "found float64")],
 )
 def test_build_sample_that_does_not_fit_names_row_field_found_and_expected(
     tmp_path: Path, label: Any, found: str, num_workers: int

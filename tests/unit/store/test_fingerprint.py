@@ -53,13 +53,6 @@ class Slotted:
         return 3
 
 
-def weights(value: float) -> torch.nn.Module:
-    layer = torch.nn.Linear(1, 1)
-    torch.nn.init.constant_(layer.weight, value)
-    torch.nn.init.zeros_(layer.bias)
-    return layer
-
-
 def adding(number: int) -> Any:
     return lambda row: row + number
 
@@ -107,11 +100,10 @@ CHANGED: dict[str, tuple[Any, Any, str]] = {
     "deque": (Holder(a=deque([1, {2: 3}])), Holder(a=deque([1, {2: 4}])), "attribute a"),
     "packed": (Holder(a=array("q", [1])), Holder(a=array("q", [2])), "attribute a"),
     "object": (
-        Holder(a=SimpleNamespace(b=[1])),
-        Holder(a=SimpleNamespace(b=[2])),
+        Holder(a=Slotted([1])),
+        Holder(a=Slotted([2])),
         "attribute a",
     ),
-    "weights": (Holder(a=weights(1)), Holder(a=weights(2)), "attribute a"),
     "function of the class": (Holder(a=partial(max, 1)), Holder(a=partial(max, 2)), "attribute a"),
     "slots": (Slotted([1]), Slotted([2]), "attribute labels"),
     "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "its items"),

@@ -288,18 +288,13 @@ def test_identity_is_not_recorded_through_a_planted_link(tmp_path: Path) -> None
     assert names_in(tmp_path / "s") == ["manifest.json", "value.memmap"]
 
 
-def test_rebuild_check_says_which_rows_are_compared(tmp_path: Path) -> None:
+def test_rebuild_compares_probe_rows(tmp_path: Path) -> None:
     build(OLD, tmp_path)
     HIDDEN[UNPROBED] = -1
     build(OLD, tmp_path)
-    with pytest.raises(DatasetError, match=f"row {UNPROBED} .*field 'value'"):
-        build(OLD, tmp_path, check="full")
     HIDDEN[NUM_ROWS - 1] = -1
     with pytest.raises(DatasetError, match=f"row {NUM_ROWS - 1} "):
         build(OLD, tmp_path)
-    build(OLD, tmp_path, check="off")
-    with pytest.raises(ValueError, match="check='all': choose one of probes, full, off"):
-        build(OLD, tmp_path, check="all")
 
 
 def test_rebuild_fingerprint_decides_alone(tmp_path: Path) -> None:
@@ -370,10 +365,9 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
             file.writestr(str(row), str(row))
     archive = Archive(tmp_path / "rows.zip")
     train, val = Archived(archive, range(300)), Archived(archive, range(300, 400))
-    for check in ("probes", "full"):
-        module = MemmapDataModule(
-            train, val, store_dir=tmp_path / "stores", num_workers=2, check=check
-        )
+    for changed in (False, True):
+        train.changed = changed  # All rows are compared.
+        module = MemmapDataModule(train, val, store_dir=tmp_path / "stores", num_workers=2)
         module.prepare_data()
         module.setup("fit")
         module.train_dataloader()

@@ -127,9 +127,8 @@ def test_store_of_the_same_stream_is_used_and_of_another_one_refused(
 ) -> None:
     build_store(Stream(Numbered(40), 40), tmp_path / "s", progress=False)
     manifest = (tmp_path / "s" / "manifest.json").read_bytes()
-    for check in ("probes", "full"):
-        found = build_store(Stream(Numbered(40), 40), tmp_path / "s", check=check, progress=False)
-        assert holds(found, Numbered(40))
+    found = build_store(Stream(Numbered(40), 40), tmp_path / "s", progress=False)
+    assert holds(found, Numbered(40))
     assert (tmp_path / "s" / "manifest.json").read_bytes() == manifest
     with pytest.raises(DatasetError, match=message):
         build_store(other, tmp_path / "s", progress=False)
@@ -143,7 +142,6 @@ def test_generator_is_recognised_by_a_fingerprint_alone(tmp_path: Path) -> None:
 
     build_store(rows(), tmp_path / "s", fingerprint="one", progress=False)
     assert holds(build_store(rows(), tmp_path / "s", fingerprint="one"), Numbered(9))
-    assert holds(build_store(rows(), tmp_path / "s", check="off"), Numbered(9))
     with pytest.raises(DatasetError, match="fingerprint='two', and that of the store is 'one'"):
         build_store(rows(), tmp_path / "s", fingerprint="two")
     with pytest.raises(DatasetError, match=r"a generator gives its rows once.* fingerprint"):

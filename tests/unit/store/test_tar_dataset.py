@@ -203,7 +203,7 @@ def test_data_module_gives_the_images_of_the_tar_files(tars: Path, tmp_path: Pat
     same.sizes[3] += 1
     same.tars[3] = same.tars[0]
     with pytest.raises(DatasetError, match="was built from another dataset"):
-        MemmapDataModule(same, store_dir=tmp_path, check="full").prepare_data()
+        MemmapDataModule(same, store_dir=tmp_path).prepare_data()
 
 
 def test_tar_files_may_be_compressed_and_images_decoded_once(tmp_path: Path) -> None:
