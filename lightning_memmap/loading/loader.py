@@ -327,7 +327,7 @@ class SuperBatchLoader:
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
-        devices, topology = self.data_devices, self._rows.topology
+        topology, devices = self._rows.topology, self._rows.topology.data_devices
         is_whole = self._fetcher.is_whole
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()

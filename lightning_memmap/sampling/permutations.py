@@ -24,8 +24,9 @@ _VERY_LONG_SHARD = 65536
 _COMMON_ROUNDS = 5
 #: Offsets that are computed at a time, which stay in the processor's cache.
 _CACHED = 16384
-#: Blocks of an epoch whose order is kept: a step may reach from one into the next.
-_KEPT_BLOCKS = 4
+#: Blocks of an epoch whose order is kept: a step may reach from one into the next. More where
+#: their tables are small: those who draw rows come back to each block for other shards.
+_KEPT_BLOCKS, _KEPT_BYTES = 4, 2**25
 #: Numbers outside of their shards that are brought inside at a time, which limits memory.
 _WALKED = 2**18
 
@@ -308,6 +309,8 @@ class BlockPermutation:
         bits = random_bits(seed, epoch, 1)
         self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
+        table_bytes = 8 * window * (len(sizes) if window < _LONG_SHARD else 2)
+        self._num_kept = max(_KEPT_BLOCKS, _KEPT_BYTES // table_bytes)
         self._lock = Lock()
         self._kept: OrderedDict[int, Permutation] = OrderedDict()
 
@@ -347,7 +350,7 @@ class BlockPermutation:
             if found is None:
                 sizes = np.clip(self._sizes - number * self._window, 0, self._window)
                 found = self._kept[number] = permuted(sizes, random_bits(*self._words, 2 + number))
-                if len(self._kept) > _KEPT_BLOCKS:
+                if len(self._kept) > self._num_kept:
                     self._kept.popitem(last=False)
             return found
 

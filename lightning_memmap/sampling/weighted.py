@@ -135,8 +135,8 @@ class WeightedSampler(DrawnSampler):
     def draws(self, epoch: int, shards: Integers) -> Integers:
         pool, unit_bits = self.pool, _unit_bits(self.num_positions)
         with self._tables.lock:
-            point = self._tables.get("point", epoch, lambda: self._point(epoch)) >> (64 - unit_bits)
             pieces = self._tables.get("pieces", 0, self._pieces)
+        point = int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0]) >> (64 - unit_bits)
         order = self._orders(epoch, shards)
         # Shard after shard: each is as long as it has points.
         lengths = pieces.take(order + pool.starts[shards][:, None], mode="clip")
@@ -173,9 +173,6 @@ class WeightedSampler(DrawnSampler):
                 bits = random_bits(self.seed, epoch, _ORDERS + 1 + int(shards[index]))
                 order[index, 1 : 1 + size] = 1 + permutation(size, bits)
         return order
-
-    def _point(self, epoch: int) -> int:
-        return int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0])
 
     def _pieces(self) -> Integers:
         """How much of each row is in each shard, in units, shard after shard."""

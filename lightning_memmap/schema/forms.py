@@ -3,7 +3,8 @@ expect of its rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from inspect import signature
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, Protocol
 
@@ -32,45 +33,25 @@ class FetchedRows(Protocol):
         """Images, uint8 of shape (B, channels, height, width)."""
 
 
-@dataclass(frozen=True)
 class Form:
     """How a batch gives a field, for ``MemmapDataModule(variable={"field": form})``.
 
     `Pad`, `Jagged` and `Rows` are for rows that differ in length, `Windows` for series, `Decode`
     for bytes that are images, and `Nullable` for rows that may be None. A new one is a class like
     these, and its name in ``_FORMS``.
-
-    Args:
-        dims: Leading dimensions that may differ from row to row, at least 1. Needed only while the
-            store is built, if the first rows that are read do not show it.
-        nullable: Whether rows may be None. Needed only while the store is built, if the first rows
-            that are read do not show it.
-
-    Raises:
-        TypeError: An argument is not a number.
-        ValueError: A number is out of range.
     """
 
     #: The name of this form, as in ``variable={"audio": "pad"}``.
     name: ClassVar[str]
-    #: The fewest dimensions that may differ.
-    min_dims: ClassVar[int] = 1
     #: Whether all rows of the field may have one shape.
     takes_one_shape: ClassVar[bool] = False
     #: Whether it is for bytes, one in each row. Others leave texts and bytes as they are.
     takes_bytes: ClassVar[bool] = False
     #: Whether a batch gives the field as it does without a form.
     is_default: ClassVar[bool] = False
-    dims: int = 1
+    #: Leading dimensions that may differ from row to row, and whether rows may be None.
+    dims: int = 0
     nullable: bool = False
-
-    def __post_init__(self) -> None:
-        least, name = self.min_dims, type(self).__name__
-        reason = f"at least {least} dimension differs from row to row"
-        dims = check_integer(f"{name}: dims", self.dims, least, reason)
-        object.__setattr__(self, "dims", dims)
-        if not isinstance(self.nullable, bool):
-            raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
 
     def check(self, field: Field) -> None:
         """Check that batches can give a field in this form.
@@ -106,14 +87,30 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Pad(Form):
+class _Variable(Form):
+    """A form of rows that differ in length, with the arguments that all of these have."""
+
+    dims: int = 1
+    nullable: bool = False
+
+    def __post_init__(self) -> None:
+        name, reason = type(self).__name__, "at least 1 dimension differs from row to row"
+        object.__setattr__(self, "dims", check_integer(f"{name}: dims", self.dims, 1, reason))
+        if not isinstance(self.nullable, bool):
+            raise TypeError(f"{name}: nullable={self.nullable!r}: give True or False")
+
+
+@dataclass(frozen=True)
+class Pad(_Variable):
     """Pads rows that differ in length: a batch has a `lightning_memmap.loading.Padded`.
 
     Rows are padded to the longest one of their step.
 
     Args:
-        dims: As for every `Form`.
-        nullable: As for every `Form`.
+        dims: Leading dimensions that may differ from row to row, at least 1. Needed only while the
+            store is built, if the first rows that are read do not show it.
+        nullable: Whether rows may be None. Needed only while the store is built, if the first rows
+            that are read do not show it.
         value: What the rows are padded with.
         multiple: The padded length is a multiple of this, at least 1.
     """
@@ -157,8 +154,13 @@ class Pad(Form):
 
 
 @dataclass(frozen=True)
-class Jagged(Form):
-    """Gives rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``."""
+class Jagged(_Variable):
+    """Gives rows that differ in one dimension as a nested tensor with ``layout=torch.jagged``.
+
+    Args:
+        dims: As of `Pad`.
+        nullable: As of `Pad`.
+    """
 
     name = "jagged"
 
@@ -177,8 +179,13 @@ class Jagged(Form):
 
 
 @dataclass(frozen=True)
-class Rows(Form):
-    """Gives rows that differ in length as a list with one tensor for each row."""
+class Rows(_Variable):
+    """Gives rows that differ in length as a list with one tensor for each row.
+
+    Args:
+        dims: As of `Pad`.
+        nullable: As of `Pad`.
+    """
 
     name = "list"
 
@@ -196,26 +203,18 @@ class Windows(Form):
         length: Steps of a window, at least 1.
         stride: Steps from the beginning of a window to that of the next one, at least 1. Windows
             overlap if it is less than the length.
-        dims: Always 1.
-        nullable: Always False.
     """
 
     name = "windows"
     takes_one_shape = True
-    dims: int = field(default=1, kw_only=True)
-    nullable: bool = field(default=False, kw_only=True)
+    dims = 1
     length: int
     stride: int
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("length", "stride"):
             steps = check_integer(f"Windows: {name}", getattr(self, name), 1, "at least 1 step")
             object.__setattr__(self, name, steps)
-        if self.dims != 1:
-            raise ValueError(f"Windows: dims={self.dims}: only the first dimension is cut")
-        if self.nullable:
-            raise ValueError("Windows: nullable=True: a series cannot be None; give an empty array")
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,6 @@ class Decode(Form):
     transparency unless the mode has it.
 
     Args:
-        dims: Not for images: leave it out.
         mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, grey values, to which images of other modes are
             converted; or ``"P"``, the indices of a palette, such as class labels.
         size: Height and width, or one number for both. Each image is scaled to fill them, and what
@@ -244,17 +242,13 @@ class Decode(Form):
     """
 
     name = "decode"
-    min_dims = 0
     takes_bytes = True
-    dims: int = 0
     mode: str = "RGB"
     size: tuple[int, int] | None = None
     num_threads: int | None = None
     with_scale: bool = False
 
     def __post_init__(self) -> None:
-        if self.dims != 0:
-            raise ValueError(f"Decode: dims={self.dims}: leave it out for images")
         check_mode(self.mode)
         object.__setattr__(self, "size", checked_size(self.size))
         if self.num_threads is not None:
@@ -294,10 +288,8 @@ class Nullable(Form):
     """
 
     name = "nullable"
-    min_dims = 0
     is_default = True
-    dims: int = 0
-    nullable: bool = True
+    nullable = True
 
 
 _FORMS: dict[str, type[Form]] = {
@@ -333,5 +325,5 @@ def _form(name: str, given: Any) -> Form:
     except (TypeError, ValueError) as error:
         known = ""
         if is_refused_call(error):  # An argument is missing, or is none of the form's.
-            known = f": form {kind!r} has {', '.join(each.name for each in fields(_FORMS[kind]))}"
+            known = f": form {kind!r} has {', '.join(signature(_FORMS[kind]).parameters)}"
         raise type(error)(f"variable: field {name!r}: {error}{known}") from error

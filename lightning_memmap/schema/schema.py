@@ -89,19 +89,19 @@ class Schema:
     @property
     def lists(self) -> dict[str, tuple[str, ...]]:
         """The lists of records, by name, each with the names of its fields."""
-        return {
-            field_name(path): tuple(node.field_names(path))
-            for path, node in self.structure.walk()
-            if node.kind == "records"
-        }
+        return self._fields_of("records")
 
     @property
     def optional(self) -> dict[str, tuple[str, ...]]:
         """What may be None, by name, with its fields, the last of which says where it is not."""
+        return self._fields_of("optional")
+
+    def _fields_of(self, kind: str) -> dict[str, tuple[str, ...]]:
+        """The nodes of a kind, by name, each with the names of its fields."""
         return {
             field_name(path): tuple(node.field_names(path))
             for path, node in self.structure.walk()
-            if node.kind == "optional"
+            if node.kind == kind
         }
 
     def arguments(self) -> dict[str, Any]:
@@ -123,9 +123,17 @@ class Schema:
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name, with the names that there are."""
-        names = [*self.lists, *(field.name for field in self.fields)]
-        if within := [each for each in names if each.startswith(f"{name}.")]:
-            return f"{name!r} has several fields, each of which has a name: {short_repr(within)}"
+        fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
+        lists = {
+            path
+            for path, node in self.structure.walk()
+            if node.is_list and path
+            and all(at in fields and not fields[at].shape for at in node.paths(path))
+        }  # fmt: skip
+        paths = (path[:-1] if path[:-1] in lists else path for path in fields)
+        names = list(dict.fromkeys(map(field_name, paths)))
+        if name in names:
+            return f"{name!r} is a list whose length is the same in all rows"
         return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -148,12 +148,12 @@ class _Reader:
     def _encode(self, value: Any) -> str:
         if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
             value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
-        orders: tuple[Literal["deterministic"] | None, ...] = ("deterministic", None)
-        for order in orders:
+        encode = partial(msgspec.msgpack.encode, enc_hook=self._describe, order="deterministic")
+        for as_pairs in (False, True):
             self.objects.clear()
             try:
-                return _digest(msgspec.msgpack.encode(value, enc_hook=self._describe, order=order))
-            except TypeError:  # Keys that are no text have no order but their own.
+                return _digest(encode(_pairs(value) if as_pairs else value))
+            except TypeError:  # A dict has keys that are not text: they cannot be sorted.
                 continue
             except (ValueError, OverflowError, RecursionError):
                 break  # Circular, or nested too deeply.
@@ -168,10 +168,10 @@ class _Reader:
             return shown
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
-                return [list(value.shape), value.reshape(-1).tolist()]
+                return [list(value.shape), _pairs(value.reshape(-1).tolist())]
             return [value.dtype.str, list(value.shape), self._hash(leaf_bytes(value))]
         if isinstance(value, (array, deque)):
-            return list(value)
+            return _pairs(list(value))
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, (np.generic, range, slice, complex, enum.Enum)):
@@ -191,7 +191,7 @@ class _Reader:
         kind = value if hasattr(value, "__qualname__") else type(value)
         name = f"type {kind.__qualname__}"
         if isinstance(value, partial):
-            return [name, value.func, value.args, value.keywords]
+            return _pairs([name, value.func, value.args, value.keywords])
         known = (kind.__module__ or "").partition(".")[0] in _KNOWN_MODULES
         if id(value) in self.objects or known or isinstance(value, type):
             return name
@@ -199,8 +199,8 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             held = [cell.cell_contents for cell in value.__closure__ or ()]
             code = value.__code__
-            return [name, code.co_code, code.co_consts, value.__defaults__, held]
-        return [name, _settled_attributes(value)]
+            return _pairs([name, code.co_code, code.co_consts, value.__defaults__, held])
+        return _pairs([name, _settled_attributes(value)])
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
         if len(data) <= self.bytes_left:
@@ -210,6 +210,15 @@ class _Reader:
         for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
             digest.update(data[start : start + _PIECE_BYTES].data)
         return digest.hexdigest()
+
+
+def _pairs(value: Any) -> Any:
+    """A value in which dicts are pairs."""
+    if isinstance(value, dict):
+        return [[key, _pairs(item)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= _PLAIN_TYPES:
+        return [_pairs(item) for item in value]
+    return value
 
 
 def _settled_attributes(value: Any) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def _gives_many(dataset: Any) -> bool:
     return many is not object and issubclass(many, one)
 
 
-def _raised(row: int, error: Exception) -> DatasetError:
+def _raised(row: int, error: Exception) -> Exception:
+    if isinstance(error, SchemaError):  # Of a table.
+        return SchemaError(f"row {row}, {error}")
     return DatasetError(f"the dataset raised at row {row}: {describe_error(error)}")
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+import msgspec
 from jsonargparse import auto_cli
 
-from lightning_memmap.compare.report import Report, VariantResult, read_report
+from lightning_memmap.compare.report import Report, VariantResult
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 START, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
@@ -33,7 +34,8 @@ def write_figures(report: str, readme: str = str(README)) -> None:
     _, end, after = rest.partition(END)
     if not (start and end):
         raise ValueError(f"{path} has no lines {START.strip()} and {END.strip()}")
-    lines = "".join(f"{line}\n" for line in figures(read_report(report)))
+    found = msgspec.json.decode(Path(report).read_bytes(), type=Report)
+    lines = "".join(f"{line}\n" for line in figures(found))
     path.write_text(before + start + lines + end + after, encoding="utf-8")
 
 

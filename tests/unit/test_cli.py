@@ -97,7 +97,6 @@ class TestParts:
         [
             ((*POINTS, "--part", "3/3"), "part=3/3: parts are counted from 0"),
             ((*POINTS, "--part", "1"), "part='1': write its number and that of all, like 0/8"),
-            ((*POINTS, "--part", "0/2", "--check", "off"), "--part with --check"),
             ((*POINTS, "--finish"), "--finish with --dataset: it takes the path"),
             (("--finish", "--part", "0/2"), "--finish with --part"),
             (("--finish", "--num_shards", "3"), "--finish with --num_shards"),

@@ -107,7 +107,6 @@ def test_config_trains_on_tar_files_and_their_rows_are_shown(
         ({"form": "decode", "mode": "BGR"}, "mode='BGR': choose one of RGB, RGBA, L, P"),
         ({"form": "decode", "size": [4]}, "give height and width"),
         ({"form": "decode", "num_threads": 0}, "num_threads=0: at least 1"),
-        ({"form": "decode", "dims": 2}, "dims=2: leave it out"),
     ],
 )
 def test_form_that_cannot_be_is_refused(tmp_path: Path, form: Any, words: str) -> None:

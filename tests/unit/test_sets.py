@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule, Store, build_store, open_store
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import KFold, RandomSplit, Subset, Weighted
+from tests.datasets import Made
 from tests.models import Points, Regression, make_trainer
 from tests.preloaded import run
 from tests.rows import check_save_and_resume, epoch_rows, joined, make_loader, rows_in
@@ -342,17 +343,11 @@ class Lengths(L.Callback):
 # Index views of one store
 
 
-class Labelled(Dataset[dict[str, Any]]):
+class Labelled(Made):
     """Rows with a label, of which one value is rare."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"row": index, "label": int(index % 10 == 0), "pad": torch.zeros(100)}
+    def sample(self, row: int) -> dict[str, Any]:
+        return {"row": row, "label": int(row % 10 == 0), "pad": torch.zeros(100)}
 
 
 def labelled(path: Path, **options: Any) -> MemmapDataModule:

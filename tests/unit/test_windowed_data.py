@@ -316,7 +316,7 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
         ({"value": {"form": "windows"}}, "length"),
         ({"value": {"form": "windows", "length": 0, "stride": 1}}, "length=0"),
         ({"value": {"form": "windows", "length": 2, "stride": -1}}, "stride=-1"),
-        ({"value": {"form": "windows", "length": 2, "stride": 1, "dims": 2}}, "dims=2"),
+        ({"value": {"form": "windows", "length": 2, "stride": 1, "dims": 2}}, "'dims': form"),
     ],
 )
 def test_wrong_windows_are_refused(

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Field, Node, Values
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.kinds import Bytes, Text
 from lightning_memmap.schema.leaves import as_tensor
 from lightning_memmap.schema.stack import fit_items, fit_rows, stack_samples
@@ -26,12 +27,17 @@ Convert = Callable[[Field, np.ndarray], np.ndarray]
 class TableColumn(Column):
     """A column of a table, whose item ``i`` is what sample ``i`` has."""
 
+    name: str
+
     @abstractmethod
     def has_missing(self) -> bool:
         """Whether rows have no value."""
 
     def __getitem__(self, row: int) -> Any:
-        return _objects(self.take(range(row, row + 1)))[0]
+        try:
+            return _objects(self.take(range(row, row + 1)))[0]
+        except SchemaError as error:
+            raise SchemaError(f"field {field_name((self.name,))!r}: {error}") from None
 
     @override
     def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
@@ -44,7 +50,8 @@ class TableColumn(Column):
 class ArrowColumn(TableColumn):
     """A column of an Arrow table in memory."""
 
-    def __init__(self, column: Any) -> None:
+    def __init__(self, name: str, column: Any) -> None:
+        self.name = name
         self.column = plain(column)
 
     def __len__(self) -> int:
@@ -155,8 +162,8 @@ def _lists(array: Any) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     if has_none:
         raise SchemaError(
-            f"found None in a list of {items.type}, of which a row is an array: fill it before,"
-            " such as with NaN, or leave it out"
+            f"the table has None within a list of {items.type}, which is given as an array: fill"
+            " it in the table, such as with NaN, or leave it out there"
         )
     return numbers.reshape(-1, *shape), _lengths(array)
 

@@ -137,18 +137,18 @@ def _by_position(name: str, column: Any) -> Any:
             " and the columns of a table or dict each under a name of its own"
         )
     if _library(column) == "pandas":
-        return _pandas_column(column)
+        return _pandas_column(name, column)
     if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
         import pyarrow as pa
 
         is_stream = hasattr(column, "__arrow_c_stream__")
-        found = ArrowColumn(pa.chunked_array(column) if is_stream else pa.array(column))
+        found = ArrowColumn(name, pa.chunked_array(column) if is_stream else pa.array(column))
         return simple_array(found.column, found)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 
 
-def _pandas_column(series: Any) -> Any:
+def _pandas_column(name: str, series: Any) -> Any:
     """A column of pandas, in the order of its rows. In those of numpy's types, NaN is a number."""
     missing = np.asarray(series.isna())
     is_plain = isinstance(series.dtype, np.dtype)
@@ -160,7 +160,7 @@ def _pandas_column(series: Any) -> Any:
         return values
     import pyarrow as pa
 
-    found = ArrowColumn(pa.array(series))
+    found = ArrowColumn(name, pa.array(series))
     return simple_array(found.column, found)
 
 

@@ -11,23 +11,18 @@ import pytest
 import torch
 from rich import reconfigure
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import RunSummary, run_summary
+from tests.datasets import Made
 from tests.preloaded import python
 
 Clock = Callable[[float], None]
 
 
-class Numbers(Dataset[dict[str, Any]]):
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
+class Numbers(Made):
+    def sample(self, row: int) -> dict[str, Any]:
         return {"x": torch.full((4,), float(row)), "y": row % 2}
 
 

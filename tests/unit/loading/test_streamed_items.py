@@ -1,5 +1,6 @@
 """Rows that differ in length, read window by window: those of the mapping, in bounded memory."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,20 @@ from lightning_memmap.loading.places import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamMemory
-from lightning_memmap.loading.window_sizes import largest_window
+from lightning_memmap.loading.window_sizes import LOOKUP_BYTES, largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     Pool,
+    ReadWindows,
     Rows,
     Shards,
     ShuffledSampler,
     StoreRows,
 )
 from lightning_memmap.schema import Field
-from lightning_memmap.store import build_store
+from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, StridedRows, make_split
+from tests.rows import CPU, StridedRows, chosen_of, make_split
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -136,3 +138,14 @@ class TestMemory:
         assert 19 * 2**16 < plan(20) < 1_300_000
         with pytest.raises(PlacementError, match=r"two windows .* Use shuffle_window=(\d+) or"):
             plan(900)
+
+    @pytest.mark.parametrize("is_looked_up", [False, True])
+    def test_rows_that_lie_together_need_no_table(
+        self, numbered_store: Callable[..., Store], is_looked_up: bool
+    ) -> None:
+        store = numbered_store(97, 24)
+        subset = StridedRows(0, 2) if is_looked_up else None
+        order = ShuffledSampler(Pool.of(chosen_of(store, subset), 24), 0, 2)
+        found = largest_window_bytes(store, ReadWindows(order, 2), range(24))
+        row_bytes = store.manifest.row_bytes + is_looked_up * LOOKUP_BYTES
+        assert found == 24 * 2 * row_bytes

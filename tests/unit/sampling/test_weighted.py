@@ -1,6 +1,7 @@
 """Rows drawn by weight: exact in the mean, as even as can be, in shards of equal weight."""
 
 import pickle
+import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_rows_come_as_often_as_their_weights_say_in_the_mean_over_epochs(replace
     assert expected.max() < 1
     # 5 standard errors of a binomial variable.
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected * (1 - expected) / epochs)).all()
+
+
+def test_few_positions_of_many_rows_take_little_memory() -> None:
+    num_rows = 2_000_000
+    sampler = made(np.ones(num_rows), num_shards=48, num_samples=48)
+    sampler.dataset_rows(0, range(48))
+    tracemalloc.start()
+    try:
+        sampler.dataset_rows(1, range(48))
+        # Not as much as all shards together.
+        assert tracemalloc.get_traced_memory()[1] < 4 * num_rows
+    finally:
+        tracemalloc.stop()
 
 
 def test_rows_that_share_an_epoch_are_others_in_another() -> None:

@@ -17,6 +17,7 @@ from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.workers import Workers
 from tests.datasets import Counting, Numbered, holds
 
 
@@ -65,7 +66,7 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
 ) -> None:
     def build(dataset: Counting) -> list[int]:
         asked = Asked(dataset, tmp_path / "s", None, 0, "one", {}, progress=False)
-        building = BackgroundBuild(asked)
+        building = BackgroundBuild(asked, Workers(dataset, 0))
         assert building.serving is not None
         try:
             building.serving.wait_for_commit()

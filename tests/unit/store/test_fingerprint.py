@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from array import array
 from collections import deque
@@ -134,6 +136,26 @@ def test_fingerprint_of_a_file_named_from_the_working_directory_differs(
     Path("labels.npy").write_bytes(b"three")
     changed = one.difference(Fingerprint.of(Holder(path="labels.npy")))
     assert changed == "the file of attribute path changed"
+
+
+def test_fingerprint_of_sets_is_the_same_in_every_process() -> None:
+    program = """
+from lightning_memmap.store.identity import Fingerprint
+class Rows(list): pass
+rows = Rows([1])
+rows.names, rows.by_class = {"a", "b", "c", "d"}, {0: {"e", "f", "g", "h"}}
+print(Fingerprint.of(rows).parts)
+"""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        ).stdout
+        for seed in (1, 2, 3)
+    }
+    assert len(found) == 1
 
 
 def test_fingerprint_of_objects_that_hold_each_other_ends() -> None:

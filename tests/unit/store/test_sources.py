@@ -408,7 +408,7 @@ ROWS: dict[str, Callable[[int], Any]] = {
     ("name", "odd"),
     [
         *(("text", odd) for odd in (7, b"bytes", None, ["a"], np.zeros(3, np.uint8))),
-        *(("lists", odd) for odd in ([1, 2.5], [True], [2**63], np.arange(3), "text", [[1]])),
+        *(("lists", odd) for odd in ([1, 2.5], [True], [2**63], np.arange(3.0), "text", [[1]])),
         ("audio", np.zeros(3, np.float64)),
         ("audio", np.zeros((3, 2), np.float32)),
         ("audio", [1.0, 2.0]),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store, open_store
-from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.kinds import Mask
 from lightning_memmap.store import Store, build_part, finish_store, range_writer
 from lightning_memmap.store.columns import FixedColumn
@@ -198,7 +198,7 @@ def test_any_table_gives_the_store_of_its_items(
 def test_none_in_a_list_of_numbers_is_refused_at_its_row(tmp_path: Path, kind: Any) -> None:
     items = [[1], None] if arrow.types.is_nested(kind.value_type) else [1, None]
     table = arrow.table({"s": arrow.array([items[:1]] * 12 + [items] + [items[:1]] * 27, kind)})
-    with pytest.raises(DatasetError, match="row 12: SchemaError: found None in a list"):
+    with pytest.raises(SchemaError, match="row 12, field 's': the table has None within a list"):
         build(tmp_path / "s", ColumnDataset(table))
 
 
