@@ -313,13 +313,13 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
 ) -> None:
     dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
     with pytest.raises(DatasetError, match=r"row 200.*no such file"):
-        fit(tmp_path, Regression(), dataset, "while_training")
+        fit(tmp_path, Regression(), dataset, "while_training", shuffle=False)
     run = CommandLine(capsys)
     assert run("store", "info", tmp_path / "while_training") == 0
     assert re.search(r"train: \d+ of 331 rows are there", run.out)
     before = rows_read(tmp_path / "while_training.log")
     module = Regression()
-    fit(tmp_path, module, Points(NUM_ROWS), "while_training")
+    fit(tmp_path, module, Points(NUM_ROWS), "while_training", shuffle=False)
     assert verify_store(tmp_path / "while_training" / "train") == []
     again = rows_read(tmp_path / "while_training.log") - before
     assert sum(again.values()) < NUM_ROWS
