@@ -32,9 +32,10 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.checksums import hashed_bytes, unknown_files
-from lightning_memmap.store.places import check_path
+from lightning_memmap.store.checksums import hashed_bytes
+from lightning_memmap.store.places import check_path, place_of
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
 #: What is switched on without a value, and what that means.
@@ -173,9 +174,8 @@ def _verify(path: str) -> int:
     """Check every byte of a store.
 
     Args:
-        path: Directory of a store, or of one store per split.
+        path: Directory or URL of a store, or of one store per split.
     """
-    check_path(path)
     console = _make_console()
     damaged = False
     for store in stores_or_errors(path).values():
@@ -191,7 +191,8 @@ def _verify(path: str) -> int:
         for damage in damages:
             console.print(printable(damage), style="red", soft_wrap=True)
         where = printable(store.location)
-        for name in unknown_files(store.path, store.manifest):
+        is_here = isinstance(place_of(store.location), Path)
+        for name in unknown_files(store.path, store.manifest) if is_here else ():
             line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)
         if not damages:

@@ -43,8 +43,8 @@ def check_path(given: str | Path) -> None:
     """Check that something that is done in a directory is not asked for at a URL."""
     if isinstance(place_of(given), StoreUrl):
         raise ValueError(
-            f"path={str(given)!r} is a URL, and this needs a directory: use one here, and copy"
-            " stores with `lightning-memmap store push DIRECTORY URL` and `store pull`"
+            f"path={str(given)!r} is a URL, and this needs a directory: build stores in one and"
+            " push them (`lightning-memmap store push DIRECTORY URL`)"
         )
 
 

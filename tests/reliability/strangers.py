@@ -32,11 +32,11 @@ _FAR = Path("cache") / "far"  # Of what the change "cache" starts from.
 def meet_server(
     subject: Subject, beginnings: Path, scratch: Path, rng: random.Random, _: int
 ) -> Outcome:
-    """Read or pull a store, or look lengths up in it, whose server spoils some of its answers."""
+    """Read, pull or verify a store whose server spoils some of its answers."""
     outcome = Outcome()
     fault, share = rng.choice(FAULTS), rng.choice((1.0, 0.5, 0.1))
     suffix = rng.choice(("manifest.json", ".memmap", ".index", ".values", ""))
-    action = rng.choice(("read", "pull", "lengths"))
+    action = rng.choice(("read", "pull", "verify"))
     what = f"{action} from a server whose answers with ...{suffix} are {fault} ({share:.0%})"
     seed = rng.getrandbits(32)
     serving = Forked(_serve, beginnings / _FAR, scratch / "port", suffix, fault, share, seed)
@@ -70,8 +70,9 @@ def _use(subject: Subject, url: str, action: str, scratch: Path) -> bool:
     """Whether what the server gives are the rows of the store."""
     os.environ[DIRECTORY] = str(scratch / "cache")
     remote_files._FIRST_PAUSE_S, remote_files._SILENCE_S = 0.001, 0.3
-    if action == "lengths":  # Checksums are those of whole shards: lengths may be others.
-        return len(subject.open(url).lengths("records.box")) == NUM_ROWS  # type: ignore[arg-type]
+    if action == "verify":  # What is damaged on the way is said to be damaged.
+        subject.verify(url)  # type: ignore[arg-type]
+        return True
     if action == "pull":
         pull_store(url, scratch / "s", progress=False)
         return rows_of(subject.open(scratch / "s")) == expected_rows(NUM_ROWS, NEW)

@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -98,6 +98,11 @@ class CachedShards(RemoteShards):
     def read_index(self, field: int) -> Integers:
         with self._cache.usable():
             return super().read_index(field)
+
+    @override
+    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
+        with self._cache.usable():
+            return super().verify(number, advance)
 
 
 class Cache:

@@ -141,6 +141,17 @@ class RemoteShards:
             files.sync()
             self.record([number], sign=1)
 
+    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
+        """Whether a shard has the bytes of its checksum."""
+        is_here = self._is_here(number)
+        pieces = self._read_here(number) if is_here else self._read(number)
+        is_right = self._is_right(number, (data for _, _, data in pieces), advance)
+        if not is_right and is_here:
+            self.record([number], sign=0)
+        elif not is_right and (error := self.changed()):
+            raise error
+        return is_right
+
     def read_index(self, field: int) -> Integers:
         """Read where the rows of a field end that differ in length."""
 

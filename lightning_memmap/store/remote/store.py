@@ -1,7 +1,8 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import CachedShards
 from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.workers import threads
 
 
 def open_store(path: str | Path) -> Store:
@@ -77,6 +79,16 @@ class RemoteStore(Store):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
         return replace(column, index=ends).lengths()
+
+    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
+        """Compare the shards here with their checksums, and read the others from the server."""
+        pairs = [
+            (field.name, shard) for field in self.schema.fields for shard in range(self.num_shards)
+        ]
+        with threads(num_threads) as pool:
+            verify = partial(self._shards.verify, advance=advance)
+            are_right = list(pool.map(verify, range(len(pairs))))
+        return [pair for pair, is_right in zip(pairs, are_right, strict=True) if not is_right]
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store import build_store, open_store
+from lightning_memmap.store import Damage, build_store, open_store, verify_store
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
 from tests.datasets import Numbered, holds
@@ -100,6 +101,50 @@ def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path, patter
     version.with_suffix(".gone").symlink_to(tmp_path / "elsewhere")
     assert holds(open_store(there.url), there.dataset)
     assert {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")} == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[5] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def verify(url: str) -> int:
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["store", "verify", url])
+    return int(ended.value.code or 0)
+
+
+def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = far(tmp_path / "far")
+    assert holds(open_store(there.url), there.dataset)
+    assert verify_store(there.url) == []
+    (path,) = cache.rglob("x.memmap")
+    flip(path)
+    assert not holds(open_store(there.url), there.dataset)
+    assert verify(there.url) == 1
+    assert f"field 'x', shard 0 is damaged ({there.url})" in capsys.readouterr().out
+    assert holds(open_store(there.url), there.dataset)
+    assert verify(there.url) == 0
+    assert "checksums match" in capsys.readouterr().out
+
+
+def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(
+    tmp_path: Path, cache: Path
+) -> None:
+    there = far(tmp_path / "far")
+    assert open_store(there.url)[0] is not None
+    (path,) = there.path.rglob("x.memmap")
+    flip(path)
+    # Shard 0 was fetched before.
+    assert verify_store(there.url) == []
+    shutil.rmtree(cache)
+    counts: list[int] = []
+    assert verify_store(there.url, advance=counts.append) == [Damage("x", 0, there.url)]
+    assert sum(counts) == there.num_bytes
 
 
 def test_version_opened_offline_is_the_last_one_though_the_clock_was_set_back(
