@@ -41,7 +41,7 @@ def strategy(
 
 def test_fits_are_as_on_one_device(strategy: Reports, reference: Reports) -> None:
     cases = [name for name in CASES if name in strategy.ranks[0]]
-    assert len(cases) > 5
+    assert len(cases) >= 5
     for case in cases:
         check_fit(strategy, reference, case)
 
