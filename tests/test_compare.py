@@ -80,16 +80,20 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
         tmp_path, {"class_path": "tests.models.Points", "init_args": {"num_rows": 96}}
     )
     process, _ = start(
-        "--config", config, "--variants", "auto,ddp,fsdp", "--repeats", 1, "--steps", 8,
-        "--warmup_steps", 2, "--check_steps", 6, "--out", tmp_path / "out",
+        "--config", config, "--variants", "auto,ddp,fsdp,memmap_superbatch+first_epoch",
+        "--repeats", 1, "--steps", 8, "--warmup_steps", 2, "--check_steps", 6,
+        "--out", tmp_path / "out",
     )  # fmt: skip
     printed, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, printed
     report = read(tmp_path / "out")
-    auto, ddp, fsdp = report["variants"]
-    assert [variant["status"] for variant in report["variants"]] == ["ok", "ok", "refused"]
+    auto, ddp, fsdp, first_epoch = report["variants"]
+    statuses = [variant["status"] for variant in report["variants"]]
+    assert statuses == ["ok", "ok", "refused", "ok"]
     assert "GPU" in fsdp["reason"]
-    for variant in (auto, ddp):
+    # The store that each run has built for itself is removed.
+    assert not list((tmp_path / "out").glob("variants/*/*/stores"))
+    for variant in (auto, ddp, first_epoch):
         assert variant["parity"]["holds"] is True
         assert variant["parity"]["rows"] == [6, 6]
         assert len(variant["check_losses"]) == 6
@@ -114,7 +118,7 @@ def test_variants_are_compared_and_the_report_tells_what_each_costs(tmp_path: Pa
     # Parity stands before speed, and the page shows both.
     assert printed.index("Parity with auto") < printed.index("Speed")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Parity holds: 2 variants" in page
+    assert "Parity holds: 3 variants" in page
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -89,7 +89,7 @@ class _Queue:
         task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
         if not self._wants:
             # The first reader does not wait long for what was begun before it came.
-            task_s = _SHORT_TASK_S / 4
+            task_s = _SHORT_TASK_S / 10
         wants = [rows for rows in self._wants.values() if len(rows)]
         self._turn += 1
         found = wants[self._turn % len(wants)] if wants else self._others()

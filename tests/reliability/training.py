@@ -14,8 +14,9 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -120,10 +121,13 @@ def run(directory: Path, num_ranks: int, build: str = "while_training") -> list[
 
 def kill(directory: Path, victim: str, rng: random.Random, outcome: Outcome) -> None:
     """Begin a training, and kill one of its processes at a random moment of the first epoch."""
+    started, begun = time(), False
     ranks = run(directory, 2 if victim == "rank" else 1)
-    while not (begun := any((directory / "stores").glob("train/g-*/serving"))):
-        if any(rank.ended_within(0.002) for rank in ranks):
-            break
+    # Ranks that have not met yet wait for each other as long as torch lets them.
+    while not (begun or any(rank.ended_within(0.002) for rank in ranks)):
+        with suppress(FileNotFoundError):  # The store has just been committed.
+            found = (directory / "stores").glob("train/g-*/serving/present")
+            begun = any(path.stat().st_ctime > started for path in found)
     delay_s = rng.uniform(0.0, _EPOCH_S)
     killed = begun and not ranks[0].ended_within(delay_s)
     if killed:
