@@ -130,7 +130,6 @@ def test_misspelt_name_in_a_config_suggests_the_nearest(
         (["compare", "--repeat_s", "3"], "'repeats'"),
         (["fit", "--data", "MemmapDatamodul"], "'MemmapDataModule'"),
         (["store", "build", "x", "--dataset", "ColumnDatase"], "'ColumnDataset'"),
-        (["store", "build", "x", "--check", "ful"], "'full'"),
     ],
 )
 def test_misspelt_name_on_the_command_line_suggests_the_nearest(
