@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Lock, Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ from lightning_memmap.store.serving import Serving, Wanted
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers
 
-#: Work of a task while a reader waits, and otherwise; and the most bytes of its rows.
-_SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.02, 0.1, 32 * 2**20
+#: Work of the first tasks, of one while a reader waits, and of others; the most bytes of its rows.
+_FIRST_TASK_S, _SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.02, 0.1, 32 * 2**20
 #: Rows among which those that nobody asks for are looked up at once.
 _LOOKUP_ROWS = 2**18
 #: How long a pause lasts, and how long `stop` waits for rows that are being read.
@@ -61,6 +61,7 @@ class _Queue:
         self._taken = np.zeros(manifest.num_rows, np.bool_)
         self._taken[self._shards.rows_at(np.flatnonzero(serving.present))] = True
         self._wants: dict[Path, Integers] = {}
+        self._begin = monotonic()
         self._turn = self._num_others = self._num_begun = self._num_read = 0
 
     def __iter__(self) -> Iterator[Integers]:
@@ -86,10 +87,10 @@ class _Queue:
     def _next(self) -> Integers:
         """The rows that are read next; none where all are taken."""
         self._look()
-        task_s = _SHORT_TASK_S if self._serving.is_waited_for else _TASK_S
-        if not self._wants:
-            # The first reader does not wait long for what was begun before it came.
-            task_s = _SHORT_TASK_S / 10
+        # Short at first: the first reader does not wait long for what was begun before it came.
+        task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - self._begin) / 10))
+        if self._serving.is_waited_for:
+            task_s = min(task_s, _SHORT_TASK_S)
         wants = [rows for rows in self._wants.values() if len(rows)]
         self._turn += 1
         found = wants[self._turn % len(wants)] if wants else self._others()
