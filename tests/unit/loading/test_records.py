@@ -16,7 +16,7 @@ from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.loading.variable_leaves import dense_tensors, is_on, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
-from lightning_memmap.schema import Form, Masked, Pad, Rows
+from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
@@ -86,7 +86,7 @@ def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> No
     ("forms", "words"),
     [
         ({"objects.label": Pad()}, "some fields of the list 'objects' are given row by row"),
-        ({"row": Form(nullable=True)}, "no row of field 'row' may be None"),
+        ({"row": Nullable()}, "no row of field 'row' may be None"),
         ({"objects": Pad(value=-1)}, "'objects.mask' is bool, which does not have the value -1"),
         ({"object": Pad()}, "there is no field 'object'"),
     ],
