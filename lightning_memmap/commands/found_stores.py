@@ -32,7 +32,8 @@ def places_in(path: str) -> dict[str, Path | StoreUrl]:
         near = "" if directory.exists() else nearest_file(path)
         raise StoreNotFoundError(f"no store at {directory}, nor in the folders in it{near}")
     for other in sorted(directory.glob("[!.]*/")):
-        if not any(Path(name).parts[0] == other.name for name in names):
+        is_store = any(Path(name).parts[0] == other.name for name in names)
+        if not is_store and not unfinished_in(str(other)):
             print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
     return {name: directory / name for name in names}
 

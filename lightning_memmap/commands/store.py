@@ -192,6 +192,9 @@ def _verify(path: str) -> int:
             console.print(printable(damage), style="red", soft_wrap=True)
         where = printable(store.location)
         is_here = isinstance(place_of(store.location), Path)
+        if damages and not is_here:
+            line = f"{where}: what is damaged in the cache is fetched again when it is next needed"
+            console.print(line, soft_wrap=True)
         for name in unknown_files(store.path, store.manifest) if is_here else ():
             line = f"{where}: {printable(name)} is not part of the store and is never read"
             console.print(line, soft_wrap=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,11 @@ class Building:
             building = cls(store, draft, path, journal)
             if building.num_done and part is None:
                 _log.warning(
-                    "resuming: %s of %s rows were written by %s; overwrite=True (--overwrite)"
-                    " starts again",
+                    "resuming: %s of %s rows were written by %s; to start again, remove %s",
                     f"{building.num_done:,}",
                     f"{draft.num_rows:,}",
                     journal.writer,
+                    path,
                 )
             return building
         if part is None:
@@ -233,7 +233,7 @@ class Building:
             # What begins with a dot was for the next build alone.
             **{key: text for key, text in manifest.source.items() if key[0] != "."},
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "lightning_memmap": version("lightning_memmap"),
+            "lightning_memmap": _own_version(),
             # Looking up the version of an installed package takes milliseconds.
             "torch": str(torch.__version__),
             "tensordict": str(tensordict.__version__),
@@ -262,6 +262,13 @@ class Building:
             self._writer = None
         if self.journal is not None:
             self.journal.close()
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning_memmap")
+    except PackageNotFoundError:  # It is run from a checkout.
+        return "not installed"
 
 
 def read_draft(generation: Path, key: str) -> Manifest:

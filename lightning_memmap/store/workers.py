@@ -23,6 +23,7 @@ from itertools import islice
 from mmap import mmap
 from multiprocessing import connection
 from threading import Barrier, Thread
+from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ Outcome = TypeVar("Outcome")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
+#: How long processes that have nothing to do may take to end.
+_PATIENCE_S = 5.0
 #: Above the stack of a thread, and what else it needs before it can say that it lacks memory.
 _THREAD_BYTES = 16 * 2**20
 
@@ -102,12 +105,23 @@ class Workers:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the processes, once they have done their tasks or at once. Nothing more is read."""
-        if self._pool is not None:
-            # It has no other way to end those that are at work.
-            for process in list((self._pool._processes or {}).values()) if at_once else ():
+        if self._pool is None:
+            return
+        pool, self._pool = self._pool, None
+        # It has no other way to end those that are at work, or that wait for ever: for a lock which
+        # another held that was killed.
+        processes = list((pool._processes or {}).values())
+        ending: Any = pool._executor_manager_thread
+        pool.shutdown(wait=False, cancel_futures=True)
+        left: set[Any] = {process.sentinel for process in processes}
+        ends = monotonic() + (0.0 if at_once else _PATIENCE_S)
+        while left and (seconds := ends - monotonic()) > 0:
+            left -= set(connection.wait(left, seconds))
+        for process in processes:
+            if process.sentinel in left:
                 process.kill()
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        if ending is not None:
+            ending.join()
 
     def __enter__(self) -> Self:
         return self

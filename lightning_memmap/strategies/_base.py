@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import UnsuitableModuleError, check_integer, with_article
 from lightning_memmap.loading import (
     BatchLoader,
     Padded,
@@ -319,3 +319,18 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers of a module, those of submodules included."""
     yield from module.parameters()
     yield from module.buffers()
+
+
+def stages_given_by(module: Any) -> list[nn.Module]:
+    """The stages that a module names by its method ``stages``."""
+    # It may be an nn.ModuleList or nn.Sequential instead of a list.
+    stages = list(module.stages())
+    for stage in stages:
+        if not isinstance(stage, nn.Module):
+            raise UnsuitableModuleError(
+                f"{type(module).__name__}.stages() gave {with_article(type(stage).__name__)}:"
+                " give modules"
+            )
+    if not stages:
+        raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
+    return stages

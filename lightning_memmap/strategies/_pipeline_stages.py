@@ -22,8 +22,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from lightning_memmap.errors import UnsuitableModuleError, with_article
-from lightning_memmap.strategies._base import module_tensors
+from lightning_memmap.errors import UnsuitableModuleError
+from lightning_memmap.strategies._base import module_tensors, stages_given_by
 from lightning_memmap.strategies._pipeline_state import broadcast_nested
 from lightning_memmap.strategies.microbatch import MicroBatches
 
@@ -188,17 +188,7 @@ def _stages_of(module: L.LightningModule) -> list[nn.Module]:
             raise UnsuitableModuleError(
                 f"memmap_pipeline: {type(module).__name__} needs a method {what}"
             )
-    # It may be an nn.ModuleList or nn.Sequential instead of a list.
-    stages = list(module.stages())  # type: ignore[operator]
-    for stage in stages:
-        if not isinstance(stage, nn.Module):
-            raise UnsuitableModuleError(
-                f"{type(module).__name__}.stages() gave {with_article(type(stage).__name__)}:"
-                " give modules"
-            )
-    if not stages:
-        raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
-    return stages
+    return stages_given_by(module)
 
 
 def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) -> None:

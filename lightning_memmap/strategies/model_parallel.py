@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._base import module_tensors
+from lightning_memmap.strategies._base import module_tensors, stages_given_by
 from lightning_memmap.strategies._part_results import PartLog, make_trainer_proxy, merge_logs
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
@@ -234,11 +234,11 @@ _Group = list[tuple[str, nn.Module]]
 
 def _find_layers(module: nn.Module, layers: str | None) -> tuple[str, list[_Group]]:
     """What is to be cut: its name, and its layers."""
-    given = getattr(module, "stages", None)
-    if layers is None and callable(given):
+    if layers is None and callable(getattr(module, "stages", None)):
         names = {child: name for name, child in module.named_modules()}
         # A stage such as `self.net[:2]` is made by the call: its children are in the module.
-        stages = [[each] if each in names else [*each.children()] for each in given()]
+        given = stages_given_by(module)
+        stages = [[each] if each in names else [*each.children()] for each in given]
         unknown = [each for stage in stages for each in stage if each not in names]
         if unknown or not all(stages):
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies import LocalModelParallelStrategy
 from lightning_memmap.strategies.model_parallel import even_cut, find_stages, move_stages
 from tests.models import make_trainer, weights
@@ -382,6 +383,8 @@ class TestErrors:
             (lambda m: None, "body", r"layers='body': the module has no nn\.Sequential"),
             (give_stages(0), None, r"stages\(\) has 1 layers for 2 devices"),
             (give_stages(0, slice(0, 0)), None, r"stages\(\) gave .* an empty one"),
+            (give_stages(), None, r"stages\(\) gave no stage"),
+            (lambda m: setattr(m, "stages", lambda: ["net"]), None, r"gave a str: give modules"),
             (give_stages(slice(0, 3), 2), None, r"net\.2\.weight \(stage 0\)"),
             (
                 lambda m: setattr(m, "stages", lambda: [m.net, nn.Tanh(), nn.Linear(1, 1)]),
@@ -396,5 +399,5 @@ class TestErrors:
     ) -> None:
         module = Base()
         change(module)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, UnsuitableModuleError), match=match):
             fit_stages(tmp_path, module, layers=layers, precision="32-true")

@@ -317,6 +317,7 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     run = CommandLine(capsys)
     assert run("store", "info", tmp_path / "while_training") == 0
     assert re.search(r"train: \d+ of 331 rows are there", run.out)
+    assert "skipped" not in run.err
     before = rows_read(tmp_path / "while_training.log")
     module = Regression()
     fit(tmp_path, module, Points(NUM_ROWS), "while_training", shuffle=False)

@@ -18,8 +18,10 @@ import torch
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
 from lightning_memmap.store import directory as directory_module
+from lightning_memmap.store import workers as workers_module
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.workers import Workers
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.layout import building_path, names_in
@@ -221,7 +223,7 @@ def test_build_resumed_after_an_exception_reads_only_what_is_missing(
     assert holds(store, numbered)
     how = f"resuming: {len(done):,} of 5,000 rows were written by process {os.getpid()} on"
     assert how in caplog.text
-    assert "overwrite=True (--overwrite) starts again" in caplog.text
+    assert "to start again, remove" in caplog.text
     assert {row for row in mended.rows if row in done} <= set(probe_rows(5000))
     assert set(range(5000)) - done <= set(mended.rows)
 
@@ -365,3 +367,22 @@ def test_disk_that_fails_at_the_commit_leaves_the_old_store_or_the_new_one(
         build_store(Numbered(50, NEW), tmp_path / "s", overwrite=True, progress=False)
     assert holds(open_store(tmp_path / "s"), Numbered(50, OLD if num_syncs < 2 else NEW))
     assert verify_store(tmp_path / "s") == []
+
+
+def pid_maker(dataset: Any) -> Any:
+    return pid_of_worker
+
+
+def pid_of_worker(task: int) -> int:
+    sleep(0.05)
+    return os.getpid()
+
+
+def test_processes_end_though_one_of_them_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "_PATIENCE_S", 0.2)
+    workers, pids = Workers(None, 2), set[int]()
+    workers.run(pid_maker, range(8), pids.add)
+    # Like one that waits for a lock of another that was killed.
+    os.kill(min(pids), signal.SIGSTOP)
+    workers.close()
+    assert not any(map(psutil.pid_exists, pids))

@@ -126,7 +126,9 @@ def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
     flip(path)
     assert not holds(open_store(there.url), there.dataset)
     assert verify(there.url) == 1
-    assert f"field 'x', shard 0 is damaged ({there.url})" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"field 'x', shard 0 is damaged ({there.url})" in said
+    assert "what is damaged in the cache is fetched again" in said
     assert holds(open_store(there.url), there.dataset)
     assert verify(there.url) == 0
     assert "checksums match" in capsys.readouterr().out
