@@ -3,8 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,19 +92,6 @@ def read_config(path: str) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"config={path!r} is no yaml file: {where}") from error
-
-
-@contextmanager
-def imports_for_pages() -> Iterator[None]:
-    """Import in this block what makes pages of HTML."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "PIL"):
-            raise
-        raise ValueError(
-            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
-        ) from error
 
 
 def print_error(error: BaseException) -> None:

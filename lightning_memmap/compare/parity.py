@@ -1,14 +1,100 @@
-"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
+"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+Hashes of rows add up from data devices to processes to the global batch.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
+from lightning_memmap.compare.memory import batches_of
 from lightning_memmap.compare.metrics import Rank, shares_of
+from lightning_memmap.loading import Padded, RowList
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.transform import takes_generator
+
+MODULUS = 2**64
+
+
+def hash_rows(leaves: Sequence[Tensor | list[Tensor]]) -> int:
+    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves."""
+    columns: list[Any] = [
+        [_bytes(row[None])[0] for row in leaf] if isinstance(leaf, list) else _bytes(leaf)
+        for leaf in leaves
+        if isinstance(leaf, list) or leaf.numel()
+    ]
+    total = 0
+    for row in range(len(columns[0]) if columns else 0):
+        digest = xxhash.xxh3_64()
+        for column in columns:
+            digest.update(column[row].data)
+        total += digest.intdigest()
+    return total % MODULUS
+
+
+def _bytes(leaf: Tensor) -> np.ndarray:
+    plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
+    # A row may be empty.
+    flat: np.ndarray = plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
+    return flat
+
+
+def leaves_of(batch: Any) -> list[Tensor | list[Tensor]]:
+    """The leaves of a batch that have rows, as `hash_rows` takes them, without padding."""
+    found = list[Tensor | list[Tensor]]()
+    for _, leaf in named_leaves(batch, whole=(Padded,)):
+        if isinstance(leaf, Padded):
+            found.append(leaf.rows())
+        elif isinstance(leaf, RowList):
+            found.append([_tensor(row) for row in leaf])
+        elif isinstance(leaf, Tensor) and leaf.ndim:
+            found.append(list(leaf.unbind()) if leaf.is_nested else leaf)
+    return found
+
+
+def _tensor(row: Tensor | str | bytes) -> Tensor:
+    if isinstance(row, Tensor):
+        return row
+    data = row.encode("utf-8", "surrogatepass") if isinstance(row, str) else row
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def hash_batch(batch: Any) -> int:
+    """Hash the rows of a batch, or of all batches of a super-batch together, by `hash_rows`."""
+    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
+
+
+class HashedTransform(nn.Module):
+    """A batch transform that appends the hash of its rows to a list before it changes them."""
+
+    def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
+        super().__init__()
+        # As an attribute, a module is copied to the data device with this one.
+        self.transform = transform
+        self._note = hashes.append
+        self._takes_generator = takes_generator(transform)
+
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        """Record the hash of the rows, and transform them."""
+        self._note(hash_batch(batch))
+        if self._takes_generator:
+            return self.transform(batch, generator=generator)
+        return self.transform(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HashedTransform":
+        # All copies, one for each data device, append to one list.
+        other = HashedTransform(copy.deepcopy(self.transform, memo), [])
+        other._note = self._note
+        return other
+
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
 #: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
@@ -49,14 +135,14 @@ class CheckedRun:
     @classmethod
     def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
         """Put together what the processes of a check run wrote into their folder."""
-        shares = [processes[0].values for processes in shares_of(ranks)]
+        shares = [processes[0] for processes in shares_of(ranks)]
         return cls(
-            loader_hashes=_add(share["loader_hashes"] for share in shares),
-            model_hashes=_add(share["model_hashes"] for share in shares),
+            loader_hashes=_add(share.loader_hashes for share in shares),
+            model_hashes=_add(share.model_hashes for share in shares),
             losses=global_losses(ranks),
             initial=_load(folder / "initial.pt"),
             final=_load(folder / "final.pt"),
-            parameters=ranks[0].values["parameters"],
+            parameters=ranks[0].parameters,
         )
 
     @property
@@ -70,7 +156,7 @@ class CheckedRun:
 
 
 def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(step) % 2**64 for step in zip(*hashes, strict=True)]
+    return [sum(step) % MODULUS for step in zip(*hashes, strict=True)]
 
 
 def global_losses(ranks: Sequence[Rank]) -> list[float]:
