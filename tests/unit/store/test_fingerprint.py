@@ -60,15 +60,15 @@ def adding(number: int) -> Any:
 
 
 CHANGED: dict[str, tuple[Any, Any, str]] = {
-    "length": (Numbered(10), Numbered(11), "its length"),
+    "length": (Numbered(10), Numbered(11), "the length"),
     "number": (Numbered(10), Numbered(10, 1), "attribute version"),
-    "class": (Numbered(10), Wrapped(Numbered(10)), "its class"),
-    "within": (Wrapped(Numbered(10)), Wrapped(Numbered(10, 1)), "attribute dataset.version"),
+    "class": (Numbered(10), Wrapped(Numbered(10)), "the class"),
+    "within": (Wrapped(Numbered(10)), Wrapped(Numbered(10, 1)), "attribute version of dataset"),
     "subset": (Subset(Numbered(9), [1, 2]), Subset(Numbered(9), [1, 3]), "attribute indices"),
     "concatenated": (
         ConcatDataset([Numbered(2), Numbered(2)]),
         ConcatDataset([Numbered(2), Numbered(2, 1)]),
-        "attribute datasets.1.version",
+        "attribute version of datasets.1",
     ),
     "tensors": (
         TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 3])),
@@ -108,8 +108,8 @@ CHANGED: dict[str, tuple[Any, Any, str]] = {
     ),
     "function of the class": (Holder(a=partial(max, 1)), Holder(a=partial(max, 2)), "attribute a"),
     "slots": (Slotted([1]), Slotted([2]), "attribute labels"),
-    "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "its items"),
-    "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "its items"),
+    "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "the items"),
+    "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "the items"),
 }
 
 
@@ -187,7 +187,7 @@ def test_fingerprint_of_a_changed_class_names_its_source(
         )
         kinds.append(__import__(name).Rows)
     before, after = kinds
-    assert change(before(), after()) == "source of class Rows changed"
+    assert change(before(), after()) == "the source of class Rows changed"
     # An edit elsewhere in the same file does not concern the dataset.
     text = (tmp_path / "before.py").read_text().replace("unrelated", "irrelevant")
     (tmp_path / "again.py").write_text(text)
