@@ -2,14 +2,17 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_leaves import interleaved, is_variable
@@ -288,3 +291,69 @@ def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
     leaf.register_hook(add)  # type: ignore[no-untyped-call]
     # A copy, which the user may change in place, unlike a leaf.
     return leaf.clone()
+
+
+class PartLog:
+    """Takes the place of ``self.log`` while a part of a step runs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Note a call of `self.log`."""
+        if isinstance(value, (int, float)):
+            # In the dtype of the step's precision.
+            value = torch.tensor(value, dtype=torch.get_default_dtype())
+        self.calls.append((name, value, args, options))
+
+
+@contextmanager
+def logged_in(module: nn.Module, log: PartLog) -> Iterator[None]:
+    """Let a module log there within the context."""
+    before = {key: value for key, value in vars(module).items() if key == "log"}
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+        vars(module).update(before)
+
+
+def merge_logs(
+    logs: Sequence[PartLog],
+    parts: MicroBatches,
+    module: LightningModule,
+    original: Callable[[Metric], Metric] = lambda metric: metric,
+) -> None:
+    """Log once what the parts of a step logged, as one call over all of their rows."""
+    merged: dict[tuple[str, int], list[tuple[int, Any, Any, dict[str, Any]]]] = {}
+    for log, rows in zip(logs, parts.rows, strict=False):
+        counts: Counter[str] = Counter()
+        for name, value, args, options in log.calls:
+            call = (options.get("batch_size") or rows, value, args, options)
+            merged.setdefault((name, counts[name]), []).append(call)
+            counts[name] += 1
+        log.calls = []
+    for (name, _), calls in merged.items():
+        _, value, args, options = calls[0]
+        rows, values = [each[0] for each in calls], [each[1] for each in calls]
+        if isinstance(value, Metric):
+            value = original(value)
+        elif all(isinstance(each, Tensor) for each in values):
+            value = _merged_value(values, rows, options.get("reduce_fx"), parts.device)
+        if len(calls) < len(parts.rows) or "batch_size" in options:
+            options = {**options, "batch_size": sum(rows)}
+        module.log(name, value, *args, **options)
+
+
+def _merged_value(values: list[Any], rows: list[int], reduction: Any, device: torch.device) -> Any:
+    tensors = [value.detach().to(device) for value in values]
+    # Lightning keeps what is logged in these dtypes.
+    wide = (torch.float32, torch.float64)
+    tensors = [each if each.dtype in wide else each.float() for each in tensors]
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    if name in ("sum", "max", "min"):
+        return getattr(torch.stack(tensors), {"sum": "sum", "max": "amax", "min": "amin"}[name])(0)
+    # Any other reduction but the mean is refused by Lightning.
+    return weighted_mean(tensors, rows, device)
