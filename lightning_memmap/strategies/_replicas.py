@@ -127,6 +127,7 @@ class Replicas(nn.Module):
             for parameter in sparse:
                 for grads in found.values():
                     if parameter in grads:
+                        assert parameter.grad is not None
                         parameter.grad = parameter.grad + send(grads[parameter], self.devices[0])
             dense = [parameter for parameter in every if parameter not in sparse]
             for bucket in _utils._take_tensors(dense, _BUCKET_BYTES):

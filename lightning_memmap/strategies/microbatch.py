@@ -328,10 +328,10 @@ def merge_logs(
 ) -> None:
     """Log once what the parts of a step logged, as one call over all of their rows."""
     merged: dict[tuple[str, int], list[tuple[int, Any, Any, dict[str, Any]]]] = {}
-    for log, rows in zip(logs, parts.rows, strict=False):
+    for log, num_rows in zip(logs, parts.rows, strict=False):
         counts: Counter[str] = Counter()
         for name, value, args, options in log.calls:
-            call = (options.get("batch_size") or rows, value, args, options)
+            call = (options.get("batch_size") or num_rows, value, args, options)
             merged.setdefault((name, counts[name]), []).append(call)
             counts[name] += 1
         log.calls = []

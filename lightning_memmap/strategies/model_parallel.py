@@ -19,7 +19,11 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._base import module_tensors, stages_given_by
+from lightning_memmap.strategies._base import (
+    module_tensors,
+    parameters_by_stage,
+    stages_given_by,
+)
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
     PartLog,
@@ -166,7 +170,7 @@ def find_stages(
     loads = [_parameter_bytes([layer for _, layer in group]) for group in groups]
     bounds = even_cut(loads, len(devices))
     cut = [list(chain(*groups[start:stop])) for start, stop in pairwise(bounds)]
-    _check_disjoint(module, cut)
+    parameters_by_stage(module, [nn.ModuleList(layer for _, layer in stage) for stage in cut])
     return [
         Stage(device, tuple(name for name, _ in stage), tuple(layer for _, layer in stage))
         for device, stage in zip(devices, cut, strict=True)
@@ -263,36 +267,6 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
             " give the module a method stages() that returns its layers in their order"
         )
     return next(iter(found.items()))
-
-
-def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
-    """Check that no parameter is in two stages, or both in a stage and outside."""
-    inside = {child for stage in cut for _, layer in stage for child in layer.modules()}
-    found: list[tuple[int | None, str, nn.Parameter]] = [
-        (index, f"{name}.{own}", parameter)
-        for index, stage in enumerate(cut)
-        for name, layer in stage
-        for own, parameter in layer.named_parameters()
-    ]
-    found += [
-        (None, f"{name}.{own}".lstrip("."), parameter)
-        for name, child in module.named_modules()
-        if child not in inside
-        for own, parameter in child.named_parameters(recurse=False)
-    ]
-    owners: dict[nn.Parameter, tuple[int | None, str]] = {}
-    for index, name, parameter in found:
-        other, other_name = owners.setdefault(parameter, (index, name))
-        if other != index:
-            raise ValueError(
-                f"{other_name} ({_stage_name(other)}) and {name} ({_stage_name(index)}) are one"
-                " parameter, which can only be on one device: put both layers into one item of"
-                " stages(), or untie them"
-            )
-
-
-def _stage_name(index: int | None) -> str:
-    return "outside the stages, on the root device" if index is None else f"stage {index}"
 
 
 def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
