@@ -209,7 +209,7 @@ class StagePipeline:
         loss: Callable[[Any, Any], Tensor],
         frozen: Hashable,
     ) -> Tensor:
-        """Forward and backward pass of a batch; gradients are added to those of the parameters."""
+        """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
         schedule, padded_rows = self._run(args, num_rows, frozen)
         losses: list[Tensor] = []
         if self._has_last:
@@ -237,7 +237,7 @@ class StagePipeline:
         for each in losses:
             total += each.detach()
         dist.broadcast(total, self._last, group=self._group)
-        return total.to(torch.get_default_dtype())
+        return total
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""

@@ -269,9 +269,8 @@ def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
-    config: dict[str, Any] = {}
-    if (context := module._compiler_ctx) is not None:
-        config = getattr(context["dynamo_ctx"], "compiler_config", None) or {}
+    context: Any = module._compiler_ctx or {}
+    config = getattr(context.get("dynamo_ctx"), "compiler_config", None) or {}
     if config.get("triton.cudagraphs") and len(set(devices)) > 1:
         raise ValueError(
             "torch.compile with CUDA graphs, such as mode='reduce-overhead', under memmap_dp on"
@@ -279,38 +278,24 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
             " own; compile with another mode, or train with memmap_superbatch_ddp"
         )
     for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise UnsuitableModuleError(
-                f"the submodule {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
-                " use the module that was scripted, or memmap_superbatch"
-            )
         if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):
             raise UnsuitableModuleError(
                 f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
                 " LightningModule, or use memmap_superbatch"
             )
-        if isinstance(child, Metric) and (states := _states_without_reduction(child)):
+        if any(map(is_lazy, child.parameters(recurse=False))):
             raise ValueError(
-                f"the metric {name!r} ({type(child).__name__}) has the states {states} without a"
-                " dist_reduce_fx, so that what the replicas count cannot be merged: use"
-                " memmap_superbatch, or update the metric in a callback from the step's output"
+                f"the parameters of {name!r} have no shape yet, and memmap_dp cannot replicate"
+                " them: run one batch through the module before fit"
             )
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"the parameters {lazy} have no shape yet, and memmap_dp cannot replicate them: run"
-            " one batch through the module before fit"
-        )
-
-
-def _states_without_reduction(metric: Metric) -> list[str]:
-    """The tensor states of a metric that cannot be merged."""
-    return [
-        name
-        for name, reduction in metric._reductions.items()
-        if reduction is None and isinstance(metric._defaults[name], Tensor)
-    ]
+        for state, reduction in child._reductions.items() if isinstance(child, Metric) else ():
+            if reduction is None and isinstance(child._defaults[state], Tensor):
+                raise ValueError(
+                    f"the metric {name!r} ({type(child).__name__}) has the state {state!r} without"
+                    " a dist_reduce_fx, so that what the replicas count cannot be merged: use"
+                    " memmap_superbatch, or update the metric in a callback from the step's output"
+                )
 
 
 def run_replicas(

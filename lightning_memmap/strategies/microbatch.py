@@ -5,6 +5,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -31,22 +32,16 @@ class MicroBatches:
     extent: Tensor
 
     def __init__(
-        self,
-        parts: list[Any],
-        rows: list[int],
-        starts: list[int],
-        stride: int,
-        device: torch.device,
-        padded_rows: int = 0,
+        self, parts: list[Any], places: list[range], device: torch.device, padded_rows: int = 0
     ) -> None:
         self.parts = parts
-        self.rows = rows
-        self.num_rows = sum(rows)
+        #: The rows of the step that each part has.
+        self.places = places
+        self.rows = [len(own) for own in places]
+        self.num_rows = sum(self.rows)
         self.device = device
         self.extent = torch.empty(self.num_rows, 0)
-        self._starts = starts
-        self._stride = stride
-        self._lengths = [padded_rows] * len(parts) if padded_rows else rows
+        self._lengths = [padded_rows or rows for rows in self.rows]
         self._assembled: Any = None
 
     @classmethod
@@ -55,9 +50,8 @@ class MicroBatches:
     ) -> "MicroBatches":
         """The batches of data devices as they are: row ``j`` is in batch ``(first + j) % D``."""
         count = len(batches)
-        starts = [(index - first) % count for index in range(count)]
-        rows = [len(range(start, num_rows, count)) for start in starts]
-        return cls(batches, rows, starts, count, device)
+        places = [range((index - first) % count, num_rows, count) for index in range(count)]
+        return cls(batches, places, device)
 
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
@@ -69,7 +63,7 @@ class MicroBatches:
         num_rows = lengths.pop() if len(lengths) == 1 else -1
         count = min(len(devices), num_rows)
         if count < 2:
-            return cls([batch], [max(num_rows, 1)], [0], 1, devices[0])
+            return cls([batch], [range(max(num_rows, 1))], devices[0])
         parts = []
         for index in range(count):
             own = [leaf[index::count].contiguous().to(devices[index]) for leaf in leaves]
@@ -80,10 +74,10 @@ class MicroBatches:
     def split_padded(cls, batch: Any, num: int, num_rows: int, padded_rows: int) -> "MicroBatches":
         """Divide a batch into consecutive rows, each part padded to one number of rows."""
         base, more = divmod(num_rows, num)
-        rows = [base + (index < more) for index in range(num)]
-        starts = [index * base + min(index, more) for index in range(num)]
+        stops = list(accumulate((base + (index < more) for index in range(num)), initial=0))
+        places = [range(start, stop) for start, stop in pairwise(stops)]
 
-        def part(leaf: Any, start: int, count: int) -> Any:
+        def part(leaf: Any, own: range) -> Any:
             if not leaf.ndim:
                 return leaf
             if leaf.shape[0] != num_rows:
@@ -92,18 +86,15 @@ class MicroBatches:
                     " are divided by rows, so the first dimension of every tensor must be the"
                     " rows; omit others from the batch"
                 )
-            if count == padded_rows:
-                return leaf[start : start + count]
-            index = [*range(start, start + count)] or [0]
+            if len(own) == padded_rows:
+                return leaf[own.start : own.stop]
+            index = [*own] or [0]
             index += index[-1:] * (padded_rows - len(index))
             return leaf[torch.tensor(index, device=leaf.device)]
 
-        parts = [
-            apply_to_collection(batch, _WITH_ROWS, part, start, count)
-            for start, count in zip(starts, rows, strict=True)
-        ]
+        parts = [apply_to_collection(batch, _WITH_ROWS, part, own) for own in places]
         device = next(leaf.device for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor))
-        return cls(parts, rows, starts, 1, device, padded_rows)
+        return cls(parts, places, device, padded_rows)
 
     @property
     def assembled(self) -> Any:
@@ -167,27 +158,22 @@ class MicroBatches:
         )
 
     def _in_order(self, values: Sequence[Any]) -> Any:
-        places = [
-            range(start, start + rows * self._stride, self._stride)
-            for start, rows in zip(self._starts, self.rows, strict=True)
-        ]
         if isinstance(values[0], list):
             rows: list[Any] = [None] * self.num_rows
-            for own, value in zip(places, values, strict=True):
+            for own, value in zip(self.places, values, strict=True):
                 for place, item in zip(own, value, strict=False):
                     rows[place] = self._move(item)
             return rows
         if len(values) == 1:
             return self._move(values[0])
         if isinstance(values[0], Tensor) and values[0].is_nested:
-            first = self._starts.index(0)
+            first = [own.start for own in self.places].index(0)
             return interleaved([v.detach() for v in values], first, self.num_rows, self.device)
-        own_rows = [value[: len(own)] for value, own in zip(values, places, strict=True)]
+        own_rows = [value[: len(own)] for value, own in zip(values, self.places, strict=True)]
         joined = torch.cat([self._move(value) for value in own_rows])
-        if self._stride == 1:
+        if self.places[0].step == 1:
             return joined
-        order = torch.cat([torch.arange(own.start, own.stop, own.step) for own in places])
-        return joined[order.argsort().to(self.device)]
+        return joined[torch.tensor([*chain(*self.places)]).argsort().to(self.device)]
 
     def _merge_items(self, values: Sequence[Any]) -> Any:
         """Merge containers of the same structure item by item; None for anything else."""
@@ -246,14 +232,12 @@ def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
     dicts = [
         {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
     ]
-    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
-    merged = {key: parts.merge([output.get(key) for output in dicts]) for key in keys}
-    losses = [output.get("loss") for output in dicts]
-    if any(
-        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
-    ):
-        return merged
-    return {"loss": parts.mean(losses), **merged}
+    losses = [each.pop("loss", None) for each in dicts]
+    merged = {key: parts.merge([each.get(key) for each in dicts]) for key in chain(*dicts)}
+    # Lightning refuses an output without a loss.
+    pairs = zip(outputs, losses, strict=True)
+    lacks_loss = any(output is not None and loss is None for output, loss in pairs)
+    return merged if lacks_loss else {"loss": parts.mean(losses), **merged}
 
 
 @contextmanager

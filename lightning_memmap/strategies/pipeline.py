@@ -315,7 +315,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 output.args, output.num_rows, batch, self._micro_loss, frozen
             )
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        return loss_of(mean, grads)
+        return loss_of(mean.to(every[0].dtype), grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
