@@ -161,11 +161,17 @@ def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
     return wanted in itertools.chain(*names)
 
 
-def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The units whose parameters no module outside of them uses."""
+def _names(root: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter."""
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
+    return names
+
+
+def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units whose parameters no module outside of them uses."""
+    names = _names(root)
     prefixes = {module: f"{name}." for name, module in root.named_modules()}
     return [
         unit
@@ -231,12 +237,8 @@ def _check_materialisable(root: nn.Module) -> None:
             " that initialises the module's own parameters and buffers; define it, or build the"
             " module on the CPU"
         )
-    names = defaultdict(list)
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if parameter.is_meta:
-            names[parameter].append(name)
-    for tied in names.values():
-        if len(tied) > 1:
+    for parameter, tied in _names(root).items():
+        if parameter.is_meta and len(tied) > 1:
             raise UnsuitableModuleError(
                 f"{' and '.join(tied)}: one parameter on the meta device, which would become"
                 f" {len(tied)}; build the modules that share it on the CPU"

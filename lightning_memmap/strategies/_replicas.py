@@ -47,7 +47,6 @@ class Replicas(nn.Module):
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         super().__init__()
-        check_module(module, devices)
         self.module = module
         self.devices = tuple(devices)
         #: What each replica logs in a step.

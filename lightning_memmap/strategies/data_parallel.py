@@ -40,7 +40,7 @@ class DataParallelStrategy(OneProcess):
             Trainer asks for more than one node, or the program was started in several processes; at
             set-up, the module optimizes by hand, a parameter has no shape yet, a metric's state no
             ``dist_reduce_fx``, or a compiled module has CUDA graphs on several devices.
-        UnsuitableModuleError: At set-up, a submodule was compiled or scripted by itself.
+        UnsuitableModuleError: At set-up, a submodule was compiled by itself.
     """
 
     strategy_name = "memmap_dp"

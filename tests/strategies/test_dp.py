@@ -205,21 +205,6 @@ class TestWeights:
         torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
         assert not torch.allclose(weights(found), weights_before(make, found), rtol=1e-2)
 
-    @pytest.mark.parametrize(
-        "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
-    )
-    def test_weights_with_options_are_those_of_one_device(
-        self, tmp_path: Path, options: dict[str, Any]
-    ) -> None:
-        found, expected = Zoo(), Zoo()
-        if "gradient_clip_val" in options:  # The norm of sparse gradients is not defined.
-            found.embedding, expected.embedding = (
-                nn.Embedding.from_pretrained(torch.zeros(7, 8)) for _ in range(2)
-            )
-        fit_dp(tmp_path, found, 4, max_epochs=2, **options)
-        fit_one(tmp_path, expected, max_epochs=2, **options)
-        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
-
     def test_averaged_weights_validate_and_are_those_of_one_device(self, tmp_path: Path) -> None:
         values = []
         for fit in (fit_dp, fit_one):
@@ -468,14 +453,6 @@ class TestState:
         assert dict(module.named_modules()) == metrics
         assert module.trainer is trainer
         assert trainer.model is module
-
-    def test_second_fit_goes_on(self, tmp_path: Path) -> None:
-        found, expected = Counted(), Counted()
-        for module, fit in ((found, fit_dp), (expected, fit_one)):
-            trainer = fit(tmp_path, module)
-            trainer.fit_loop.max_epochs = 2
-            trainer.fit(module, datamodule=make_data(tmp_path, 6 if fit is fit_dp else 24))
-        torch.testing.assert_close(weights(found), weights(expected), **EXACT)
 
 
 class Counted(Base):
