@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -60,15 +60,6 @@ class BriefParser(ArgumentParser):
         help_of = parser.prog.replace(" [options]", "")
         print(f"{help_of} --help lists the arguments", file=sys.stderr)
         sys.exit(2)
-
-    @override
-    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file."""
-        try:
-            parsed: Namespace = super().parse_path(path, *args, **kwargs)
-        except UnicodeDecodeError as error:
-            raise TypeError(f"{str(path)!r} is not a text file in UTF-8: {error}") from error
-        return parsed
 
 
 class TrainingParser(BriefParser, LightningArgumentParser):

@@ -196,43 +196,19 @@ class PlainData(L.LightningDataModule):
         return loader
 
 
-class _Replay:
+class Replay:
     """Fetches the first batch of a loader, and yields it in every step."""
 
-    def __init__(self, loader: Any, num_steps: int) -> None:
-        self._loader, self._num_steps, self._batch = loader, num_steps, None
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._batch = loader, None
 
     def __len__(self) -> int:
-        return self._num_steps
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         if self._batch is None:
             self._batch = next(iter(self._loader))
-        return repeat(self._batch, self._num_steps)
-
-
-class IdealData(L.LightningDataModule):
-    """One batch of a `MemmapDataModule`, replayed in every step."""
-
-    def __init__(self, data: MemmapDataModule) -> None:
-        super().__init__()
-        self._data = data
-
-    @override
-    def setup(self, stage: str) -> None:
-        self._data.trainer = self.trainer
-        self._data.setup(stage)
-
-    @override
-    def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        loader = self._data.train_dataloader()
-        # Now, not at the first step: whatever the strategy makes of a loader is done once.
-        return _Replay(self.trainer.strategy.process_dataloader(loader), loader.num_steps)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        self._data.teardown(stage)
+        return repeat(self._batch, len(self))
 
 
 def loaded_data(
@@ -252,7 +228,7 @@ def loaded_data(
     if variant.loader.startswith("workers"):
         num_workers = int(variant.loader.removeprefix("workers"))
         return PlainData(data, global_batch, num_workers, transform_here)
-    return IdealData(data) if variant.loader == "ideal" else data
+    return data
 
 
 def normalized_datamodule(data: Any) -> MemmapDataModule:

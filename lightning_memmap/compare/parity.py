@@ -10,7 +10,6 @@ from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -24,52 +23,40 @@ from lightning_memmap.loading.transform import takes_generator
 MODULUS = 2**64
 
 
-def hash_rows(leaves: Sequence[Tensor | list[Tensor]]) -> int:
-    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all its leaves."""
-    columns: list[Any] = [
-        [_bytes(row[None])[0] for row in leaf] if isinstance(leaf, list) else _bytes(leaf)
-        for leaf in leaves
-        if isinstance(leaf, list) or leaf.numel()
-    ]
+def hash_batch(batch: Any) -> int:
+    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all leaves of a (super-)batch."""
     total = 0
-    for row in range(len(columns[0]) if columns else 0):
-        digest = xxhash.xxh3_64()
-        for column in columns:
-            digest.update(column[row].data)
-        total += digest.intdigest()
+    for part in batches_of(batch):
+        leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, whole=(Padded,)))
+        for row in zip(*(rows for rows in leaves if rows is not None), strict=True):
+            digest = xxhash.xxh3_64()
+            for each in row:
+                digest.update(each)
+            total += digest.intdigest()
     return total % MODULUS
 
 
-def _bytes(leaf: Tensor) -> np.ndarray:
+def _rows_of(leaf: Any) -> Sequence[Any] | None:
+    """The bytes of each row of a leaf, without padding; None of one that has no rows or bytes."""
+    if isinstance(leaf, Tensor) and not leaf.is_nested:
+        return _bytes(leaf) if leaf.ndim and leaf.numel() else None
+    if not isinstance(leaf, (Padded, RowList, Tensor)):
+        return None
+    rows = leaf.rows() if isinstance(leaf, Padded) else leaf
+    return [
+        row.encode("utf-8", "surrogatepass")
+        if isinstance(row, str)
+        else row
+        if isinstance(row, bytes)
+        else _bytes(row[None])[0]
+        for row in rows
+    ]
+
+
+def _bytes(leaf: Tensor) -> Any:
     plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
     # A row may be empty.
-    flat: np.ndarray = plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
-    return flat
-
-
-def leaves_of(batch: Any) -> list[Tensor | list[Tensor]]:
-    """The leaves of a batch that have rows, as `hash_rows` takes them, without padding."""
-    found = list[Tensor | list[Tensor]]()
-    for _, leaf in named_leaves(batch, whole=(Padded,)):
-        if isinstance(leaf, Padded):
-            found.append(leaf.rows())
-        elif isinstance(leaf, RowList):
-            found.append([_tensor(row) for row in leaf])
-        elif isinstance(leaf, Tensor) and leaf.ndim:
-            found.append(list(leaf.unbind()) if leaf.is_nested else leaf)
-    return found
-
-
-def _tensor(row: Tensor | str | bytes) -> Tensor:
-    if isinstance(row, Tensor):
-        return row
-    data = row.encode("utf-8", "surrogatepass") if isinstance(row, str) else row
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
-def hash_batch(batch: Any) -> int:
-    """Hash the rows of a batch, or of all batches of a super-batch together, by `hash_rows`."""
-    return sum(hash_rows(leaves_of(part)) for part in batches_of(batch)) % MODULUS
+    return plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
 
 
 class HashedTransform(nn.Module):
@@ -148,11 +135,8 @@ class CheckedRun:
     @property
     def trained(self) -> set[str]:
         """The parameters that training has changed."""
-        return {
-            name
-            for name in self.parameters
-            if name in self.final and not torch.equal(self.initial[name], self.final[name])
-        }
+        known = (name for name in self.parameters if name in self.final)
+        return {name for name in known if _differs(self.initial, self.final, name)}
 
 
 def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
@@ -183,17 +167,10 @@ def check_parity(
     notes: Sequence[str] = (),
 ) -> Parity:
     """Compare a variant's check run with that of the reference, which may be the same run."""
-    problems, notes = list[str](), list(notes)
-    found = run.loader_hashes
+    notes, found = list(notes), run.loader_hashes
     wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]
-    if wrong:
-        problems.append(f"other rows than the global batch's from step {wrong[0]} on")
-    if not all(
-        name in run.initial
-        and name in reference.initial
-        and torch.equal(run.initial[name], reference.initial[name])
-        for name in run.parameters
-    ):
+    problems = [f"other rows than the global batch's from step {each} on" for each in wrong[:1]]
+    if any(_differs(run.initial, reference.initial, name) for name in run.parameters):
         problems.append("the weights differ before the first step")
     loss = weight = None
     same_content = run.model_hashes == reference.model_hashes
@@ -204,13 +181,14 @@ def check_parity(
         )
     else:
         loss = _loss_difference(run.losses, reference.losses)
+        weight = _weight_difference(run, reference)
+        problems += _weight_problems(run, reference, weight, tolerance)
         if all(map(isnan, (*run.losses, *reference.losses))):
             notes.append("training_step returns no loss: only weights are compared")
-        else:
-            problems += _loss_problems(loss, tolerance)
-        if set(run.final) == set(reference.final):
-            weight = _weight_difference(run, reference)
-        problems += _weight_problems(run, reference, weight, tolerance)
+        elif loss is None:
+            problems.append("a loss is missing or not finite")
+        elif loss > tolerance:
+            problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
         if not same_content:
             notes.append(
                 "from the same rows the model was given other bytes than in the reference:"
@@ -228,11 +206,8 @@ def check_parity(
     )
 
 
-def _loss_problems(difference: float | None, tolerance: float) -> Iterator[str]:
-    if difference is None:
-        yield "a loss is missing or not finite"
-    elif difference > tolerance:
-        yield f"losses differ by {difference:.1e}; {tolerance:.0e} is allowed"
+def _differs(first: Mapping[str, Tensor], second: Mapping[str, Tensor], name: str) -> bool:
+    return not (name in first and name in second and torch.equal(first[name], second[name]))
 
 
 def _weight_problems(
@@ -255,7 +230,9 @@ def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> flo
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
 
 
-def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float:
+def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float | None:
+    if set(run.final) != set(reference.final):
+        return None
     distance = moved = 0.0
     for name in reference.parameters:
         if name in reference.final:

@@ -1,5 +1,6 @@
 """The report of a comparison: ``report.json``, its tables, and its page."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -290,23 +291,18 @@ def _pictures(report: Report) -> Iterator[dict[str, Any]]:
 
 def _losses(report: Report) -> dict[str, Any] | None:
     """The curves of the check runs in a square of 100 by 100, with the losses that bound it."""
-    curves = {
-        each.variant: {
-            step: loss for step, loss in enumerate(each.check_losses) if loss is not None
-        }
+    losses = [
+        (each.variant, step, loss)
         for each in report.variants
-    }
-    every = [loss for curve in curves.values() for loss in curve.values()]
-    if not every:
+        for step, loss in enumerate(each.check_losses)
+        if loss is not None
+    ]
+    if not losses:
         return None
-    low, high = min(every), max(every)
-    steps = max(max(curve, default=0) for curve in curves.values()) or 1
-    points = {
-        variant: " ".join(
-            f"{100 * step / steps:.1f},{100 * (high - loss) / ((high - low) or 1):.1f}"
-            for step, loss in curve.items()
-        )
-        for variant, curve in curves.items()
-        if curve
-    }
+    low, high = (extreme(loss for *_, loss in losses) for extreme in (min, max))
+    steps = max(step for _, step, _ in losses) or 1
+    points: dict[str, str] = defaultdict(str)
+    for variant, step, loss in losses:
+        y = 100 * (high - loss) / ((high - low) or 1)
+        points[variant] += f"{100 * step / steps:.1f},{y:.1f} "
     return {"low": f"{low:.4g}", "high": f"{high:.4g}", "steps": steps + 1, "points": points}

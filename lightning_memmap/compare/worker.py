@@ -6,6 +6,7 @@ Under a strategy with several processes, each of them runs this file again.
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
+    Replay,
     batch_size_of,
     loaded_data,
     normalized_datamodule,
@@ -85,6 +87,8 @@ def train_variant(
     batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
     data = data.with_options(batch_size=batch_size)
     is_check = spec.kind == "check"
+    if variant.loader == "ideal":
+        _map_loader(trainer.strategy, Replay)
     callback: RunCallback
     if is_check:
         _turn_dropout_off(model)
@@ -92,7 +96,12 @@ def train_variant(
             data = data.with_options(transform=data.eval_transform)
         hashes: list[int] = []
         if data.transform is None:
-            _hash_batches(trainer.strategy, hashes)
+
+            def noted(batch: Any) -> Any:
+                hashes.append(hash_batch(batch))
+                return batch
+
+            _map_loader(trainer.strategy, lambda loader: MappedLoader(loader, noted))
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
         callback = CheckCallback(spec, data, hashes)
@@ -112,15 +121,10 @@ def _turn_dropout_off(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-def _hash_batches(strategy: Any, hashes: list[int]) -> None:
-    """Record the hash of each batch as the loader of a strategy gives it."""
+def _map_loader(strategy: Any, function: Callable[[Any], Any]) -> None:
+    """Have a function change whatever a strategy makes of a loader."""
     process = strategy.process_dataloader
-
-    def note(batch: Any) -> Any:
-        hashes.append(hash_batch(batch))
-        return batch
-
-    strategy.process_dataloader = lambda loader: MappedLoader(process(loader), note)
+    strategy.process_dataloader = lambda loader: function(process(loader))
 
 
 if __name__ == "__main__":
