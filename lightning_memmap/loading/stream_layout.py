@@ -145,8 +145,8 @@ class StreamLayout:
                 items = largest_window(rows, places, held, windows)
                 self.ragged[index] = rows, ItemSpace(field.name, [file], items, count)
             elif series is None or self.is_cut[index]:
-                shape = field.item_shape if series is None else field.shape[1:]
-                self.kinds.append((shape, field.dtype))
+                shape = field.shape if series is None else field.shape[1:]
+                self.kinds.append(([size for size in shape if size is not None], field.dtype))
                 read.append(file)
         #: Room for the rows that have one shape, or for steps.
         self.space = ItemSpace(columns[0][0].name, read, most, count)
