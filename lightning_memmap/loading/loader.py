@@ -15,10 +15,9 @@ from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import prefetched
-from lightning_memmap.loading.row_source import released_error
+from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.steps import Fetched, Steps
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement import DataTopology
