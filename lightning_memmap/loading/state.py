@@ -36,10 +36,17 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @classmethod
     def read(cls, state: object) -> "LoaderState":
         """Check a state that `as_dict` has returned."""
+        given: Any = state
+        skipped = None
+        if isinstance(state, Mapping):
+            given, skipped = {**state}, state.get("skipped")
+            given.pop("skipped", None)
         try:
-            read = msgspec.convert(state, cls, dec_hook=_skipped)
+            read = msgspec.convert(given, cls)
             msgspec.convert(read.sampler, _Order)
-        except (msgspec.ValidationError, ValueError) as error:
+            if skipped is not None:
+                read = msgspec.structs.replace(read, skipped=SkippedSteps.read(skipped))
+        except ValueError as error:
             raise _no_state(str(error)) from error
         if read.position > read.num_positions:
             raise _no_state(f"position={read.position} of num_positions={read.num_positions}")
@@ -55,10 +62,6 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The rows of the dataset that the loader has; None where it has all of them."""
         found: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
         return found
-
-
-def _skipped(kind: type, given: Any) -> SkippedSteps:
-    return SkippedSteps.read(given)
 
 
 def _no_state(problem: str) -> ValueError:
