@@ -32,10 +32,9 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.checksums import hashed_bytes
+from lightning_memmap.store.directory import unknown_files
 from lightning_memmap.store.places import check_path, place_of
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable
 
 #: What is switched on without a value, and what that means.
@@ -182,7 +181,7 @@ def _verify(path: str) -> int:
         try:
             if isinstance(store, Exception):
                 raise store
-            with show_progress("verifying", hashed_bytes(store.manifest.columns), 1) as advance:
+            with show_progress("verifying", sum(store.manifest.file_bytes.values()), 1) as advance:
                 damages = verify_store(store.location, advance=advance)
         except (MemmapError, OSError) as error:
             print_error(error)

@@ -273,7 +273,7 @@ class RaggedColumn(_Column):
                 write_all(index, data, first * 8 * width)
             if end:
                 values = files.open(self.rows_name, os.O_CREAT)
-                claim(values, end * self.field.item_bytes, "to lay rows of one shard together")
+                claim(values, end * self.field.item_bytes)
                 begin = 0
                 for _, places in self._places(files):
                     for joined in self._joined(directory, places):

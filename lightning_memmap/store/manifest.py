@@ -29,7 +29,7 @@ from lightning_memmap.store.columns import (
     shard_items,
     stored_columns,
 )
-from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
+from lightning_memmap.store.files import TEMPORARY, open_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
@@ -283,24 +283,6 @@ def _named(data: bytes, error: Exception) -> str:
 
 def _shown(value: msgspec.Raw) -> str:
     return short_repr(bytes(value)[:99].decode(errors="replace"))[1:-1]
-
-
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every file of the columns is there, is a plain file, and has exactly its size."""
-    for column in manifest.columns:
-        for name, expected in column.file_bytes.items():
-            path = directory / name
-            try:
-                found = check_plain(path)
-            except FileNotFoundError:
-                raise StoreError(f"{path} is missing: build the store again") from None
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if found != expected:
-                raise StoreError(
-                    f"{path} has {found} bytes, expected {expected}"
-                    f" ({manifest.num_rows} rows of {column.field}): build the store again"
-                )
 
 
 def _are_stored(pool: Pool, shards: Shards) -> bool:

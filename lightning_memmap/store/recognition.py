@@ -21,10 +21,9 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.probes import NUM_PROBES, hash_row
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
-from lightning_memmap.store.workers import run_tasks
+from lightning_memmap.store.workers import RowRanges, run_tasks
 
 _MAX_RANGE_ROWS = 4096
 _FIRST_ROW_S = 0.1

@@ -29,7 +29,7 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain
-from lightning_memmap.store.manifest import Manifest, check_files
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
@@ -252,13 +252,14 @@ def _is_whole(version: Path, manifest: Manifest) -> bool:
     """Whether a version is there, no link leads to it, and its files are plain and have their
     sizes."""
     try:
-        check_files(version, manifest)
+        sizes = {name: check_plain(version / name) for name in manifest.file_bytes}
         num_bytes = check_plain(version / RECORDS)
         check_plain(version / _IN_USE)
     except (MemmapError, OSError):
         return False  # It is not there, or was damaged.
     is_here = os.path.realpath(version) == str(version)
-    return is_here and num_bytes == 8 * len(manifest.columns) * manifest.num_shards
+    expected = 8 * len(manifest.columns) * manifest.num_shards
+    return is_here and sizes == manifest.file_bytes and num_bytes == expected
 
 
 def _bytes_of(version: Path) -> tuple[int, int]:

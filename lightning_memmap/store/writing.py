@@ -19,9 +19,9 @@ from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
-from lightning_memmap.store.sources import Source, reading_order, source_of
+from lightning_memmap.store.sources import Source, source_of
 from lightning_memmap.store.store import Store
-from lightning_memmap.store.workers import Workers, threads
+from lightning_memmap.store.workers import RowNumbers, Workers, threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -36,8 +36,6 @@ _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 _JOURNAL_INTERVAL_S = 5.0
 #: How long a task without rows takes.
 _PAUSE_S = 0.02
-
-RowNumbers = range | Integers
 
 
 class Tasks(Protocol):
@@ -62,12 +60,13 @@ def write_dataset(
 
     ``plan`` is given a writer like those of the workers, which end with the last task.
     """
+    assert building.journal is not None
     make = partial(
         RangeWriter,
         schema=building.draft.schema,
         columns=building.draft.columns,
-        building=building.path,
-        journal=building.journal.name if building.journal else None,
+        generation=building.path,
+        journal=building.journal.name,
         row_bytes=row_bytes,
         first_row=first_row,
     )
@@ -102,71 +101,58 @@ class RangeWriter:
         dataset: Any,
         schema: Schema,
         columns: Sequence[Column],
-        building: Path,
-        journal: str | None,
+        generation: Path,
+        journal: str,
         row_bytes: int,
         first_row: int = 0,
     ) -> None:
         self._dataset, self._schema, self._first_row = dataset, schema, first_row
         self._row_bytes = max(1, row_bytes)
-        self._source = _source_of(dataset, schema)
-        self._order = reading_order(self._source, len(dataset))
+        #: The arrays in which the rows lie, which are read by slices.
+        self.source = _source_of(dataset, schema)
         # Two take turns: while one is being written, the other is filled.
         self._memory: list[dict[str, Tensor]] = [{}, {}]
         self._thread = threads(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         self._max_item_rows = min(_MAX_ITEM_ROWS, self._rows_of(_ITEM_BYTES))
-        #: Whether the rows lie in arrays, which are read by slices.
-        self.has_arrays = self._source is not None
         #: The most rows of a range.
         self.max_rows = _MAX_ITEM_BLOCKS * self._max_item_rows
-        if self.has_arrays:  # Rows of a store are copied.
-            is_copied = isinstance(self._source, _StoredRows)
+        if self.source is not None:  # Rows of a store are copied.
+            is_copied = isinstance(self.source, _StoredRows)
             self.max_rows = self._rows_of(_ITEM_BYTES if is_copied else _SLICE_BYTES)
-        if self.has_arrays and any(field.num_variable for field in schema.fields):
-            self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._writer = RowWriter(building, columns, journal)
+            if any(field.num_variable for field in schema.fields):
+                self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
+        self._writer = RowWriter(generation, columns, journal)
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
         return max(1, num_bytes // self._row_bytes)
 
     def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
-        """Write rows, given by their numbers in the store; a range where reading has an order."""
-        start = perf_counter()
-        mine = _moved(rows, -self._first_row)
+        """Write rows, given by their numbers in the store."""
+        start, mine = perf_counter(), _moved(rows, -self._first_row)
         if not len(rows):
             sleep(_PAUSE_S)
-        elif self._order is None:
-            self._write_rows(mine)
-        else:
-            assert isinstance(mine, range)
-            self._write_rows(self._order[mine.start : mine.stop])
-        return rows, perf_counter() - start
-
-    def _write_rows(self, rows: RowNumbers) -> None:
-        if not self._write_slices(rows):
+        elif not self._write_slices(mine):
             for index in range(0, len(rows), self._max_item_rows):
-                self._write_items(rows[index : index + self._max_item_rows])
+                self._write_items(mine[index : index + self._max_item_rows])
             self._writing.result()
-
-    def _write(self, rows: RowNumbers, values: Sequence[Values]) -> None:
-        self._writer.write(_moved(rows, self._first_row), values)
+        return rows, perf_counter() - start
 
     def _write_slices(self, rows: RowNumbers) -> bool:
         """Write rows that are read many at once; False where they must be read as items."""
-        if self._source is None:
+        if self.source is None:
             return False
         try:
-            found = self._source.read(rows)
+            found = self.source.read(rows)
         except SchemaError:  # Some do not fit, and are to be named.
             return False
         if any(values.num_rows != len(rows) for values in found):
             return False
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
-        self._write(rows, found)
+        self._writer.write(_moved(rows, self._first_row), found)
         return True
 
     def _write_items(self, rows: RowNumbers) -> None:
@@ -203,7 +189,7 @@ class RangeWriter:
             else join_values([piece[index] for piece in pieces])
             for index, field in enumerate(self._schema.fields)
         ]
-        self._write(rows, whole)
+        self._writer.write(_moved(rows, self._first_row), whole)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
