@@ -14,7 +14,7 @@ import xxhash
 from lightning_memmap.store.columns import Column, FileRange
 from lightning_memmap.store.files import open_plain, unreadable
 from lightning_memmap.store.manifest import MANIFEST
-from lightning_memmap.store.remote.store import RemoteStore, open_store
+from lightning_memmap.store.remote.cache import RemoteStore, open_store
 from lightning_memmap.store.workers import threads
 
 Advance = Callable[[int], None]
