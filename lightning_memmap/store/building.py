@@ -20,7 +20,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from reprlib import repr as short_repr
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
@@ -33,7 +32,7 @@ from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import Values
-from lightning_memmap.store.columns import Column, grow_columns
+from lightning_memmap.store.columns import Column, columns_of
 from lightning_memmap.store.directory import (
     JOURNAL,
     KEY,
@@ -383,7 +382,7 @@ def read_draft(generation: Path, key: str) -> Manifest:
     with closing(OpenFiles(generation, is_own=True)) as files:
         data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
-    columns = grow_columns(found.schema, found.shards)
+    columns = columns_of(found.schema, found.shards)
     return replace(found, columns=columns, generation=generation.name)
 
 
@@ -449,7 +448,7 @@ def _check_same(found: Manifest, draft: Manifest) -> None:
     for name in sorted({*one, *other} - {"dataset"}):
         if one.get(name) != other.get(name):
             named = name.removeprefix(".")
-            old, new = short_repr(one.get(name)), short_repr(other.get(name))
+            old, new = (str(each.get(name))[:99] for each in (one, other))
             raise StoreError(f"it has {named}={old}, and this one {named}={new}")
 
 

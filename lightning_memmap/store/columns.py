@@ -12,6 +12,7 @@ size says where each row is; `RaggedColumn.finish` lays them together.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,6 @@ from lightning_memmap.schema import Field, Schema, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
-    claim,
     leaf_bytes,
     read_exactly,
     write_all,
@@ -257,31 +257,24 @@ class RaggedColumn(_Column):
 
     def finish(self, directory: Path) -> "RaggedColumn":
         """Lay the rows together once all are written. After a kill it is done again."""
-        files = OpenFiles(directory)
-        try:
-            bounds = np.append(self.shards.starts, self.shards.num_rows)
-            edges = np.zeros(len(bounds), np.int64)
-            index = files.open(self._index_name, os.O_CREAT)
-            end, width = 0, self._index_width
+        bounds = np.append(self.shards.starts, self.shards.num_rows)
+        edges = np.zeros(len(bounds), np.int64)
+        end = num_bytes = 0
+        with closing(OpenFiles(directory)) as files:
             for first, places in self._places(files):
                 packed = packed_index(places[:, 2:])
                 packed[:, 0] += end
                 within = (bounds > first) & (bounds <= first + len(places))
                 edges[within] = packed[bounds[within] - first - 1, 0]
                 end = int(packed[-1, 0])
-                data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8).data
-                write_all(index, data, first * 8 * width)
-            if end:
-                values = files.open(self.rows_name, os.O_CREAT)
-                claim(values, end * self.field.item_bytes)
-                begin = 0
-                for _, places in self._places(files):
-                    for joined in self._joined(directory, places):
-                        write_all(values, joined.data, begin)
-                        begin += len(joined)
+                index = files.open(self._index_name, os.O_CREAT)
+                write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
+                for joined in self._joined(directory, places):
+                    write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
+                    num_bytes += len(joined)
+            if num_bytes:
+                os.truncate(files.open(self.rows_name), num_bytes)
             files.sync()
-        finally:
-            files.close()
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
@@ -311,7 +304,8 @@ class RaggedColumn(_Column):
                 copy_segments(
                     pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]
                 )
-            yield out
+            if len(out):
+                yield out
             first, begin = end, int(ends[end - 1])
 
     def open(self, directory: Path) -> ItemRows:
@@ -330,14 +324,6 @@ class RaggedColumn(_Column):
 Column = FixedColumn | RaggedColumn
 
 
-def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
-    """Make the columns of a store that has no rows yet, one for each field, in their order."""
-    return tuple(
-        (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
-        for field in schema.fields
-    )
-
-
 #: The items of each shard of a column whose rows differ in length, as a manifest has them.
 ShardItems = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
 
@@ -351,21 +337,24 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
     }
 
 
-def stored_columns(
-    schema: Schema, shards: Shards, items: Mapping[str, ShardItems]
+def columns_of(
+    schema: Schema, shards: Shards, items: Mapping[str, ShardItems] | None = None
 ) -> tuple[Column, ...]:
-    """The columns of an existing store, one for each field, from what its manifest says of them."""
-    grown = grow_columns(schema, shards)
-    if items.keys() != shard_items(grown).keys():
-        raise ValueError("its columns are not those of its fields")
-    if any(len(each) != shards.num_shards for each in items.values()):
-        raise ValueError("its columns do not have a number of items for each shard")
-    return tuple(
-        replace(column, shard_items=tuple(items[column.field.name]))
-        if isinstance(column, RaggedColumn)
-        else column
-        for column in grown
-    )
+    """The columns of a store, one for each field, in their order: those of one that has no rows
+    yet, or with what a manifest says of them."""
+    columns = list[Column]()
+    for field in schema.fields:
+        if not field.num_variable:
+            columns.append(FixedColumn(field, shards))
+        elif items is None:
+            columns.append(RaggedColumn(field, shards))
+        else:
+            columns.append(RaggedColumn(field, shards, tuple(items.get(field.name, ()))))
+    if items is not None:
+        counts = {name: len(each) for name, each in shard_items(columns).items()}
+        if counts != {name: len(each) for name, each in items.items()}:
+            raise ValueError("its columns are not those of its fields")
+    return tuple(columns)
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:

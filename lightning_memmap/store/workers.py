@@ -260,11 +260,13 @@ def _work(make: bytes, task: Any) -> Any:
 
 def end_with_starter() -> None:
     """Have this worker process killed when the process that started it ends."""
-    starter, parent = os.getppid(), multiprocessing.parent_process()
+    # It may be the child of a fork server.
+    parent: Any = multiprocessing.parent_process()
+    starter = os.getppid()
     # The signal comes when the thread that started this process ends. It waits for the tasks.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It does not come if that thread ended before this call.
-    if os.getppid() != starter or parent is None or not parent.is_alive():
+    if os.getppid() != starter or not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
     Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()

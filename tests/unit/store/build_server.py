@@ -33,7 +33,7 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
