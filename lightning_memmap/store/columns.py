@@ -342,19 +342,16 @@ def columns_of(
 ) -> tuple[Column, ...]:
     """The columns of a store, one for each field, in their order: those of one that has no rows
     yet, or with what a manifest says of them."""
-    columns = list[Column]()
-    for field in schema.fields:
-        if not field.num_variable:
-            columns.append(FixedColumn(field, shards))
-        elif items is None:
-            columns.append(RaggedColumn(field, shards))
-        else:
-            columns.append(RaggedColumn(field, shards, tuple(items.get(field.name, ()))))
-    if items is not None:
-        counts = {name: len(each) for name, each in shard_items(columns).items()}
-        if counts != {name: len(each) for name, each in items.items()}:
-            raise ValueError("its columns are not those of its fields")
-    return tuple(columns)
+    counts = {field.name: shards.num_shards for field in schema.fields if field.num_variable}
+    if items is not None and {name: len(each) for name, each in items.items()} != counts:
+        raise ValueError("its columns are not those of its fields")
+    known = items or {}
+    return tuple(
+        RaggedColumn(field, shards, tuple(known.get(field.name, ())))
+        if field.num_variable
+        else FixedColumn(field, shards)
+        for field in schema.fields
+    )
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:

@@ -37,6 +37,9 @@ JOURNAL = "journal"
 SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
+#: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
+_locks = set[int]()
+os.register_at_fork(after_in_child=lambda: [_release(lock) for lock in [*_locks]])
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +105,8 @@ class StoreDirectory:
         with ExitStack() as stack:
             try:
                 lock = self._open_lock(path)
-                stack.callback(os.close, lock)
+                _locks.add(lock)
+                stack.callback(_release, lock)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -124,8 +128,6 @@ class StoreDirectory:
                     f"the store at {self.path} cannot be locked: {error}: choose another directory,"
                     f" or let the owner of {self.path} build the store or remove {path}"
                 ) from error
-            # Processes that were forked meanwhile share it.
-            stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
             self._clear()
             yield
 
@@ -204,6 +206,12 @@ class StoreDirectory:
                     if stat.S_ISDIR(status.st_mode) and status.st_uid in owners:
                         found.append(path)
         return found
+
+
+def _release(lock: int) -> None:
+    if lock in _locks:
+        _locks.remove(lock)
+        os.close(lock)
 
 
 def remove_tree(path: Path) -> None:

@@ -165,6 +165,7 @@ def build_and_check(build: Build) -> None:
     write_ranges_of(build.range_rows)
     if build.outlived:
         workers.end_with_starter = lambda: None
+        workers._work = work_and_end
     numbered = Numbered(build.num_rows, build.version)
     dataset: Any = numbered
     if build.delay_s:
@@ -253,6 +254,19 @@ def read_slowly(delay_s: float) -> None:
         return read(self, *arguments, **options)
 
     RemoteFiles.read = slow  # type: ignore[method-assign]
+
+
+work = workers._work
+
+
+def work_and_end(make: bytes, task: Any) -> Any:
+    """A worker that ends when its task is done, if its builder is gone."""
+    builder = os.getpgid(0)
+    try:
+        return work(make, task)
+    finally:
+        if os.getppid() != builder:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Deadly(Wrapped):

@@ -635,9 +635,7 @@ def check_full_disk(outcomes: dict[str, Any]) -> None:
     assert needed == pytest.approx(2 * 3 * 2**18 + 200 * 24, rel=0.02)
     assert str(refused["free"]) in refused["message"]
     assert refused["left"] == []
-    sounds = outcomes["sounds"]
-    assert sounds["num_rows"] == 200
-    assert sounds["least free"] <= sounds["free"] - 3 * 2**17
+    assert outcomes["sounds"]["num_rows"] == 200
 
     # There is room again: the failed builds left nothing on the disk.
     assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
