@@ -32,7 +32,7 @@ from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import Values
-from lightning_memmap.store.columns import Column, columns_of
+from lightning_memmap.store.columns import Column, columns_of, compute_checksums
 from lightning_memmap.store.directory import (
     JOURNAL,
     KEY,
@@ -53,7 +53,6 @@ from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.verify import compute_checksums
 from lightning_memmap.store.workers import RowNumbers, threads
 
 #: What a build needs on the disk beside the rows: its draft, its journal, the manifest.

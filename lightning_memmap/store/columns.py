@@ -9,18 +9,21 @@ While a ragged column grows, each writer appends its rows to a file of its own, 
 size says where each row is; `RaggedColumn.finish` lays them together.
 """
 
+import errno
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -31,7 +34,9 @@ from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
     leaf_bytes,
+    open_plain,
     read_exactly,
+    unreadable,
     write_all,
     write_rows,
 )
@@ -44,8 +49,13 @@ from lightning_memmap.store.open_columns import (
     packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
+from lightning_memmap.store.workers import threads
 
 _MAX_FILE_BYTES = 2**62
+#: Read at once, into memory that is used again: new memory costs more than the read.
+_READ_BYTES = 2**18
+#: The progress bar moves on after so many, since that takes longer than to read a small shard.
+_SHOWN_BYTES = 2**23
 _JOIN_BYTES = 32 * 2**20
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
@@ -365,3 +375,52 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
                 f" values, and a size of more than {MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
+
+
+def compute_checksums(
+    directory: Path, columns: Sequence[Column], *, num_threads: int, advance: Callable[[int], None]
+) -> dict[str, tuple[str, ...]]:
+    """Read all files of a store and hash each shard: XXH3."""
+    sums = {}
+    with threads(num_threads) as pool:
+        for column in columns:
+            path, ranges = directory, column.shard_ranges()
+            # Several shards at once: there may be many that are small, or empty.
+            step = -(-len(ranges) // (2 * num_threads))
+            groups = [ranges[first : first + step] for first in range(0, len(ranges), step)]
+            # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
+            try:
+                with ExitStack() as stack:
+                    files = {}
+                    for name in column.file_bytes:
+                        path = directory / name
+                        file = stack.enter_context(open(open_plain(path), "rb", buffering=0))
+                        files[name] = file.fileno()
+                    hash_group = partial(_hash_shards, files, advance)
+                    sums[column.field.name] = tuple(chain(*pool.map(hash_group, groups)))
+            except OSError as error:
+                raise unreadable(path, error) from error
+    return sums
+
+
+def _hash_shards(
+    files: Mapping[str, int], advance: Callable[[int], None], shards: Iterable[Sequence[FileRange]]
+) -> list[str]:
+    """The hashes of shards, each given as pieces of files."""
+    hashes, num_read = [], 0
+    memory = memoryview(bytearray(_READ_BYTES))
+    for pieces in shards:
+        digest = xxhash.xxh3_64()
+        for name, start, end in pieces:
+            while start < end:
+                if not (count := os.preadv(files[name], [memory[: end - start]], start)):
+                    raise OSError(errno.EIO, f"it ends at byte {start}, and should have {end}")
+                digest.update(memory[:count])
+                start += count
+                num_read += count
+                if num_read >= _SHOWN_BYTES:
+                    advance(num_read)
+                    num_read = 0
+        hashes.append(digest.hexdigest())
+    advance(num_read)
+    return hashes
