@@ -35,7 +35,6 @@ from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, 
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
-from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.sources import nullable_columns, reading_order

@@ -51,8 +51,8 @@ from lightning_memmap.store.files import (
 )
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
+from lightning_memmap.store.samples import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.workers import RowNumbers, threads
 
 #: What a build needs on the disk beside the rows: its draft, its journal, the manifest.

@@ -30,7 +30,7 @@ from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is
 from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
-from lightning_memmap.store.probes import Probes
+from lightning_memmap.store.samples import Probes
 from lightning_memmap.store.serving import Serving, Wanted
 from lightning_memmap.store.sources import reading_order, source_of
 from lightning_memmap.store.store import Store, open_directory

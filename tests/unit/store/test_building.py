@@ -26,8 +26,8 @@ from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import probe_rows
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import RowRanges, Workers
 from tests.datasets import Counting, Numbered, Wrapped, holds
 from tests.unit.store.layout import files_of
