@@ -37,6 +37,7 @@ from lightning_memmap.store.manifest import Manifest, are_class_names, check_num
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
+from lightning_memmap.store.samples import Probes, probe_rows, take_probes
 from lightning_memmap.store.sources import nullable_columns, reading_order
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
