@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,17 +24,18 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import ORDER, Building, explained, read_draft
+from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
-from lightning_memmap.store.range_writer import RowNumbers, write_dataset
 from lightning_memmap.store.samples import Probes
 from lightning_memmap.store.serving import Serving, Wanted
+from lightning_memmap.store.sources import reading_order, source_of
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import Workers
+from lightning_memmap.store.workers import RowNumbers, Workers
+from lightning_memmap.store.writing import write_dataset
 
 #: Work of the first tasks, of one while a reader waits, and of others; the most bytes of its rows.
 _FIRST_TASK_S, _SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.02, 0.1, 32 * 2**20
@@ -233,11 +234,11 @@ class BackgroundBuild:
         asked, path = self._asked, self._asked.directory.path
         identity, probes = asked.identity(), asked.probes(self._workers)
         draft = asked.draft(asked.dataset, probes, identity)
-        if ORDER in draft.source:
+        if reading_order(source_of(asked.dataset, draft.schema), draft.num_rows) is not None:
             self.is_unfit = True
             return
         building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
-        with closing(building), explained(path, "the next run then goes on"):
+        with building:
             serving = self.serving = Serving.make(building.path, draft.num_rows)
             try:
                 self._write(building, serving, probes)

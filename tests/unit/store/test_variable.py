@@ -16,7 +16,7 @@ from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Pad
-from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
+from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
 from tests.datasets import Counting, Ragged, Replaced, Wrapped
@@ -310,8 +310,8 @@ def test_text_and_bytes_come_back(tmp_path: Path, values: list[Any]) -> None:
 def test_build_that_failed_is_resumed(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 100)
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 100)
+    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
     dataset = Ragged(300)
     broken = Replaced(dataset, {290: ValueError("broken")})
     with pytest.raises(DatasetError, match="row 290"):
