@@ -23,7 +23,7 @@ from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
-from lightning_memmap.sampling.differences import difference_of
+from lightning_memmap.sampling.identity import difference_of
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import SkippedSteps
 

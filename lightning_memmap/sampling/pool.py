@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Rows, StoreRows, WindowedRows
-from lightning_memmap.sampling.shards import Integers, Shards, firsts_of, shard_rows
+from lightning_memmap.sampling.rows import (
+    Integers,
+    Rows,
+    Shards,
+    StoreRows,
+    WindowedRows,
+    firsts_of,
+    shard_rows,
+)
 
 #: Windows that are located at once.
 _BLOCK_WINDOWS = 2**18

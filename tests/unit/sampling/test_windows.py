@@ -21,7 +21,7 @@ from lightning_memmap.sampling import (
     shard_rows,
 )
 from lightning_memmap.sampling.permutations import BlockPermutation
-from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
+from lightning_memmap.sampling.schedule import DEFAULT_WINDOW_BYTES
 from tests.rows import make_sampler
 
 SEEDS = st.integers(0, 2**63 - 1)
