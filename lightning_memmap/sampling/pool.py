@@ -183,11 +183,8 @@ class Pool:
         """The same as numbers in the whole dataset."""
         return self.rows.dataset_rows(self.numbers(shards, offsets))
 
-    def rows_of(self, shard: int) -> range | Integers:
+    def rows_of(self, shard: int) -> Integers:
         """The dataset rows of one shard, in its order."""
-        is_plain = isinstance(self.rows, StoreRows) and self.rows.is_in_files
-        if is_plain and self.chosen is None and self.is_striped:
-            return self._striping.rows_of(shard)
         return self.dataset_rows(*self.offsets_of(shard))
 
     def offsets_of(self, shard: int) -> tuple[Integers, Integers]:

@@ -76,10 +76,6 @@ class Shards:
         """The place of each shard's first row, int64 of shape (C,)."""
         return firsts_of(self.sizes)
 
-    def rows_of(self, shard: int) -> range:
-        """The rows of one shard, in its order."""
-        return range(shard, self.num_rows, self.num_shards)
-
     def locate(self, rows: Integers) -> Integers:
         """The places of rows, int64 of the same shape."""
         offsets = rows // self.num_shards

@@ -31,29 +31,21 @@ class Piece:
     num_full: int
     tail: tuple[int, ...] = ()
 
-    @property
-    def last(self) -> int:
-        """One past the last position."""
-        return self.first + self.num_full * self.global_batch + sum(self.tail)
-
     def __len__(self) -> int:
         return self.num_full + len(self.tail)
 
-    def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step of this piece."""
-        return self.upto(step).last, self.upto(step + 1).last
-
-    def upto(self, step: int) -> "Piece":
-        """The steps before this one."""
-        num_full = min(step, self.num_full)
-        return replace(self, num_full=num_full, tail=self.tail[: step - num_full])
+    def edge(self, step: int) -> int:
+        """The first position of a step of this piece, or one past the last one."""
+        full = min(step, self.num_full)
+        return self.first + full * self.global_batch + sum(self.tail[: step - full])
 
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
         full = min((position - self.first) // self.global_batch, self.num_full)
-        steps = range(full, full + 1 + (len(self.tail) if full == self.num_full else 0))
-        pieces = map(self.upto, steps)
-        return next((piece for piece in pieces if piece.last == position), None)
+        for step in range(full, len(self) + 1 if full == self.num_full else full + 1):
+            if self.edge(step) == position:
+                return replace(self, num_full=full, tail=self.tail[: step - full])
+        return None
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ class BatchSchedule:
         left = step
         for piece in self.pieces:
             if 0 <= left < len(piece):
-                return piece.bounds(left)
+                return piece.edge(left), piece.edge(left + 1)
             left -= len(piece)
         raise IndexError(f"step={step}: the schedule has {len(self)} steps")
 

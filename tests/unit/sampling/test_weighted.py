@@ -78,7 +78,7 @@ def test_lengths_fill_the_line_and_shards_cover_it(
     # In whole units, and so exactly as long as the epoch.
     unit = int(lengths.sum()) // num_samples
     assert int(lengths.sum()) == unit * num_samples
-    held = [row for shard in range(num_shards) for row in np.asarray(pool.rows_of(shard)).tolist()]
+    held = [row for shard in range(num_shards) for row in pool.rows_of(shard).tolist()]
     assert set(held) == set(np.flatnonzero(given_weights).tolist())
     # Only a row on a cut is in two shards.
     assert pool.num_rows <= len(given_weights) + num_shards - 1
@@ -100,7 +100,7 @@ def test_positions_are_served_by_their_shards_in_any_division(
     assert again.pool.dataset_rows(homes, offsets).tolist() == whole[start::step]
     for shard in range(num_shards):
         mine = {row for p, row in enumerate(whole) if p % num_shards == shard}
-        assert mine <= set(np.asarray(sampler.pool.rows_of(shard)).tolist())
+        assert mine <= set(sampler.pool.rows_of(shard).tolist())
 
 
 # Distributions. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 %
