@@ -221,7 +221,7 @@ class SuperBatchLoader:
             self._check_order(saved, start)
             start = saved
         pieces = self._schedule(start.position, start.epoch).pieces
-        left = min((piece.last - piece.first for piece in pieces), default=0)
+        left = min((piece.edge(len(piece)) - piece.first for piece in pieces), default=0)
         num_devices = self._rows.topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(

@@ -39,6 +39,10 @@ class Piece:
         full = min(step, self.num_full)
         return self.first + full * self.global_batch + sum(self.tail[: step - full])
 
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and one-past-last position of a step of this piece."""
+        return self.edge(step), self.edge(step + 1)
+
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
         full = min((position - self.first) // self.global_batch, self.num_full)
@@ -107,7 +111,7 @@ class BatchSchedule:
         left = step
         for piece in self.pieces:
             if 0 <= left < len(piece):
-                return piece.edge(left), piece.edge(left + 1)
+                return piece.bounds(left)
             left -= len(piece)
         raise IndexError(f"step={step}: the schedule has {len(self)} steps")
 
