@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.schema.values import join_values
+from lightning_memmap.schema.fields import join_values
 from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
