@@ -203,19 +203,10 @@ def test_value_of_another_type_within_a_class_is_refused(
     assert "NoneType" not in command.err
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"words\n", "Unexpected config: words"),
-        (b"\xff\xfe", "strange.yaml' is not a text file in UTF-8"),
-    ],
-)
-def test_config_without_options_is_refused(
-    command: Command, tmp_path: Path, content: bytes, words: str
-) -> None:
-    (tmp_path / "strange.yaml").write_bytes(content)
+def test_config_without_options_is_refused(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "strange.yaml").write_text("words\n")
     assert command("fit", "--config", tmp_path / "strange.yaml") == 2
-    assert words in command.err
+    assert "Unexpected config: words" in command.err
     assert command.err.count("\n") == 2
 
 
@@ -297,8 +288,6 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
-        (("trainer",), {"devices": "four"}, "trainer.devices='four': "),
-        (("trainer",), {"val_check_interval": 0}, "trainer.val_check_interval=0: give 1 or more"),
         (DATA, {"batch_size": None}, "batch_size=None: give an integer"),
         (DATA, {"sampler": "Sampler"}, "sampler.Sampler'>: give Weighted(...)"),
         (

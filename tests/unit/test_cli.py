@@ -355,10 +355,10 @@ class TestProgram:
         assert command.out == ""
 
     def test_help_lists_datasets_to_choose_from(self, command: Command) -> None:
-        importlib.import_module("lightning_memmap.compare.rows")  # As a comparison does.
+        importlib.import_module("lightning_memmap.compare.loaders")  # As a comparison does.
         assert command("build", "--help") == 0
         assert "ColumnDataset" in command.out
-        assert "PlainRows" not in command.out
+        assert "StoredRows" not in command.out
 
     @pytest.mark.slow
     def test_module_run_as_a_program_gives_the_exit_code(self, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from markupsafe import escape
 
-from lightning_memmap.compare.page import render_html
-from lightning_memmap.compare.report import Report
+from lightning_memmap.compare.report import Report, render_html
 from tests.unit.compare.reports import MODEL, make_parity, make_report, make_variant
 
 pytestmark = pytest.mark.slow

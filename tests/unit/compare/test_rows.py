@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.compare.rows import (
-    HashedTransform,
-    expected_hashes,
-    hash_batch,
-)
+from lightning_memmap.compare.parity import HashedTransform, hash_batch
+from lightning_memmap.compare.prepare import expected_hashes
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.microbatch import MicroBatches
