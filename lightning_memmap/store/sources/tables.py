@@ -65,7 +65,7 @@ class ArrowRows(Column):
             if sorted(names) == sorted(keys):
                 return [self._like(array.field(names.index(key))) for key in keys]
         elif node.is_list and _is_list(array.type) and (_lengths(array) == len(keys)).all():
-            places = np.arange(len(array) * len(keys)).reshape(-1, len(keys))
+            places = np.arange(len(array) * len(keys)).reshape(len(array), len(keys))
             items = array.flatten()
             return [self._like(items.take(pa.array(column))) for column in places.T]
         raise MismatchError(f"found {array.type}")
