@@ -124,13 +124,6 @@ def test_figure_from_outside_is_in_report_and_tables(
     assert "1.60 s" in printed
 
 
-def test_bytes_of_all_processes_add_up() -> None:
-    found = make_variant("ddp").figures
-    assert found["communication_bytes"] == [8000]
-    assert found["state_bytes"] == [16_000]
-    assert found["optimizer_bytes"] == [8000]
-
-
 def test_tables_fit_eighty_columns() -> None:
     names = ("memmap_superbatch+ideal", "auto+workers2", "memmap_superbatch")
     variants = [make_variant(name, (12_345.0, 12_456.0)) for name in names]

@@ -61,14 +61,6 @@ def test_expected_hashes_are_those_of_a_loader(
     assert len(set(found)) == (10 if shuffle else 5)
 
 
-def test_assembled_batch_has_the_hash_of_its_super_batch(
-    numbered_store: Callable[..., Store],
-) -> None:
-    loader = make_loader(numbered_store(70, 6), 2, 6)
-    super_batch = next(iter(loader))
-    assert hash_batch(super_batch) == hash_batch(super_batch.to(CPU))
-
-
 def test_divided_batch_has_the_rows_of_its_batch() -> None:
     divided = MicroBatches.split(BATCH, [CPU] * 3)
     assert len(divided.parts) == 3
