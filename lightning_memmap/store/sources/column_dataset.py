@@ -99,25 +99,24 @@ def _has_missing(column: Any) -> bool:
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
-        from lightning_memmap.store.sources.tables import parquet_columns
-
-        return {**parquet_columns(local_path(given), partial(chosen, names))}
+        return {**_tables().parquet_columns(local_path(given), partial(_chosen, names))}
     if is_frame(given):
         if _library(given) == "pandas":
-            return {name: given[name] for name in chosen(names, list(given.columns))}
-        table = _arrow_table(given)
-        return {name: table.column(name) for name in chosen(names, table.column_names)}
+            return {name: given[name] for name in _chosen(names, list(given.columns))}
+        method = _method_of(given)
+        table = _tables().arrow_table(getattr(given, method)() if method else given)
+        return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
-        return {name: given[name] for name in chosen(names, list(given))}
+        return {name: given[name] for name in _chosen(names, list(given))}
     raise TypeError(
         f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
         " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
     )
 
 
-def chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
+def _chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
     """The names of the columns to use, in order: all, or those that a user gives."""
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a list of names")
@@ -129,15 +128,6 @@ def chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
                 f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
             )
     return wanted
-
-
-def _arrow_table(given: Any) -> Any:
-    """A table of any library as one of Arrow."""
-    import pyarrow as pa
-
-    if method := _method_of(given):
-        given = getattr(given, method)()
-    return given if isinstance(given, pa.Table) else pa.table(given)
 
 
 def _by_position(name: str, column: Any) -> Any:
@@ -155,10 +145,7 @@ def _by_position(name: str, column: Any) -> Any:
     if _library(column) == "pandas":
         return _pandas_column(name, column)
     if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
-        import pyarrow as pa
-
-        is_stream = hasattr(column, "__arrow_c_stream__")
-        return _arrow_column(name, pa.chunked_array(column) if is_stream else pa.array(column))
+        return _tables().arrow_column(name, column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 
@@ -173,15 +160,14 @@ def _pandas_column(name: str, series: Any) -> Any:
         values: np.ndarray = series.to_numpy(dtype=object, copy=True)
         values[missing] = None
         return values
-    import pyarrow as pa
-
-    return _arrow_column(name, pa.array(series))
+    return _tables().arrow_column(name, series)
 
 
-def _arrow_column(name: str, column: Any) -> Any:
-    from lightning_memmap.store.sources.tables import arrow_column
+def _tables() -> Any:
+    """What needs pyarrow, which is imported only for tables."""
+    from lightning_memmap.store.sources import tables
 
-    return arrow_column(name, column)
+    return tables
 
 
 def _list_to_numpy(values: Sequence[Any]) -> Any:

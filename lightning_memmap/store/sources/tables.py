@@ -214,8 +214,18 @@ class ArrowColumn(TableColumn):
         return ArrowRows(self.take(rows))
 
 
+def arrow_table(given: Any) -> Any:
+    """A table of any library that speaks Arrow as one of pyarrow."""
+    return given if isinstance(given, pa.Table) else pa.table(given)
+
+
 def arrow_column(name: str, column: Any) -> Any:
-    """A column of Arrow, or one of numbers or times without a gap as an array of numpy."""
+    """A column of any library as one of Arrow, or, of numbers or times without a gap, as an array
+    of numpy."""
+    if not isinstance(column, (pa.Array, pa.ChunkedArray)):
+        # In what pandas gives as a stream, NaN is missing.
+        is_stream = hasattr(column, "__arrow_c_stream__") and not hasattr(column, "isna")
+        column = pa.chunked_array(column) if is_stream else pa.array(column)
     found = ArrowColumn(name, column)
     kind, array = found.column.type, _one(found.column) if not found.has_missing() else None
     is_simple = array is not None and not isinstance(kind, pa.BaseExtensionType)
@@ -328,8 +338,9 @@ class _RowGroups:
     def read(self, group: int, name: str) -> Any:
         """One column of a row group."""
         found = self.groups[group]
+        options = {"batch_size": max(1, found.row_groups[0].num_rows), "use_threads": False}
         with _reading(found.path):
-            return _plain(found.to_table(columns={name: pc.field(name)}, use_threads=False)[0])
+            return _plain(found.to_table(columns={name: pc.field(name)}, **options)[0])
 
     def column(self, group: int, name: str) -> Any:
         """One column of a row group, kept until another one is asked for."""
@@ -357,7 +368,9 @@ class ParquetColumn(ArrowColumn):
     def has_missing(self) -> bool:
         # Statistics are asked first.
         is_missing = pc.field(self.name).is_null()
-        return any(group.count_rows(filter=is_missing) for group in self._groups.groups)
+        return any(
+            group.count_rows(filter=is_missing, use_threads=False) for group in self._groups.groups
+        )
 
     @override
     def pieces(self, rows: Integers) -> Integers:
