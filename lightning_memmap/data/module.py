@@ -51,7 +51,7 @@ from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.probes import first_sample
+from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:

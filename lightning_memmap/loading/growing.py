@@ -9,8 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.memory import Columns, Memory, Ragged
-from lightning_memmap.loading.places import Places
+from lightning_memmap.loading.memory import Columns, Memory, Places, Ragged
 from lightning_memmap.loading.row_source import Leaf
 from lightning_memmap.loading.variable_rows import VariableRows, largest
 from lightning_memmap.sampling import Integers, Sampler

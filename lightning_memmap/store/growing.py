@@ -30,8 +30,8 @@ from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is
 from lightning_memmap.store.files import open_plain, read_exactly
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
-from lightning_memmap.store.probes import Probes
 from lightning_memmap.store.range_writer import RowNumbers, write_dataset
+from lightning_memmap.store.samples import Probes
 from lightning_memmap.store.serving import Serving, Wanted
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers

@@ -30,7 +30,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.serving import Serving, Wanted
 from tests.command_line import CommandLine
 from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
