@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pyarrow.dataset import dataset
+from pyarrow.parquet import ParquetFile
 from torch import Tensor
 from typing_extensions import override
 
@@ -297,29 +299,34 @@ class _RowGroups:
     """The row groups of files, each of which is read as a whole."""
 
     def __init__(self, paths: Sequence[Path], choose: Callable[[list[str]], list[str]]) -> None:
-        from pyarrow.dataset import ParquetFileFormat
-        from pyarrow.fs import LocalFileSystem
-
         stats = [path.stat() for path in paths]
         self.files = [
             (str(path), stat.st_size, stat.st_mtime_ns)
             for path, stat in zip(paths, stats, strict=True)
         ]
-        self.groups, self.kinds = list[Any](), dict[str, Any]()
-        #: By column, the row group that was read last.
-        self._last: dict[str, tuple[int, Any]] = {}
+        self._groups, self.kinds, sizes = list[tuple[Path, int]](), dict[str, Any](), list[int]()
         for path in paths:
-            with _reading(path):
-                file = ParquetFileFormat().make_fragment(str(path), LocalFileSystem())
-                schema, groups = file.physical_schema, file.split_by_row_group()
+            file = self._open(path)
+            schema, counts = file.schema_arrow, range(file.num_row_groups)
             if not self.kinds:
                 self.kinds = {name: schema.field(name).type for name in choose(schema.names)}
             for name, kind in self.kinds.items():
                 self._check(path, schema, name, kind)
-            self.groups += groups
+            self._groups += [(path, number) for number in counts]
+            sizes += [file.metadata.row_group(number).num_rows for number in counts]
         #: Where each row group ends, in rows of all files.
-        sizes = [group.row_groups[0].num_rows for group in self.groups]
         self.ends = np.cumsum(sizes, dtype=np.int64)
+        #: The file, and by column the row group, that was read last.
+        self._file: tuple[Path | None, Any] = None, None
+        self._last: dict[str, tuple[int, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process opens the files for itself.
+        return {**vars(self), "_file": (None, None), "_last": {}}
+
+    def _open(self, path: Path) -> Any:
+        with _reading(path):
+            return ParquetFile(path)
 
     def _check(self, path: Path, schema: Any, name: str, kind: Any) -> None:
         first = self.files[0][0]
@@ -337,19 +344,17 @@ class _RowGroups:
 
     def read(self, group: int, name: str) -> Any:
         """One column of a row group."""
-        found = self.groups[group]
-        options = {"batch_size": max(1, found.row_groups[0].num_rows), "use_threads": False}
-        with _reading(found.path):
-            return _plain(found.to_table(columns={name: pc.field(name)}, **options)[0])
+        path, number = self._groups[group]
+        if self._file[0] != path:
+            self._file = path, self._open(path)
+        with _reading(path):
+            return _plain(self._file[1].read_row_group(number, columns=[name]).column(name))
 
     def column(self, group: int, name: str) -> Any:
         """One column of a row group, kept until another one is asked for."""
         if name not in self._last or self._last[name][0] != group:
             self._last[name] = group, self.read(group, name)
         return self._last[name][1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last": {}}
 
 
 class ParquetColumn(ArrowColumn):
@@ -368,9 +373,8 @@ class ParquetColumn(ArrowColumn):
     def has_missing(self) -> bool:
         # Statistics are asked first.
         is_missing = pc.field(self.name).is_null()
-        return any(
-            group.count_rows(filter=is_missing, use_threads=False) for group in self._groups.groups
-        )
+        files = (dataset(path) for path, *_ in self.files)
+        return any(file.count_rows(filter=is_missing, use_threads=False) for file in files)
 
     @override
     def pieces(self, rows: Integers) -> Integers:
