@@ -156,8 +156,6 @@ class SuperBatchLoader:
 
     def assembled(self, device: torch.device, prefetch: int = 0) -> "SuperBatchLoader":
         """The same loader with batches that are assembled on a device."""
-        if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
         loader = copy.copy(self)
         loader.device, loader.prefetch = device, prefetch
         return loader
