@@ -39,7 +39,7 @@ _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 #: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
 _locks = set[int]()
-os.register_at_fork(after_in_child=lambda: [_release(lock) for lock in [*_locks]])
+os.register_at_fork(after_in_child=lambda: _release(*_locks))
 _log = logging.getLogger(__name__)
 
 
@@ -208,10 +208,11 @@ class StoreDirectory:
         return found
 
 
-def _release(lock: int) -> None:
-    if lock in _locks:
-        _locks.remove(lock)
-        os.close(lock)
+def _release(*locks: int) -> None:
+    for lock in locks:
+        if lock in _locks:
+            _locks.remove(lock)
+            os.close(lock)
 
 
 def remove_tree(path: Path) -> None:
