@@ -39,7 +39,6 @@ _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 #: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
 _locks = set[int]()
-os.register_at_fork(after_in_child=lambda: [_release(lock) for lock in [*_locks]])
 _log = logging.getLogger(__name__)
 
 
@@ -212,6 +211,14 @@ def _release(lock: int) -> None:
     if lock in _locks:
         _locks.remove(lock)
         os.close(lock)
+
+
+def _release_all() -> None:
+    for lock in [*_locks]:
+        _release(lock)
+
+
+os.register_at_fork(after_in_child=_release_all)
 
 
 def remove_tree(path: Path) -> None:
