@@ -39,6 +39,7 @@ _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
 #: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
 _locks = set[int]()
+os.register_at_fork(after_in_child=lambda: _release(*_locks))
 _log = logging.getLogger(__name__)
 
 
@@ -207,18 +208,11 @@ class StoreDirectory:
         return found
 
 
-def _release(lock: int) -> None:
-    if lock in _locks:
-        _locks.remove(lock)
-        os.close(lock)
-
-
-def _release_all() -> None:
-    for lock in [*_locks]:
-        _release(lock)
-
-
-os.register_at_fork(after_in_child=_release_all)
+def _release(*locks: int) -> None:
+    for lock in locks:
+        if lock in _locks:
+            _locks.remove(lock)
+            os.close(lock)
 
 
 def remove_tree(path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import RowList, Schema, Values
-from lightning_memmap.schema.values import join_values
+from lightning_memmap.schema.fields import join_values
 from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store

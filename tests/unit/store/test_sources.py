@@ -508,15 +508,6 @@ def test_dataset_that_raises_for_many_rows_names_the_row(tmp_path: Path) -> None
         build(tmp_path / "store", Broken(torch.randn(60)))
 
 
-@pytest.mark.parametrize("length", [3, 40])
-def test_hugging_face_lists_of_other_lengths_are_stored(tmp_path: Path, length: int) -> None:
-    rows = [list(range(length))] * 30 + [list(range(length + 1))] * 30
-    dataset = import_module("datasets").Dataset.from_dict({"tokens": rows})
-    store = build(tmp_path / "store", dataset)
-    for row, tokens in enumerate(rows):
-        assert [int(token) for token in store[row]["tokens"]] == tokens
-
-
 def test_hugging_face_images_and_transforms_are_stored_as_items(tmp_path: Path) -> None:
     datasets = import_module("datasets")
     from PIL import Image

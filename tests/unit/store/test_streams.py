@@ -104,7 +104,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     def is_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(streams._SpooledColumn, "append", is_full)
+    monkeypatch.setattr(streams.pickle, "dump", is_full)
     with pytest.raises(OSError, match=r"0 rows of the stream.*No space left.*make room") as found:
         build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
     assert str(found.value.filename) == str(tmp_path / "s")

@@ -22,7 +22,7 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.kinds import Mask
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.sources import parquet
+from lightning_memmap.store.sources import tables
 from tests.datasets import Wrapped, column_files
 
 polars = import_module("polars")  # It sets an environment variable, which a test must not do.
@@ -285,13 +285,13 @@ def write_files(path: Path, num_files: int, num_columns: int) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
     """The row group and column of each read."""
-    found, read = list[tuple[int, str]](), parquet._Files.read
+    found, read = list[tuple[int, str]](), tables._RowGroups.read
 
     def note(self: Any, group: int, name: str) -> Any:
         found.append((group, name))
         return read(self, group, name)
 
-    monkeypatch.setattr(parquet._Files, "read", note)
+    monkeypatch.setattr(tables._RowGroups, "read", note)
     return found
 
 
@@ -355,14 +355,14 @@ def test_directory_of_many_parquet_files_keeps_few_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_files(tmp_path, 60, 10)
-    most, read = 0, parquet._Files.read
+    most, read = 0, tables._RowGroups.read
 
     def count(self: Any, group: int, name: str) -> Any:
         nonlocal most
         most = max(most, len(os.listdir("/proc/self/fd")))
         return read(self, group, name)
 
-    monkeypatch.setattr(parquet._Files, "read", count)
+    monkeypatch.setattr(tables._RowGroups, "read", count)
     before = len(os.listdir("/proc/self/fd"))
     store = build(tmp_path / "s", ColumnDataset(path))
     assert [store[row]["c9"].item() for row in range(0, 2400, 99)] == list(range(9, 2409, 99))
