@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
@@ -53,6 +53,8 @@ class Replicas(nn.Module):
         self.logs = [PartLog() for _ in devices]
         self.metrics = MetricCopies(devices)
         self._found_metrics: list[tuple[nn.Module, str, Any]] = []
+        #: By layer, its attributes and children in the last step.
+        self._seen: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._copies = [_Copy(*each) for each in zip(devices[1:], self.logs[1:], strict=True)]
         others = dict.fromkeys(device for device in devices if device != devices[0])
         self._parameters_on: dict[torch.device, _Tensors] = {device: {} for device in others}
@@ -81,6 +83,16 @@ class Replicas(nn.Module):
         layers, self._found_metrics = _find_layers(self.module)
         buffers = [b for each in layers for b in each._buffers.values() if b is not None]
         parameters = list(self.module.parameters())
+        seen = self._seen
+        same = {
+            each
+            for each in layers
+            if each in seen and all(map(_are_same, (vars(each), each._modules), seen[each]))
+        }
+        self._seen = {
+            each: seen[each] if each in same else (dict(vars(each)), dict(each._modules))
+            for each in layers
+        }
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             for device, known in self._parameters_on.items():
@@ -90,7 +102,7 @@ class Replicas(nn.Module):
             for index, each in enumerate(self._copies, 1):
                 metrics = {id(m): self.metrics.of(m)[index] for *_, m in self._found_metrics}
                 each.buffers = _own(buffers, each.buffers, each.device)
-                each.follow(layers, metrics, self._parameters_on.get(each.device))
+                each.follow(layers, same, metrics, self._parameters_on.get(each.device))
             if with_values:
                 self._pull_values(parameters, list(dict.fromkeys(buffers)))
 
@@ -151,16 +163,23 @@ class _Copy:
         self.layers: dict[nn.Module, nn.Module] = {}
         self.buffers: _Tensors = {}
         self._log = log
-        #: References that were replaced, by id; by layer, attributes of both, and its children.
+        #: References that were replaced, by id; by layer, the attributes that its copy was given.
         self._replaced: dict[int, Any] = {}
-        self._seen: dict[nn.Module, list[dict[str, Any]]] = {}
+        self._given: dict[nn.Module, dict[str, Any]] = {}
         #: By layer, attributes that are not those of the module.
         self._special: dict[nn.Module, dict[str, Any]] = {}
 
     def follow(
-        self, layers: Sequence[nn.Module], metrics: dict[int, Any], parameters: _Tensors | None
+        self,
+        layers: Sequence[nn.Module],
+        same: Container[nn.Module],
+        metrics: dict[int, Any],
+        parameters: _Tensors | None,
     ) -> None:
-        """Give the copies of layers, which stay the same objects, the attributes of the layers."""
+        """Give the copies of layers, which stay the same objects, the attributes of the layers.
+
+        ``same`` are the layers that have not changed since the last step.
+        """
         known = self.layers
         self.layers = {
             each: known[each] if each in known else type(each).__new__(type(each))
@@ -172,18 +191,17 @@ class _Copy:
         # Each reference is looked for only where something has changed, which is far faster.
         is_same = own.keys() == self._replaced.keys() and _are_same(own, self._replaced)
         self._replaced = own
-        seen, self._seen = self._seen, {}
+        given, self._given = self._given, {}
         for each, replica in self.layers.items():
-            now = (vars(each), vars(replica), each._modules)
-            if is_same and all(map(_are_same, now, seen[each])):
-                self._seen[each] = seen[each]
+            if is_same and each in same and _are_same(vars(replica), given[each]):
+                self._given[each] = given[each]
                 continue
             attributes = {name: _mapped(value, own) for name, value in vars(each).items()}
             if each not in self._special:
                 self._special[each] = self._special_of(each, replica)
             vars(replica).clear()
             vars(replica).update(attributes, **self._special[each])
-            self._seen[each] = [dict(part) for part in now]
+            self._given[each] = dict(vars(replica))
             if isinstance(each, nn.RNNBase) and parameters is not None and each not in known:
                 # Otherwise cuDNN copies all weights in each step, and warns.
                 replica.flatten_parameters()  # type: ignore[operator]
