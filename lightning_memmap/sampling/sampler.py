@@ -23,6 +23,7 @@ from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
+    columns_of,
     every,
     permuted,
     random_bits,
@@ -180,21 +181,14 @@ class Sampler(Identified):
             int64 of shape ((last + 1 - first) * S,), row by row. Undefined behind the last
             position.
         """
-        table = self._table(epoch, shards)
-        if self._is_arranged:
-            found = table[every(shards), first : last + 1].T
-        else:
-            begins = shards * table.shape[1]
-            index = self._permutation(epoch).grid(first, last, shards, begins)
-            # No index is outside: "wrap" is the fastest mode.
-            found = table.ravel().take(index, mode="wrap").reshape(-1, len(shards))
+        found = self._table(epoch, shards)[every(shards), first : last + 1]
         grid = np.empty((last + 1 - first, len(shards)), np.int64)
-        np.add(found, starts, out=grid)
+        np.add(found.T, starts, out=grid)
         return grid.ravel()
 
     @property
     def _is_arranged(self) -> bool:
-        """Whether tables have the rows as they come, and not as they are drawn."""
+        """Whether a subclass says how rows come, and not only which."""
         return any(
             getattr(type(self), name) is not getattr(Sampler, name)
             for name in ("permute", "arrange", "offsets")
@@ -213,11 +207,13 @@ class Sampler(Identified):
             step = max(1, _TOGETHER // max(count, self.pool.longest))
             for begin in range(0, len(alike), step):
                 some = alike[begin : begin + step]
-                found = (
-                    self._stacked("offsets", epoch, some)
-                    if self._is_arranged
-                    else self.draws(epoch, some)
-                )
+                if self._is_arranged:
+                    found = self._stacked("offsets", epoch, some)
+                else:
+                    drawn_rows = self.draws(epoch, some)
+                    index = columns_of(self._permutation(epoch), some, count)
+                    index += np.arange(0, drawn_rows.size, count)[:, None]
+                    found = drawn_rows.ravel().take(index)
                 # At once: a thread that reads blocks may look up what another one draws again.
                 drawn.offsets[every(some), :count] = found
                 drawn.has[some] = True

@@ -124,8 +124,9 @@ class WeightedSampler(Sampler):
         lengths[0, 0] += (1 << unit_bits) - 1 - point
         ends = lengths.ravel().cumsum()
         ends >>= unit_bits
-        times = np.diff(ends, prepend=0)
-        found = order.ravel().repeat(times).reshape(len(shards), -1)
+        # Before the row of a point come as many rows as end at this point or before it.
+        rows = np.bincount(ends)[:-1].cumsum()
+        found = order.ravel().take(rows).reshape(len(shards), -1)
         return np.sort(found) if self.shuffle_window is not None else found
 
     @override
