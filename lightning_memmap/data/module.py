@@ -49,7 +49,6 @@ from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, 
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
-from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.probes import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -651,7 +650,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             seed=self.seed,
             **options,
         )
-        if any(isinstance(store, GrowingStore) for store in self.stores.values()):
+        if any(store.supply is not None for store in self.stores.values()):
             loader.renewed = partial(self._renewed, split)
             if split == "train" and self.trainer is not None:
                 show_stored(self.trainer)

@@ -67,12 +67,16 @@ class Fetcher:
         row_bytes = self._rows.sources[0].row_bytes + (0 if images is None else images.row_bytes)
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
         together = min(together, self._rows.sources[0].max_steps, len(steps.lengths))
+        supply, numbers = self._rows.supply, np.zeros(0, np.int64)
+        if self._rows.are_numbered or supply is not None:
+            numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
+        if supply is not None:
+            supply.want(numbers)
+            # A step does not wait for the rows of later ones.
+            together = 1
         edges = np.append(0, np.cumsum(steps.lengths))
         edges = np.append(edges[:-1:together], edges[-1])
         asked = [self._asked(which, steps, edges) for which in range(len(sources))]
-        numbers = None
-        if self._rows.are_numbered:
-            numbers = torch.from_numpy(self._sampler.dataset_rows(steps.epoch, steps.positions))
         for group, (start, end) in enumerate(pairwise(edges.tolist())):
             some, positions = slice(group * together, (group + 1) * together), slice(start, end)
             part = Steps(
@@ -83,11 +87,13 @@ class Fetcher:
                 steps.step_rows[some],
             )
             fetched = Fetched(part, self._first(part), [], self._receivers)
+            if supply is not None and not self._rows.is_released:
+                supply.wait(numbers[positions])
             # Ordinary tensors in inference mode too: it may be over before the last step.
             with torch.inference_mode(False):
                 fetched.leaves = self._leaves(sources, asked, group)
-                if numbers is not None:
-                    fetched.number(numbers[positions])
+                if self._rows.are_numbered:
+                    fetched.number(torch.from_numpy(numbers[positions]))
             yield fetched
             # Not referenced while the next one is fetched: its memory may be free by then.
             del fetched

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from lightning_memmap.loading.decoding import Images, default_threads
-from lightning_memmap.loading.growing import growing_rows
 from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
     copied_rows,
@@ -39,8 +38,8 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.store import Supply
 
 #: A warning is given where less than this share of the bytes read is used.
 _LEAST_SHARE = 0.4
@@ -56,6 +55,8 @@ class SplitRows:
     source_of_shard: Integers
     images: Images | None = None
     are_numbered: bool = False
+    #: Brings rows that are not there yet.
+    supply: Supply | None = None
 
     def check_order(self, sampler: Sampler) -> None:
         """Check that the rows can be fetched in an order."""
@@ -73,6 +74,8 @@ class SplitRows:
             source.release()
         if self.images is not None:
             self.images.release()
+        if self.supply is not None:
+            self.supply.close()
 
 
 def load_split(
@@ -82,9 +85,7 @@ def load_split(
     forms: Mapping[str, Form] | None = None,
 ) -> SplitRows:
     """Bring the shards of a split to where the plan wants them."""
-    if isinstance(store, GrowingStore) and (
-        store.serving.is_whole or isinstance(placement.pool.rows, WindowedRows)
-    ):
+    if isinstance(placement.pool.rows, WindowedRows):
         store = store.whole
     pool, columns = placement.pool, store.manifest.columns
     held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
@@ -110,7 +111,7 @@ def load_split(
         num_threads = max(usual if threads is None else threads for threads in given)
         by_place = {names.index(decoder.field): decoder for decoder in decoders.values()}
         images = Images(by_place, num_threads)
-    return SplitRows(topology, pool, tuple(sources), source_of_shard, images)
+    return SplitRows(topology, pool, tuple(sources), source_of_shard, images, supply=store.supply)
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,6 @@ class _SourceMaker:
     def source(self, residency: Residency, device: torch.device, shards: list[int]) -> RowSource:
         """The source of some shards."""
         store, pool = self.store, self.placement.pool
-        if isinstance(store, GrowingStore):
-            return growing_rows(store, self.opened, Places.in_store(store, pool))
         series = series_in(store, pool) if self.cut else None
         places = Places.in_store(store, pool) if series is None else series.places(pool)
         pairs = [(c.field, rows) for c, rows in zip(self.columns, self.opened, strict=True)]

@@ -166,6 +166,10 @@ class Building:
         """The number of rows that are on the disk."""
         return sum(map(len, merge_ranges(self._done)))
 
+    def __str__(self) -> str:
+        kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
+        return f"the store at {self.store}: {kept} at {self.path}"
+
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
         return missing_ranges(self._done, rows.stop, rows.start)

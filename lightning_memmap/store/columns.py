@@ -276,7 +276,7 @@ class RaggedColumn(_Column):
                 claim(values, end * self.field.item_bytes, "to lay rows of one shard together")
                 begin = 0
                 for _, places in self._places(files):
-                    for joined in self._joined(directory, places):
+                    for joined in self.joined(directory, places):
                         write_all(values, joined.data, begin)
                         begin += len(joined)
             files.sync()
@@ -293,8 +293,8 @@ class RaggedColumn(_Column):
             data = read_exactly(file, first * 8 * width, count * 8 * width)
             yield first, data.view(np.int64).reshape(count, width)
 
-    def _joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of some rows in their order."""
+    def joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
+        """While it grows, the bytes of some rows in their order, by where they are in pieces."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
         first, begin = 0, 0

@@ -1,12 +1,12 @@
 """Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
-from typing import Any, Protocol
+from time import monotonic, perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from lightning_memmap.schema import Schema, Values
 from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
+from lightning_memmap.store.ranges import RowRanges
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import Source, reading_order, source_of
 from lightning_memmap.store.store import Store
@@ -33,36 +34,17 @@ _MAX_ITEM_BLOCKS = 16
 _MAX_PACKED_ROWS = 2**18
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
-_JOURNAL_INTERVAL_S = 5.0
-#: How long a task without rows takes.
-_PAUSE_S = 0.02
+#: How often what was written is brought to the disk, and listed in the journal.
+JOURNAL_INTERVAL_S = 5.0
 
 RowNumbers = range | Integers
 
 
-class Tasks(Protocol):
-    """The rows that are written next, task by task."""
-
-    def __iter__(self) -> Iterator[RowNumbers]:
-        """The rows of each task, of which a task may have none: then nothing can be done yet."""
-
-    def note(self, rows: RowNumbers, duration_s: float) -> None:
-        """Rows were written, in so many seconds."""
-
-
-def write_dataset(
-    building: Building,
-    workers: Workers,
-    plan: Callable[["RangeWriter"], Tasks],
-    *,
-    row_bytes: int,
-    first_row: int = 0,
-) -> None:
-    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
-
-    ``plan`` is given a writer like those of the workers, which end with the last task.
-    """
-    make = partial(
+def writer_of(
+    building: Building, row_bytes: int, first_row: int = 0
+) -> Callable[[Any], "RangeWriter"]:
+    """Makes a writer of the rows of a dataset, which begins at ``first_row`` of the store."""
+    return partial(
         RangeWriter,
         schema=building.draft.schema,
         columns=building.draft.columns,
@@ -71,17 +53,30 @@ def write_dataset(
         row_bytes=row_bytes,
         first_row=first_row,
     )
-    last_sync = monotonic()
+
+
+def write_dataset(
+    building: Building,
+    workers: Workers,
+    plan: Callable[["RangeWriter"], RowRanges],
+    *,
+    row_bytes: int,
+    first_row: int = 0,
+) -> None:
+    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
+
+    ``plan`` is given a writer like those of the workers, which end with the last task.
+    """
+    make, last_sync = writer_of(building, row_bytes, first_row), monotonic()
     with closing(make(workers.dataset)) as writer:
         tasks = plan(writer)
 
         def receive(outcome: tuple[RowNumbers, float]) -> None:
             nonlocal last_sync
             rows, duration_s = outcome
-            if len(rows):
-                building.wrote(rows)
-                tasks.note(rows, duration_s)
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+            building.wrote(rows)
+            tasks.note(rows, duration_s)
+            if monotonic() - last_sync > JOURNAL_INTERVAL_S:
                 building.sync()
                 last_sync = monotonic()
 
@@ -136,9 +131,7 @@ class RangeWriter:
         """Write rows, given by their numbers in the store; a range where reading has an order."""
         start = perf_counter()
         mine = _moved(rows, -self._first_row)
-        if not len(rows):
-            sleep(_PAUSE_S)
-        elif self._order is None:
+        if self._order is None:
             self._write_rows(mine)
         else:
             assert isinstance(mine, range)

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -75,8 +76,11 @@ class CachedShards(RemoteShards):
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._known = self.records()
 
-    def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here, of fields by their place in the schema."""
+    def require(self, fields: Collection[int], shards: Collection[int], **meanwhile: Any) -> None:
+        """Fetch the shards that are not yet here, of fields by their place in the schema.
+
+        While some are used, ``meanwhile`` is given to `RemoteShards.fetch`.
+        """
         numbers = self.numbers(fields, shards)
         if all(self._known[number] > 0 for number in numbers):
             return
@@ -90,8 +94,8 @@ class CachedShards(RemoteShards):
                     ) from error
                 self._is_checked = True
                 self._cache.reserve(self, missing)
-                num_bytes = self.num_bytes(missing).sum()
-                self.fetch(missing, "fetching", hidden=bool(num_bytes < _SHOWN_BYTES))
+                hidden = bool(meanwhile or self.num_bytes(missing).sum() < _SHOWN_BYTES)
+                self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
             self._known = self.records()
 
     @override

@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, main_thread
 
 import numpy as np
 import xxhash
@@ -75,7 +75,8 @@ class RemoteShards:
 
     def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
         """The numbers of shards of fields, which are given by their place in the schema."""
-        return [field * self.manifest.num_shards + shard for field in fields for shard in shards]
+        count, fields = self.manifest.num_shards, [*fields]
+        return [field * count + shard for shard in shards for field in fields]
 
     def num_bytes(self, numbers: Iterable[int]) -> Integers:
         """The bytes of shards."""
@@ -94,16 +95,31 @@ class RemoteShards:
                 data = memoryview(struct.pack("q", sign * num_bytes))
                 write_all(files.open(RECORDS), data, 8 * number)
 
-    def fetch(self, numbers: Collection[int], what: str, *, hidden: bool) -> None:
-        """Fetch shards, several at once, and show the progress unless it is hidden."""
-        # In another order than other processes that fetch the same, so that they share the work.
-        order = random.Random(os.getpid()).sample([*numbers], len(numbers))
-        stop, num_bytes = Event(), int(self.num_bytes(numbers).sum())
+    def fetch(
+        self,
+        numbers: Collection[int],
+        what: str,
+        *,
+        hidden: bool,
+        meanwhile: Callable[[object], None] | None = None,
+        stop: Event | None = None,
+    ) -> None:
+        """Fetch shards, several at once, and show the progress unless it is hidden.
+
+        With ``meanwhile``, which is called after each of them, they come in their order.
+        """
+        order, stop, num_bytes = [*numbers], stop or Event(), int(self.num_bytes(numbers).sum())
+        if meanwhile is None:
+            # In another order than other processes that fetch the same, to share the work.
+            order = random.Random(os.getpid()).sample(order, len(order))
         with (
             show_progress(what, num_bytes, 1, hidden=hidden) as advance,
             threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
             fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
+            if meanwhile is not None:
+                for future in fetched:
+                    future.add_done_callback(meanwhile)
             try:
                 done, _ = wait(fetched, return_when=FIRST_EXCEPTION)
             finally:
@@ -123,7 +139,8 @@ class RemoteShards:
 
             def written() -> Iterator[bytes]:
                 for name, first, data in self._read(number):
-                    if stop.is_set():
+                    # Nobody waits for these threads but a program at its end.
+                    if stop.is_set() or not main_thread().is_alive():
                         raise CancelledError
                     write_all(files.open(name), memoryview(data), first)
                     yield data

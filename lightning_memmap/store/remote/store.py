@@ -1,21 +1,22 @@
 """An open store at a URL, whose shards are fetched into the cache when they are needed."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Condition, Event, Thread
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import CachedShards
-from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import threads
 
 
@@ -48,16 +49,22 @@ def open_store(path: str | Path) -> Store:
 class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
-    def __init__(self, url: StoreUrl, generation: str | None = None) -> None:
+    def __init__(
+        self, url: StoreUrl, generation: str | None = None, *, meanwhile: bool = False
+    ) -> None:
         shards = CachedShards(url)
         if generation not in (None, shards.manifest.generation):
             raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
-        mapped = [column.open(shards.directory) for column in shards.manifest.columns]
-        fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
-        super().__init__(shards.path, shards.manifest, fetched)
+        columns = [
+            Supplied(column.open(shards.directory), partial(_get, shards, index))
+            for index, column in enumerate(shards.manifest.columns)
+        ]
+        super().__init__(shards.path, shards.manifest, columns)
         # Whatever the name of the directory leads to by now.
         self.files = shards.directory
-        self._shards, self._mapped = shards, mapped
+        self._shards = shards
+        if meanwhile and min(shards.records(), default=1) <= 0:
+            self.supply = _Fetching(shards)
 
     @property
     @override
@@ -66,15 +73,29 @@ class RemoteStore(Store):
 
     @override
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        names = [field.name for field in self.schema.fields]
-        found = [index for index, name in enumerate(names) if fields is None or name in fields]
-        self._shards.require(found, shards)
-        return [self._mapped[index] for index in found]
+        if fields is None and isinstance(self.supply, _Fetching):
+            self.supply.needed = [*shards]
+        else:
+            names = [field.name for field in self.schema.fields]
+            found = [index for index, name in enumerate(names) if fields is None or name in fields]
+            self._shards.require(found, shards)
+        return super().provide(fields, shards)
+
+    @property
+    @override
+    def whole(self) -> Store:
+        found = copy.copy(self)
+        found.supply = None
+        return found
+
+    @override
+    def finished(self) -> Store | None:
+        return self.whole if self.supply is None or self.supply.share == 1.0 else None
 
     @override
     def lengths(self, field: str) -> Integers:
         index = self._index_of(field)
-        column = self._mapped[index]
+        (column,) = super().provide([field], ())
         if not isinstance(column, ItemRows):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
@@ -95,29 +116,61 @@ class RemoteStore(Store):
         return RemoteStore, (self._shards.files.url, self.manifest.generation)
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    """A column whose rows are fetched before they are read."""
+def _get(shards: CachedShards, field: int, rows: Integers | None) -> None:
+    """Fetch the shards of some rows of a field, or all."""
+    count = shards.manifest.num_shards
+    shards.require([field], range(count) if rows is None else np.unique(rows % count).tolist())
 
-    column: OpenColumn
-    index: int
-    shards: CachedShards
+
+class _Fetching(Supply):
+    """Fetches shards in the order in which they are needed, while rows of others are read."""
+
+    def __init__(self, shards: CachedShards) -> None:
+        self._shards, self._fields = shards, range(len(shards.manifest.columns))
+        #: The shards whose rows are read.
+        self.needed: Sequence[int] = ()
+        self._changed, self._stop = Condition(), Event()
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
 
     @property
-    def tensor(self) -> Tensor:
-        """All rows."""
-        self._require(range(self.shards.manifest.num_shards))
-        return self.column.tensor
+    @override
+    def share(self) -> float:
+        numbers = self._shards.numbers(self._fields, self.needed)
+        return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
 
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        self._require([row % self.shards.manifest.num_shards])
-        return self.column.row(row)
+    @override
+    def want(self, rows: Integers) -> None:
+        # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
+        if self._thread is None and self.needed:
+            shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
+            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed])
+            run = partial(self._run, [*order], self._stop)
+            self._thread = Thread(target=run, name="lightning_memmap fetch", daemon=True)
+            self._thread.start()
 
-    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
-        """Copies of rows."""
-        self._require(np.unique(rows % self.shards.manifest.num_shards).tolist())
-        return self.column.fetch(rows)
+    def _run(self, shards: list[int], stop: Event) -> None:
+        try:
+            self._shards.require(self._fields, shards, meanwhile=self._note, stop=stop)
+        except BaseException as error:  # Whoever waits for rows must get it.
+            if stop is self._stop:  # Or else it was closed, and nobody waits for these.
+                self._error = error
+        self._note(None)
 
-    def _require(self, shards: Iterable[int]) -> None:
-        self.shards.require([self.index], [*shards])
+    def _note(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    @override
+    def wait(self, rows: Integers) -> None:
+        shards = np.unique(rows % self._shards.manifest.num_shards).tolist()
+        numbers = self._shards.numbers(self._fields, shards)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._shards.missing(numbers))
+        if self._error is not None:
+            raise self._error
+
+    @override
+    def close(self) -> None:
+        self._stop.set()
+        self._stop, self._thread, self._error = Event(), None, None

@@ -246,7 +246,7 @@ def write_ranges_of(num_rows: int) -> None:
     it is written, so that a short build has many of them."""
     range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = num_rows, 1
     ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    range_writer._JOURNAL_INTERVAL_S = -1.0
+    range_writer.JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:

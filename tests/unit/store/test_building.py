@@ -13,12 +13,11 @@ from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.directory import KEY, StoreDirectory
-from lightning_memmap.store.growing import BackgroundBuild
+from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.workers import Workers
-from tests.datasets import Counting, Numbered, holds
+from tests.datasets import Logged, Numbered, holds
 
 
 def write(building: Building, dataset: Numbered, rows: np.ndarray) -> None:
@@ -51,7 +50,7 @@ def test_rows_that_were_written_in_any_order_are_not_missing_in_the_next_build(
     assert verify_store(path) == []
 
 
-class Failing(Counting):
+class Failing(Logged):
     """Raises at a row that is no probe, and is so slow that a task has few rows."""
 
     def __getitem__(self, row: int) -> object:
@@ -64,20 +63,22 @@ class Failing(Counting):
 def test_background_build_that_failed_is_resumed_by_the_same_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build(dataset: Counting) -> list[int]:
-        asked = Asked(dataset, tmp_path / "s", None, 0, "one", {}, progress=False)
-        building = BackgroundBuild(asked, Workers(dataset, 0))
-        assert building.serving is not None
+    def build(kind: type[Logged], log: str) -> set[str]:
+        dataset = kind(Numbered(100), tmp_path / log)
+        asked = Asked(dataset, tmp_path / "s", None, 1, "one", {}, progress=False)
+        building = BackgroundBuild({"train": asked}, 1)
+        store = open_growing(tmp_path / "s")
+        assert store is not None
         try:
-            building.serving.wait_for_commit()
+            store.serving.wait_for_commit()
         finally:
             building.stop()
-        return dataset.rows
+        return {*Path(dataset.log).read_text().split()}
 
     with pytest.raises(DatasetError, match="row 60"):
-        build(Failing(Numbered(100)))
+        build(Failing, "first")
     # Nothing of the first one has kept the lock of its journal.
     assert "resuming" not in caplog.text
-    assert len({*build(Counting(Numbered(100)))}) < 100
+    assert len(build(Logged, "second")) < 100
     assert "resuming" in caplog.text
     assert holds(open_store(tmp_path / "s"), Numbered(100))
