@@ -3,13 +3,12 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -62,15 +61,6 @@ class BriefParser(ArgumentParser):
         print(f"{help_of} --help lists the arguments", file=sys.stderr)
         sys.exit(2)
 
-    @override
-    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a file."""
-        try:
-            parsed: Namespace = super().parse_path(path, *args, **kwargs)
-        except UnicodeDecodeError as error:
-            raise TypeError(f"{str(path)!r} is not a text file in UTF-8: {error}") from error
-        return parsed
-
 
 class TrainingParser(BriefParser, LightningArgumentParser):
     """The parser of LightningCLI, with errors of a line or two."""
@@ -93,19 +83,6 @@ def read_config(path: str) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"config={path!r} is no yaml file: {where}") from error
-
-
-@contextmanager
-def imports_for_pages() -> Iterator[None]:
-    """Import in this block what makes pages of HTML."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("jinja2", "PIL"):
-            raise
-        raise ValueError(
-            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
-        ) from error
 
 
 def print_error(error: BaseException) -> None:

@@ -8,12 +8,10 @@ pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``v
 """
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -50,9 +48,6 @@ before and after:
 lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
 
-#: Arguments that Lightning divides by, and does not check.
-_DIVISORS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
-
 
 class SaveConfig(SaveConfigCallback):
     """Saves the config beside the logs of a run, and never in the folder of the user."""
@@ -77,25 +72,6 @@ class TrainingCLI(LightningCLI):
                 f"trainer.strategy: unknown strategy {strategy!r}{nearest(strategy, names) or '.'}"
                 f" Those of this pack are {ours}"
             )
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        given = self.config[self.subcommand].trainer.as_dict()
-        for name in _DIVISORS:
-            if type(given[name]) is int and given[name] == 0:
-                raise MisconfigurationException(f"trainer.{name}=0: give 1 or more")
-        try:
-            return super().instantiate_trainer(**kwargs)
-        except (OverflowError, TypeError, ValueError) as error:
-            # A value that its type allows, such as "four" devices. Some messages lack it.
-            text = str(error)
-            words = re.findall(r"\w+", text)
-            lacking = [
-                f"trainer.{name}={value!r}: "
-                for name, value in given.items()
-                if name in words and str(value) not in text
-            ]
-            raise MisconfigurationException("".join(lacking) + text) from error
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as text, in binary units."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -1,13 +1,16 @@
-"""Tables for the terminal, which pages show too. All of their text is safe to print."""
+"""Tables for the terminal, which pages of HTML show too. All of their text is safe to print."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import fill
+from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from lightning_memmap.sizes import format_bytes
 
 #: How a text is meant: as good, bad or uncertain news.
 GOOD, BAD, UNSURE = "green", "bold red", "yellow"
@@ -55,3 +58,24 @@ def make_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def render_page(template: str, **values: Any) -> str:
+    """Make a page of HTML that needs nothing else: no script, no font, no network."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the page needs {error.name}: pip install 'lightning_memmap[compare]'"
+        ) from error
+    pages = Environment(
+        loader=PackageLoader("lightning_memmap"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["bytes"] = format_bytes
+    # Classes of the style sheet, by the style of a text.
+    pages.filters["mood"] = {"": "", GOOD: "good", BAD: "bad", UNSURE: "unsure"}.__getitem__
+    return pages.get_template(template).render(**values)

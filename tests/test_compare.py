@@ -131,7 +131,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
         "--config", config, "--variants", "auto+workers1,auto", "--repeats", 1, "--steps", 10**9,
         "--check_steps", 6, "--devices", 1, "--out", tmp_path / "out",
     )  # fmt: skip
-    progress = tmp_path / "out" / "variants" / "auto" / "timed1" / "progress"
+    progress = tmp_path / "out" / "variants" / "auto" / "timed1" / "trained"
     deadline = monotonic() + TIMEOUT_S
     while not progress.exists() and process.poll() is None and monotonic() < deadline:
         sleep(0.1)

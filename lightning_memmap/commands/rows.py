@@ -15,11 +15,11 @@ from rich.table import Table
 
 from lightning_memmap.arguments import (
     BriefParser,
-    imports_for_pages,
     print_error,
     read_config,
     refuse_several_configs,
 )
+from lightning_memmap.commands.store_page import Section, values_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
@@ -27,6 +27,7 @@ from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.store import Store
+from lightning_memmap.tables import render_page
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
 is computed: no data is loaded."""
@@ -167,8 +168,6 @@ def _name(row: Any) -> str:
 
 
 def _write_page(path: Path, store: Store, order: Sampler, step: StepRows) -> None:
-    with imports_for_pages():
-        from lightning_memmap.commands.store_page import Section, render, values_of
     names = [
         f"row {_name(row)}, data device {position % len(step.devices)}"
         for position, row in enumerate(step.rows, step.first)
@@ -178,8 +177,8 @@ def _write_page(path: Path, store: Store, order: Sampler, step: StepRows) -> Non
     samples = [*zip(names, values, strict=True)]
     title = f"Epoch {step.epoch}, step {step.step}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = render([Section(title, [_title(order, step), store.location], samples)])
-    path.write_text(page, encoding="utf-8")
+    section = Section(title, [_title(order, step), store.location], samples)
+    path.write_text(render_page("samples.html", sections=[section]), encoding="utf-8")
 
 
 def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:

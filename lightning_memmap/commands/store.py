@@ -1,43 +1,46 @@
 """``lightning-memmap store``: build, describe, check, plan for, show and copy stores."""
 
+import os
+import sys
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from torch.utils.data import Dataset
 
 from lightning_memmap._compat.parsers import commands_of
-from lightning_memmap.arguments import (
-    BriefParser,
-    imports_for_pages,
-    print_error,
-)
-from lightning_memmap.commands.found_stores import (
-    places_in,
-    stores_in,
-    stores_or_errors,
-    unfinished_in,
-)
-from lightning_memmap.commands.store_info import print_info
+from lightning_memmap.arguments import BriefParser, nearest_file, print_error
+from lightning_memmap.commands.store_page import section_of
 from lightning_memmap.commands.store_plan import plan_devices
 from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import (
+    Store,
     append_store,
     build_part,
     build_store,
     finish_store,
+    open_store,
     pull_store,
     push_store,
     verify_store,
 )
+from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.places import check_path, place_of
+from lightning_memmap.store.directory import KEY
+from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.verify import unknown_files
-from lightning_memmap.tables import printable
+from lightning_memmap.tables import printable, render_page
 
+#: The most letters of the names of classes.
+_MAX_CLASSES_TEXT = 160
 #: What is switched on without a value, and what that means.
 _FLAGS = {
     "_build": {
@@ -233,10 +236,8 @@ def _show(path: str, *, out: str = "store.html") -> int:
         path: Directory of a store, or of one store per split.
         out: The HTML file.
     """
-    with imports_for_pages():
-        from lightning_memmap.commands.store_page import render, section_of
-    page = render([section_of(name, store) for name, store in stores_in(path).items()])
-    Path(out).write_text(page, encoding="utf-8")
+    sections = [section_of(name, store) for name, store in stores_in(path).items()]
+    Path(out).write_text(render_page("samples.html", sections=sections), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)
     return 0
 
@@ -269,3 +270,94 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
         store = pull_store(str(there), Path(path) / name, overwrite=overwrite)
         _make_console().print(printable(store.path), soft_wrap=True)
     return 0
+
+
+def places_in(path: str) -> dict[str, Path | StoreUrl]:
+    """The store at a path or URL, by an empty name, or those up to two levels below, by path."""
+    place = place_of(path)
+    if isinstance(place, StoreUrl):
+        return {name: place / name if name else place for name in RemoteFiles(place).stores()}
+    # Resolved, so that "." has a name.
+    directory = Path(os.path.realpath(place))
+    if os.path.lexists(directory / MANIFEST):
+        return {"": directory}
+    # The stores of several datasets of a split lie one level further down.
+    manifests = [*directory.glob(f"*/{MANIFEST}"), *directory.glob(f"*/*/{MANIFEST}")]
+    names = sorted(found.parent.relative_to(directory).as_posix() for found in manifests)
+    names = [name for name in names if name[0] != "." and "/." not in name]
+    if not names:
+        near = "" if directory.exists() else nearest_file(path)
+        raise StoreNotFoundError(f"no store at {directory}, nor in the folders in it{near}")
+    for other in sorted(directory.glob("[!.]*/")):
+        is_store = any(Path(name).parts[0] == other.name for name in names)
+        if not is_store and not unfinished_in(str(other)):
+            print(f"skipped {printable(other)}: it is not a store", file=sys.stderr)
+    return {name: directory / name for name in names}
+
+
+def unfinished_in(path: str) -> dict[str, tuple[int, int]]:
+    """The stores at a path or below it that are being built, or were: rows there, and all rows."""
+    place = place_of(path)
+    if isinstance(place, StoreUrl):
+        return {}
+    directory = Path(os.path.realpath(place))
+    keys = (directory.glob(f"{below}g-*/{KEY}") for below in ("", "*/", "*/*/"))
+    stores = sorted({key.parents[1] for each in keys for key in each})
+    found = {str(store): rows_of_unfinished(store) for store in stores}
+    return {store: rows for store, rows in found.items() if rows is not None}
+
+
+def stores_in(path: str) -> dict[str, Store]:
+    """The store at a path or the stores below it, by name."""
+    stores = stores_or_errors(path)
+    for found in stores.values():
+        if isinstance(found, Exception):
+            raise found
+    return {name: store for name, store in stores.items() if isinstance(store, Store)}
+
+
+def stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
+    """Like `stores_in`, with an error in place of a store below the path that cannot be read."""
+    found: dict[str, Store | MemmapError | OSError] = {}
+    for name, place in places_in(path).items():
+        try:
+            found[name or str(place).rstrip("/").rpartition("/")[2]] = open_store(place)
+        except (MemmapError, OSError) as error:
+            if not name:
+                raise
+            found[name] = error
+    return found
+
+
+def print_info(store: Store, console: Console) -> None:
+    """Print what a store holds."""
+    manifest = store.manifest
+    shard_bytes = manifest.shard_bytes()
+    console.print(printable(store.location), style="bold", soft_wrap=True)
+    console.print(
+        f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)},"
+        f" {store.num_shards} shards of {format_bytes(shard_bytes.min())} to"
+        f" {format_bytes(shard_bytes.max())}"
+    )
+    if store.classes:
+        names = shorten(", ".join(store.classes), _MAX_CLASSES_TEXT, placeholder=" ...")
+        console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
+    source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
+    console.print(printable(f"from {source}"))
+    table = Table()
+    for name in ("field", "dtype", "shape", "kind"):
+        table.add_column(name)
+    for name in ("bytes per row", "bytes", "bytes per shard"):
+        table.add_column(name, justify="right")
+    for field, column in zip(store.schema.fields, manifest.columns, strict=True):
+        num_bytes, row_bytes = column.num_bytes, column.mean_bytes(1)
+        table.add_row(
+            printable(field.name),
+            str(field.dtype).removeprefix("torch."),
+            str(field.shape),
+            str(field.kind),
+            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
+            format_bytes(num_bytes),
+            format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
+        )
+    console.print(table)

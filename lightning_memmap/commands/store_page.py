@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from lightning_memmap.images import ImageError, decode_image, pixels_of
-from lightning_memmap.pages import templates
 from lightning_memmap.schema import Field
 from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes
@@ -40,11 +38,6 @@ class Section:
     lines: Sequence[str]
     samples: Sequence[tuple[str, Sequence[Value]]]
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-
-def render(sections: Sequence[Section]) -> str:
-    """Make the page."""
-    return templates().get_template("samples.html").render(sections=sections)
 
 
 def section_of(name: str, store: Store) -> Section:
@@ -107,6 +100,8 @@ def _decoded(row: Tensor) -> np.ndarray | None:
 
 
 def _picture(pixels: np.ndarray) -> str:
+    from PIL import Image
+
     image = Image.fromarray(
         pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels)
     )

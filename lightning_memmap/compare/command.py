@@ -6,17 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memmap.arguments import (
-    BriefParser,
-    imports_for_pages,
-    print_error,
-    refuse_several_configs,
-)
+from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
 from lightning_memmap.compare.config import ComparisonOptions
-from lightning_memmap.compare.report import (
-    Report,
-    all_tables,
-)
+from lightning_memmap.compare.report import print_report, render_html
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import on_sigterm
@@ -53,29 +45,9 @@ def compare(args: list[str]) -> int:
         return 2
     print_report(report, console)
     console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
-    _write_html(report, out / "report.html", console)
-    return report.exit_code
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print the tables of a report."""
-    settings = report.settings
-    console.print(
-        f"\n[bold]{settings['global_batch']} rows a step[/], {settings['devices']}"
-        f" {settings['accelerator']} devices, {settings['steps']} steps after"
-        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} runs of each variant",
-        highlight=False,
-    )
-    for table in all_tables(report):
-        console.print(table)
-
-
-def _write_html(report: Report, path: Path, console: Console) -> None:
     try:
-        with imports_for_pages():
-            from lightning_memmap.compare.page import render_html
+        (out / "report.html").write_text(render_html(report), encoding="utf-8")
+        console.print(str(out / "report.html"), soft_wrap=True, highlight=False)
     except ValueError as error:
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
-        return
-    path.write_text(render_html(report), encoding="utf-8")
-    console.print(str(path), soft_wrap=True, highlight=False)
+    return report.exit_code

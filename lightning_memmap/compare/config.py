@@ -177,12 +177,11 @@ class RunSpec:
         return self.warmup_steps + self.steps
 
     def write(self) -> Path:
-        """Write this into its folder, which is made where it is missing, as a whole."""
+        """Write this into its folder, which is made where it is missing."""
         path = Path(self.out) / "spec.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return partial.replace(path)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return path
 
     @classmethod
     def read(cls, path: str | Path) -> "RunSpec":

@@ -1,38 +1,116 @@
-"""The data of a run: the store, the rows of each step, and what supplies them to a variant."""
+"""What supplies the rows of a variant: the store, a ``DataLoader``, or one batch replayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, default_collate
 from torch.utils.data import Sampler as TorchSampler
 from typing_extensions import override
 
 from lightning_memmap.compare.config import Variant
-from lightning_memmap.compare.rows import (
-    PlainCollate,
-    PlainRows,
-    expected_hashes,
-    hash_batch,
-    plain_samples,
-)
 from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.data.splits import has_several
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import has_streams
+from lightning_memmap.loading import FormedCollate, has_streams
+from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.placement import DataTopology, data_parallel_rank, topology_of
-from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import read_forms
+from lightning_memmap.sampling import BatchSchedule, Rows, Sampler, WindowedRows
+from lightning_memmap.schema import Field, Form, read_forms
 from lightning_memmap.store import Store
+from lightning_memmap.store.sources.stream import is_stream
 
-_CPU = torch.device("cpu")
-_PROBE_ROWS = 8
+CPU = torch.device("cpu")
 #: Where a run builds stores of its own, in its folder.
 STORES = "stores"
+
+
+class StoredRows:
+    """The rows of an order one by one, read from the store: the values of their fields."""
+
+    def __init__(self, store: Store, rows: Rows) -> None:
+        self._store = store
+        self._windows = rows if isinstance(rows, WindowedRows) else None
+
+    def __getitem__(self, row: int) -> list[Tensor]:
+        store, windows = self._store, self._windows
+        if windows is None:
+            return [column.row(row) for column in store.columns]
+        series, first = (int(each[0]) for each in windows.numbered(np.array([row])))
+        steps = slice(first * windows.stride, first * windows.stride + windows.length)
+        return [
+            column.row(series)[steps] if field.name in windows.fields else column.row(series)
+            for field, column in zip(store.schema.fields, store.columns, strict=True)
+        ]
+
+
+def plain_rows(data: MemmapDataModule, store: Store, rows: Rows) -> Any:
+    """The training samples; where they are windows or cannot be looked up, `StoredRows`."""
+    given = data.datasets["train"]
+    several = [*given.values()] if has_several(given) else [given]
+    if isinstance(rows, WindowedRows) or any(each is None or is_stream(each) for each in several):
+        return StoredRows(store, rows)
+    return ConcatDataset(several) if has_several(given) else given
+
+
+class PlainCollate:
+    """``default_collate``, and then the batch transform, where a worker process does both."""
+
+    def __init__(
+        self,
+        store: Store,
+        rows: Rows,
+        forms: Mapping[str, Form],
+        *,
+        stored: bool,
+        transform: Callable[..., Any] | None = None,
+    ) -> None:
+        self._schema, self._forms, self._stored = store.schema, dict(forms), stored
+        windows = rows if isinstance(rows, WindowedRows) else None
+        self._fields = [
+            field.windowed(windows.length) if windows and field.name in windows.fields else field
+            for field in store.schema.fields
+        ]
+        self._is_plain = not stored and not any(field.num_variable for field in self._fields)
+        self._build: Collate | None = None
+        self._transform = None if transform is None else DeviceTransform(transform, CPU)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Make a batch, on the CPU, of samples or of items of `StoredRows`."""
+        batch = self._collate(rows)
+        if self._transform is None:
+            return batch
+        return self._transform(batch, int(torch.randint(2**62, ())))
+
+    def _collate(self, rows: list[Any]) -> Any:
+        if self._build is None and self._is_plain:
+            with suppress(TypeError):
+                return default_collate(rows)
+        if self._build is None:
+            # Not before a worker has a sample at hand: reading one before the workers are forked
+            # would make them share the files that it opens.
+            sample = None if self._stored else rows[0]
+            self._build = FormedCollate(self._schema, self._forms, sample)
+        leaves = rows if self._stored else map(self._schema.flatten, rows)
+        columns = zip(self._fields, zip(*leaves, strict=True), strict=True)
+        return self._build([_stack(field, column) for field, column in columns])
+
+
+def _stack(field: Field, rows: tuple[Any, ...]) -> Tensor | VariableRows:
+    if field.num_variable:
+        tensors = (row if isinstance(row, Tensor) else torch.from_numpy(row.copy()) for row in rows)
+        return rows_in_memory(field, list(tensors))
+    if isinstance(rows[0], Tensor):
+        return torch.stack(rows)
+    return torch.from_numpy(np.stack(rows))
 
 
 class MappedLoader:
@@ -91,64 +169,46 @@ class PlainData(L.LightningDataModule):
         assert self.trainer is not None
         rank, size = data_parallel_rank(self.trainer.strategy)
         store = self._data.open_train_store()
-        order = self._data.train_sampler(store, DataTopology((_CPU,), rank, size))
+        order = self._data.train_sampler(store, DataTopology((CPU,), rank, size))
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
         transform, here = self._data.transform, self._transform_here
-        rows: Any = PlainRows(plain_samples(self._data, store), store, order.pool.rows)
-        forms = read_forms(self._data.variable)
+        rows = plain_rows(self._data, store, order.pool.rows)
+        collate = PlainCollate(
+            store,
+            order.pool.rows,
+            read_forms(self._data.variable),
+            stored=isinstance(rows, StoredRows),
+            transform=None if here else transform,
+        )
         loader: DataLoader[Any] = DataLoader(
             rows,
             batch_sampler=RowBatches(order, schedule, rank, size),
             num_workers=self._num_workers,
-            collate_fn=PlainCollate(store, order.pool.rows, forms, None if here else transform),
+            collate_fn=collate,
             persistent_workers=self._num_workers > 0,
             pin_memory=has_streams(self.trainer.strategy.root_device),
         )
         if here and transform is not None:
-            on_cpu = DeviceTransform(transform, _CPU)
+            on_cpu = DeviceTransform(transform, CPU)
             return MappedLoader(loader, lambda batch: on_cpu(batch, 0))
         return loader
 
 
-class _Replay:
+class Replay:
     """Fetches the first batch of a loader, and yields it in every step."""
 
-    def __init__(self, loader: Any, num_steps: int) -> None:
-        self._loader, self._num_steps, self._batch = loader, num_steps, None
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._batch = loader, None
 
     def __len__(self) -> int:
-        return self._num_steps
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         if self._batch is None:
             self._batch = next(iter(self._loader))
-        return repeat(self._batch, self._num_steps)
-
-
-class IdealData(L.LightningDataModule):
-    """One batch of a `MemmapDataModule`, replayed in every step."""
-
-    def __init__(self, data: MemmapDataModule) -> None:
-        super().__init__()
-        self._data = data
-
-    @override
-    def setup(self, stage: str) -> None:
-        self._data.trainer = self.trainer
-        self._data.setup(stage)
-
-    @override
-    def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        loader = self._data.train_dataloader()
-        # Now, not at the first step: whatever the strategy makes of a loader is done once.
-        return _Replay(self.trainer.strategy.process_dataloader(loader), loader.num_steps)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        self._data.teardown(stage)
+        return repeat(self._batch, len(self))
 
 
 def loaded_data(
@@ -168,7 +228,7 @@ def loaded_data(
     if variant.loader.startswith("workers"):
         num_workers = int(variant.loader.removeprefix("workers"))
         return PlainData(data, global_batch, num_workers, transform_here)
-    return IdealData(data) if variant.loader == "ideal" else data
+    return data
 
 
 def normalized_datamodule(data: Any) -> MemmapDataModule:
@@ -197,47 +257,3 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
             " another batch_size or --devices"
         )
     return global_batch // count
-
-
-def prepare_store(
-    data: MemmapDataModule, devices: int, num_steps: int
-) -> tuple[dict[str, Any], list[int]]:
-    """Build the training store."""
-    started_s = perf_counter()
-    data.prepare_data()
-    store_s = perf_counter() - started_s
-    store = data.open_train_store()
-    global_batch = data.batch_size * devices
-    order = data.train_sampler(store)
-    schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
-    if not len(schedule):
-        raise ValueError(
-            f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
-            f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
-        )
-    return {
-        "store_path": str(data.store_directory / "train"),
-        "num_rows": store.num_rows,
-        "num_shards": store.num_shards,
-        "row_bytes": store.manifest.row_bytes,
-        "num_bytes": store.manifest.num_bytes,
-        "store_s": store_s,
-        "steps_per_epoch": len(schedule),
-        "batch_size": data.batch_size,
-        "transform_is_random": _is_random(data, store, order),
-        "has_eval_transform": data.eval_transform is not None,
-    }, expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
-
-
-def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
-    """Whether two seeds make the training transform give two results for the same rows."""
-    if data.transform is None:
-        return False
-    rows = PlainRows(plain_samples(data, store), store, order.pool.rows)
-    probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
-    collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), None)
-    results = []
-    for seed in (1, 2):
-        transform = DeviceTransform(data.transform, _CPU)
-        results.append(hash_batch(transform(collate([rows[row] for row in probes]), seed)))
-    return results[0] != results[1]

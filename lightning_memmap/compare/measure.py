@@ -2,14 +2,13 @@
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from math import nan
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import lightning as L
@@ -23,13 +22,16 @@ from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.memory import (
     MovementRecorder,
     batches_of,
+    device_peaks,
     model_bytes,
+    process_memory,
     reset_device_peaks,
-    tensors_of,
 )
-from lightning_memmap.compare.metrics import PARTS, Observed, Rank, collected
-from lightning_memmap.compare.rows import MODULUS, hash_batch
+from lightning_memmap.compare.metrics import PARTS, Rank
+from lightning_memmap.compare.parity import MODULUS, hash_batch
 from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.variable_leaves import dense_tensors
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 _ACTIONS = {
@@ -126,23 +128,27 @@ def _seconds(begin: Moment, end: Moment) -> float:
 #: Steps of a check run, counted from 0, in which it measures bytes and movement: by
 #: then the optimizer has its state, and what is allocated once has been allocated.
 _BYTES_STEP, _MOVEMENT_STEP = 1, 2
-#: How often a run writes how many steps are done.
-_PROGRESS_S = 0.2
+#: Is made in the folder of a run when it has trained a step.
+HAS_TRAINED = "trained"
 
 
-class RunCallback(L.Callback, ABC):
-    """What all runs have in common: losses, progress, the record at the end."""
+class RunCallback(L.Callback):
+    """Writes the record of each process at the end of a run."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
         super().__init__()
         self.spec, self.data = spec, data
         self._losses: list[Tensor | None] = []
-        self._started_s, self._first_batch_s, self._shown_s = perf_counter(), nan, 0.0
+        self._started_s, self._first_batch_s = perf_counter(), nan
 
     @property
     def topology(self) -> DataTopology | None:
         """The data devices of the data module; None where another loader is used."""
         return None if self.data.placement is None else self.data.placement.topology
+
+    def seen(self, trainer: L.Trainer) -> dict[str, Any]:
+        """After the last step, on every rank: what the record has beside losses and memory."""
+        raise NotImplementedError
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -176,35 +182,24 @@ class RunCallback(L.Callback, ABC):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # Not read yet: that would wait for the device.
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
-        if trainer.is_global_zero and monotonic() - self._shown_s > _PROGRESS_S:
-            self._shown_s = monotonic()
-            progress = Path(self.spec.out) / "progress"
-            progress.write_text(str(len(self._losses)), encoding="utf-8")
-
-    @abstractmethod
-    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
-        """After the last step, on every rank: add to what metrics collect from."""
-
-    def checked(self, trainer: L.Trainer) -> dict[str, Any]:
-        """After the last step, on every rank: what the parity check needs beside losses."""
-        return {}
+        if len(self._losses) == 1:
+            (Path(self.spec.out) / HAS_TRAINED).touch()
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data_rank = data_parallel_rank(trainer.strategy)[0]
-        seen = Observed(data_rank, self.spec.global_batch, self._first_batch_s)
-        self.observe(trainer, seen)
         rank = Rank(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            data_rank=data_rank,
+            data_rank=data_parallel_rank(trainer.strategy)[0],
+            global_batch=self.spec.global_batch,
             losses=[nan if loss is None else float(loss) for loss in self._losses],
-            values={**collected(seen, self.spec.kind), **self.checked(trainer)},
+            first_batch_s=self._first_batch_s,
+            processes=process_memory(),
+            peaks=device_peaks(),
+            **self.seen(trainer),
         )
         path = Path(self.spec.out) / f"rank{trainer.global_rank}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(rank)), encoding="utf-8")
-        partial.replace(path)
+        path.write_text(json.dumps(asdict(rank)), encoding="utf-8")
 
 
 class TimedCallback(RunCallback):
@@ -224,8 +219,8 @@ class TimedCallback(RunCallback):
             self._clock.end_step()
 
     @override
-    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
-        seen.steps = self._clock.steps()
+    def seen(self, trainer: L.Trainer) -> dict[str, Any]:
+        return {"steps": self._clock.steps()}
 
 
 class CheckCallback(RunCallback):
@@ -235,7 +230,7 @@ class CheckCallback(RunCallback):
         super().__init__(spec, data)
         self._loader_hashes, self._model_hashes = hashes, list[int]()
         self._movement, self._open = MovementRecorder(), ExitStack()
-        self._is_assembled, self._batch_bytes = True, 0
+        self._moved_row_bytes = 0
         self._state_bytes: dict[str, dict[str, int]] = {}
 
     @override
@@ -250,10 +245,7 @@ class CheckCallback(RunCallback):
         step = len(self._losses)
         self._model_hashes.append(hash_batch(batch))
         if step == _BYTES_STEP:
-            # Assembled on the root device, or still the batches of the data devices.
-            parts = batches_of(batch)
-            self._is_assembled = parts[0] is batch
-            self._batch_bytes = sum(leaf.nbytes for part in parts for leaf in tensors_of(part))
+            self._moved_row_bytes = self._bytes_moved_by_loader(trainer, batch)
         if step == _MOVEMENT_STEP:
             self._open.enter_context(self._movement)
 
@@ -270,12 +262,7 @@ class CheckCallback(RunCallback):
         self._open.close()
 
     @override
-    def observe(self, trainer: L.Trainer, seen: Observed) -> None:
-        seen.state_bytes = self._state_bytes
-        seen.moved_bytes = self._movement.num_bytes + self._moved_row_bytes(trainer)
-
-    @override
-    def checked(self, trainer: L.Trainer) -> dict[str, Any]:
+    def seen(self, trainer: L.Trainer) -> dict[str, Any]:
         self._save_weights(trainer, "final.pt")
         devices = 0 if self.topology is None else len(self.topology.data_devices)
         per_step = 1 if self.data.transform is None else max(1, devices)
@@ -283,20 +270,25 @@ class CheckCallback(RunCallback):
         hashes = self._loader_hashes
         starts = range(0, per_step * len(self._losses), per_step)
         return {
+            "state_bytes": self._state_bytes,
+            "moved_bytes": self._movement.num_bytes + self._moved_row_bytes,
             "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
             "model_hashes": self._model_hashes,
             "parameters": [name for name, _ in trainer.lightning_module.named_parameters()],
         }
 
-    def _moved_row_bytes(self, trainer: L.Trainer) -> int:
-        """Bytes of a batch that come from another device: the loader has sent them."""
+    def _bytes_moved_by_loader(self, trainer: L.Trainer, batch: Any) -> int:
+        """Bytes of a batch that come from another device."""
+        parts = batches_of(batch)
+        leaves = (leaf for part in parts for _, leaf in named_leaves(part))
+        num_bytes = sum(tensor.nbytes for leaf in leaves for tensor in dense_tensors(leaf))
         root, topology = trainer.strategy.root_device, self.topology
         if topology is None:
-            return self._batch_bytes if root.type != "cpu" else 0
-        if not self._is_assembled:
+            return num_bytes if root.type != "cpu" else 0
+        if parts[0] is not batch:  # Not assembled: still the batches of the data devices.
             return 0
         devices = topology.data_devices
-        return self._batch_bytes * sum(each != root for each in devices) // len(devices)
+        return num_bytes * sum(each != root for each in devices) // len(devices)
 
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:
         # On every rank: a strategy that shards the weights gathers them here.

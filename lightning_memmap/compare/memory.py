@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
 from lightning_memmap.loading import SuperBatch
-from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.variable_leaves import dense_tensors
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: Operations in which a process sends something, the longer names first.
@@ -40,60 +38,29 @@ def process_memory() -> dict[str, list[int | None]]:
     return found
 
 
-def _counting_module() -> Any:
-    """torch's module of the accelerator, where it counts memory and this process uses it."""
+def _counted_devices() -> tuple[Any, range]:
+    """torch's module of the accelerator, and its devices if this process uses them."""
     module = torch.get_device_module()
     # Asking for the figures of a device must not make a context on it.
-    return module if hasattr(module, "memory_reserved") and module.is_initialized() else None
+    counts = hasattr(module, "memory_reserved") and module.is_initialized()
+    return module, range(module.device_count() if counts else 0)
 
 
 def reset_device_peaks() -> None:
     """Forget the peaks of all accelerators that this process has used."""
-    module = _counting_module()
-    for index in range(module.device_count()) if module is not None else ():
+    module, devices = _counted_devices()
+    for index in devices:
         module.reset_peak_memory_stats(index)
 
 
 def device_peaks() -> dict[str, list[int]]:
     """By accelerator that this process uses, the peaks of allocated and of reserved bytes."""
-    module, accelerator = _counting_module(), torch.accelerator.current_accelerator()
-    if module is None or accelerator is None:
-        return {}
+    module, devices = _counted_devices()
     peaks = {
-        f"{accelerator.type}:{index}": [
-            module.max_memory_allocated(index),
-            module.max_memory_reserved(index),
-        ]
-        for index in range(module.device_count())
+        str(index): [module.max_memory_allocated(index), module.max_memory_reserved(index)]
+        for index in devices
     }
     return {device: peak for device, peak in peaks.items() if peak[1]}
-
-
-def live_parameters() -> list[nn.Parameter]:
-    """All parameters that are alive in this process, including those of replicas."""
-    # By type: reading an object's __class__ may run arbitrary code.
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
-    return [
-        tensor
-        for tensor in tensors
-        if isinstance(tensor, nn.Parameter) and not nn.parameter.is_lazy(tensor)
-    ]
-
-
-def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The tensors of the state of optimizers."""
-    return [
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    ]
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in the order of its containers."""
-    return [tensor for _, leaf in named_leaves(batch) for tensor in dense_tensors(leaf)]
 
 
 def batches_of(batch: Any) -> list[Any]:
@@ -105,30 +72,27 @@ def batches_of(batch: Any) -> list[Any]:
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
     """By device the bytes of parameters, gradients and optimizer state in this process."""
-    parameters = live_parameters()
+    # All that are alive, so that replicas count. By type: reading an object's __class__ may run
+    # arbitrary code.
+    parameters = [each for each in gc.get_objects() if issubclass(type(each), nn.Parameter)]
+    parameters = [each for each in parameters if not nn.parameter.is_lazy(each)]
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
     groups: dict[str, list[Any]] = {
         "parameters": parameters,
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": optimizer_tensors(optimizers),
+        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "optimizer": [each for state in states for each in state.values()],
     }
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(groups, 0))
     for name, tensors in groups.items():
-        for device, num_bytes in _by_device(tensors).items():
-            sizes[device][name] = num_bytes
+        seen = set[tuple[torch.device, int]]()
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            for part in dense_parts(local) if isinstance(local, Tensor) else ():
+                memory = part.device, storage_key(part)
+                if part.device.type != "meta" and memory[1] and memory not in seen:
+                    seen.add(memory)
+                    sizes[str(part.device)][name] += part.untyped_storage().nbytes()
     return dict(sizes)
-
-
-def _by_device(tensors: Iterable[Any]) -> dict[str, int]:
-    seen: dict[tuple[str, int], int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type != "meta":
-            for part in dense_parts(local):
-                seen[str(part.device), storage_key(part)] = part.untyped_storage().nbytes()
-    sizes: dict[str, int] = defaultdict(int)
-    for (device, address), num_bytes in seen.items():
-        sizes[device] += num_bytes if address else 0
-    return sizes
 
 
 class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped

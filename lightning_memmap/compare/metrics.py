@@ -1,8 +1,7 @@
 """The figures of a comparison. Each is one entry of `METRICS`, and nothing else knows it.
 
-An entry says what a process collects at the end of a run, and how the figure is reduced from what
-all processes collected. Tables, the page, the check against a baseline and the list in
-docs/compare.md follow from it.
+An entry says what it collects from the record of each process of a run, and how that is reduced to
+one figure. Tables, the page and the list in docs/compare.md follow from it.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +11,6 @@ from operator import itemgetter
 from statistics import fmean, median
 from typing import Any, Literal
 
-from lightning_memmap.compare.memory import device_peaks, process_memory
 from lightning_memmap.sizes import format_bytes
 
 #: Parts of a step, in the order in which they happen.
@@ -34,18 +32,29 @@ SPEED = "samples_per_s"
 NO_LOAD = "no_load_share"
 
 
-@dataclass
-class Observed:
-    """What a process has seen when a run ends, for metrics to collect from."""
+@dataclass(frozen=True)
+class Rank:
+    """The record of one process of a run."""
 
+    rank: int
+    world_size: int
     data_rank: int
     global_batch: int
+    losses: Sequence[float]
     first_batch_s: float = 0.0
+    #: Seconds of each part of each measured step.
     steps: Sequence[Mapping[str, float]] = ()
+    #: By process id, private and shared bytes of this process and all that it has started.
+    processes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    #: By accelerator, peaks of allocated and of reserved bytes.
+    peaks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: By device and kind, bytes of the model's state.
     state_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     moved_bytes: int = 0
-    processes: Mapping[str, Sequence[int | None]] = field(default_factory=process_memory)
-    peaks: Mapping[str, Sequence[int]] = field(default_factory=device_peaks)
+    #: Of each step of a check run, the rows as the loader gave them, and as the model got them.
+    loader_hashes: Sequence[int] = ()
+    model_hashes: Sequence[int] = ()
+    parameters: Sequence[str] = ()
 
     @property
     def step_s(self) -> list[float]:
@@ -57,17 +66,6 @@ class Observed:
         return fmean(sum(step[part] for part in parts) for step in self.steps)
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What one process of a run writes down."""
-
-    rank: int
-    world_size: int
-    data_rank: int
-    losses: Sequence[float]
-    values: Mapping[str, Any]
-
-
 def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
     """The processes by their share of the global batch, in the order of data-parallel ranks."""
     shares: dict[int, list[Rank]] = defaultdict(list)
@@ -76,19 +74,13 @@ def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
     return [*shares.values()]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """How a figure is written: a name beside its label, and the text of a number in SI units."""
-
-    name: str
-    write: Callable[[float], str]
+#: How a figure is written: a number in SI units.
+COUNT, SHARE, SECONDS = "{:,.0f}".format, "{:.0%}".format, "{:.2f} s".format
 
 
-COUNT = Unit("", "{:,.0f}".format)
-SHARE = Unit("", "{:.0%}".format)
-BYTES = Unit("", lambda value: format_bytes(int(value)))
-SECONDS = Unit("s", "{:.2f}".format)
-MILLISECONDS = Unit("ms", lambda value: f"{value * 1e3:.2f}")
+def milliseconds(value: float) -> str:
+    """Seconds as text."""
+    return f"{value * 1e3:.2f} ms"
 
 
 @dataclass(frozen=True)
@@ -97,17 +89,12 @@ class Metric:
 
     key: str
     label: str
-    unit: Unit
+    write: Callable[[float], str]
     meaning: str
-    collect: Callable[[Observed], Any]
+    collect: Callable[[Rank], Any]
     reduce: Callable[[list[Any]], float | None]
     run: Literal["timed", "check", "none"] = "timed"
     table: str = ""
-
-    @property
-    def heading(self) -> str:
-        """The label with its unit."""
-        return f"{self.label} {self.unit.name}".rstrip()
 
 
 #: The titles of tables.
@@ -119,7 +106,7 @@ TABLES = {
 }
 
 
-def _total_rate(values: list[Any]) -> float:
+def _total_rate(values: list[tuple[int, float]]) -> float:
     """Rows per second over all processes. Of processes with the same rows, the slowest counts."""
     slowest: dict[int, float] = {}
     for data_rank, rate in values:
@@ -127,31 +114,22 @@ def _total_rate(values: list[Any]) -> float:
     return fmean(slowest.values())
 
 
-def _all_processes(values: list[Any]) -> list[Any]:
-    # Ranks see their own child processes, and rank 0 also the ranks that it started.
-    return [*{pid: each for own in reversed(values) for pid, each in own.items()}.values()]
-
-
-def _process_bytes(index: int, total: Callable[[list[int]], int]) -> dict[str, Any]:
-    def collect(seen: Observed) -> Any:
-        return {pid: sizes[index] for pid, sizes in seen.processes.items()}
+def _of_processes(total: Callable[[list[Any]], int], index: int = 0) -> dict[str, Any]:
+    """A figure over all processes, each of which counts once: ranks see their child processes."""
 
     def reduce(values: list[Any]) -> int | None:
-        known = _all_processes(values)
-        return None if None in known else total(known)
+        by_id = {pid: sizes[index] for found in reversed(values) for pid, sizes in found.items()}
+        return None if None in by_id.values() else total([*by_id.values()])
 
-    return {"collect": collect, "reduce": reduce}
+    return {"collect": lambda rank: rank.processes, "reduce": reduce}
 
 
 def _peak_bytes(index: int) -> dict[str, Any]:
-    def collect(seen: Observed) -> Any:
-        return {device: peaks[index] for device, peaks in seen.peaks.items()}
-
-    def reduce(values: list[Any]) -> int | None:
-        """Of the fullest device. Processes on one device add up."""
-        return max(sum(map(Counter, values), Counter()).values(), default=None)
-
-    return {"collect": collect, "reduce": reduce}
+    """A peak of the fullest device. Processes on one device add up."""
+    return {
+        "collect": lambda rank: {device: each[index] for device, each in rank.peaks.items()},
+        "reduce": lambda values: max(sum(map(Counter, values), Counter()).values(), default=None),
+    }
 
 
 def _state_bytes(*kinds: str) -> dict[str, Any]:
@@ -160,13 +138,9 @@ def _state_bytes(*kinds: str) -> dict[str, Any]:
     def size(state: Mapping[str, int]) -> int:
         return sum(state.values())
 
-    def reduce(values: list[Any]) -> int:
-        fullest = max(values, key=size)
-        return sum(fullest.get(kind, 0) for kind in kinds)
-
     return {
-        "collect": lambda seen: max(seen.state_bytes.values(), key=size, default={}),
-        "reduce": reduce,
+        "collect": lambda rank: max(rank.state_bytes.values(), key=size, default={}),
+        "reduce": lambda values: sum(max(values, key=size).get(kind, 0) for kind in kinds),
         "run": "check",
     }
 
@@ -176,96 +150,91 @@ METRICS = {
     for metric in (
         Metric(
             SPEED, "samples/s", COUNT, "rows per second over all processes",
-            lambda seen: [seen.data_rank, seen.global_batch / fmean(seen.step_s)], _total_rate,
+            lambda rank: (rank.data_rank, rank.global_batch / fmean(rank.step_s)), _total_rate,
             table="speed",
         ),
         Metric(
             NO_LOAD, "of no-load upper bound", SHARE,
             "samples/s relative to the same strategy with `+ideal`, which replays one batch",
-            lambda seen: None, lambda values: None, run="none", table="speed",
+            lambda rank: None, lambda values: None, run="none", table="speed",
         ),
         Metric(
-            "step_s", "step", MILLISECONDS, "the median step on rank 0",
-            lambda seen: median(seen.step_s), itemgetter(0), table="speed",
+            "step_s", "step", milliseconds, "the median step on rank 0",
+            lambda rank: median(rank.step_s), itemgetter(0), table="speed",
         ),
         Metric(
             "data_stall", "data stall", SHARE,
             "share of a step that waits for its batch: data loading and transfer",
-            lambda seen: seen.mean_s("data", "transfer") / fmean(seen.step_s), fmean,
+            lambda rank: rank.mean_s("data", "transfer") / fmean(rank.step_s), fmean,
             table="speed",
         ),
         Metric(
             "first_batch_s", "time to first batch", SECONDS,
             "from `Trainer.fit` until the first batch is on its device, in the slowest process:"
             " processes and workers started, store opened, shards placed",
-            lambda seen: seen.first_batch_s, max, table="speed",
+            lambda rank: rank.first_batch_s, max, table="speed",
         ),
         *(
             Metric(
-                f"{part}_s", "data loading" if part == "data" else part, MILLISECONDS, meaning,
-                lambda seen, part=part: seen.mean_s(part), fmean,  # type: ignore[misc]
+                f"{part}_s", "data loading" if part == "data" else part, milliseconds, meaning,
+                lambda rank, part=part: rank.mean_s(part), fmean,  # type: ignore[misc]
                 table="parts",
             )
             for part, meaning in PARTS.items()
         ),
         Metric(
             "num_processes", "processes", COUNT, "training processes and their workers",
-            lambda seen: dict.fromkeys(seen.processes), lambda values: len(_all_processes(values)),
-            table="memory",
+            lambda rank: [*rank.processes],
+            lambda values: len({pid for found in values for pid in found}), table="memory",
         ),
         Metric(
-            "private_bytes", "private memory", BYTES,
+            "private_bytes", "private memory", format_bytes,
             "pages that belong to only one process (USS), added up over all processes after the"
             " last step",
-            **_process_bytes(0, sum), table="memory",
+            **_of_processes(sum), table="memory",
         ),
         Metric(
-            "shared_bytes", "shared memory", BYTES,
+            "shared_bytes", "shared memory", format_bytes,
             "the most shared pages in one process, such as those of a mapped store",
-            **_process_bytes(1, max), table="memory",
+            **_of_processes(max, 1), table="memory",
         ),
         Metric(
-            "state_bytes", "model state per device", BYTES,
+            "state_bytes", "model state per device", format_bytes,
             "parameters, gradients and optimizer state of one process on one device, where they"
             " are largest; the buckets of DDP, a second copy of the gradients, are not seen",
             **_state_bytes(*STATE), table="memory",
         ),
         *(
             Metric(
-                f"{kind}_bytes", kind, BYTES, f"the part of the model state that is {kind}",
+                f"{kind}_bytes", kind, format_bytes, f"the part of the model state that is {kind}",
                 **_state_bytes(kind),
             )
             for kind in STATE
         ),
         Metric(
-            "communication_bytes", "communication volume per step", BYTES,
+            "communication_bytes", "communication volume per step", format_bytes,
             "what each process sends in collectives, the least that a ring needs, and copies"
             " between devices, as torch's dispatcher sees them in the main thread; between logical"
             " devices of one memory nothing moves",
-            lambda seen: seen.moved_bytes, sum, run="check", table="memory",
+            lambda rank: rank.moved_bytes, sum, run="check", table="memory",
         ),
         Metric(
-            "device_peak_bytes", "peak", BYTES,
+            "device_peak_bytes", "peak", format_bytes,
             "CUDA's peak of allocated memory on the fullest device in the measured steps",
             **_peak_bytes(0), table="devices",
         ),
         Metric(
-            "device_reserved_bytes", "reserved", BYTES, "the same of reserved memory",
+            "device_reserved_bytes", "reserved", format_bytes, "the same of reserved memory",
             **_peak_bytes(1), table="devices",
         ),
     )
 }  # fmt: skip
 
 
-def collected(seen: Observed, kind: str) -> dict[str, Any]:
-    """What the metrics of a kind of run note in this process."""
-    return {key: each.collect(seen) for key, each in METRICS.items() if each.run == kind}
-
-
 def figures_of(ranks: Sequence[Rank], kind: str) -> dict[str, float]:
     """The known figures of one run of a kind."""
     found = {
-        key: metric.reduce([rank.values[key] for rank in ranks])
+        key: metric.reduce([metric.collect(rank) for rank in ranks])
         for key, metric in METRICS.items()
         if metric.run == kind
     }

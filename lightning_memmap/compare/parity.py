@@ -1,14 +1,87 @@
-"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?"""
+"""The parity check: do all variants train on the same rows, with equal losses, to equal weights?
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+Hashes of rows add up from data devices to processes to the global batch.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import xxhash
+from torch import Tensor, nn
 
+from lightning_memmap.compare.memory import batches_of
 from lightning_memmap.compare.metrics import Rank, shares_of
+from lightning_memmap.loading import Padded, RowList
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.transform import takes_generator
+
+MODULUS = 2**64
+
+
+def hash_batch(batch: Any) -> int:
+    """Sum, modulo 2**64, the XXH3 of each row over the bytes of all leaves of a (super-)batch."""
+    total = 0
+    for part in batches_of(batch):
+        leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, whole=(Padded,)))
+        for row in zip(*(rows for rows in leaves if rows is not None), strict=True):
+            digest = xxhash.xxh3_64()
+            for each in row:
+                digest.update(each)
+            total += digest.intdigest()
+    return total % MODULUS
+
+
+def _rows_of(leaf: Any) -> Sequence[Any] | None:
+    """The bytes of each row of a leaf, without padding; None of one that has no rows or bytes."""
+    if isinstance(leaf, Tensor) and not leaf.is_nested:
+        return _bytes(leaf) if leaf.ndim and leaf.numel() else None
+    if not isinstance(leaf, (Padded, RowList, Tensor)):
+        return None
+    rows = leaf.rows() if isinstance(leaf, Padded) else leaf
+    return [
+        row.encode("utf-8", "surrogatepass")
+        if isinstance(row, str)
+        else row
+        if isinstance(row, bytes)
+        else _bytes(row[None])[0]
+        for row in rows
+    ]
+
+
+def _bytes(leaf: Tensor) -> Any:
+    plain = leaf.detach().cpu().as_subclass(Tensor).contiguous()
+    # A row may be empty.
+    return plain.view(len(plain), plain[0].numel()).view(torch.uint8).numpy()
+
+
+class HashedTransform(nn.Module):
+    """A batch transform that appends the hash of its rows to a list before it changes them."""
+
+    def __init__(self, transform: Callable[..., Any], hashes: list[int]) -> None:
+        super().__init__()
+        # As an attribute, a module is copied to the data device with this one.
+        self.transform = transform
+        self._note = hashes.append
+        self._takes_generator = takes_generator(transform)
+
+    def forward(self, batch: Any, generator: torch.Generator) -> Any:
+        """Record the hash of the rows, and transform them."""
+        self._note(hash_batch(batch))
+        if self._takes_generator:
+            return self.transform(batch, generator=generator)
+        return self.transform(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HashedTransform":
+        # All copies, one for each data device, append to one list.
+        other = HashedTransform(copy.deepcopy(self.transform, memo), [])
+        other._note = self._note
+        return other
+
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
 #: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
@@ -49,28 +122,25 @@ class CheckedRun:
     @classmethod
     def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
         """Put together what the processes of a check run wrote into their folder."""
-        shares = [processes[0].values for processes in shares_of(ranks)]
+        shares = [processes[0] for processes in shares_of(ranks)]
         return cls(
-            loader_hashes=_add(share["loader_hashes"] for share in shares),
-            model_hashes=_add(share["model_hashes"] for share in shares),
+            loader_hashes=_add(share.loader_hashes for share in shares),
+            model_hashes=_add(share.model_hashes for share in shares),
             losses=global_losses(ranks),
             initial=_load(folder / "initial.pt"),
             final=_load(folder / "final.pt"),
-            parameters=ranks[0].values["parameters"],
+            parameters=ranks[0].parameters,
         )
 
     @property
     def trained(self) -> set[str]:
         """The parameters that training has changed."""
-        return {
-            name
-            for name in self.parameters
-            if name in self.final and not torch.equal(self.initial[name], self.final[name])
-        }
+        known = (name for name in self.parameters if name in self.final)
+        return {name for name in known if _differs(self.initial, self.final, name)}
 
 
 def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(step) % 2**64 for step in zip(*hashes, strict=True)]
+    return [sum(step) % MODULUS for step in zip(*hashes, strict=True)]
 
 
 def global_losses(ranks: Sequence[Rank]) -> list[float]:
@@ -97,17 +167,10 @@ def check_parity(
     notes: Sequence[str] = (),
 ) -> Parity:
     """Compare a variant's check run with that of the reference, which may be the same run."""
-    problems, notes = list[str](), list(notes)
-    found = run.loader_hashes
+    notes, found = list(notes), run.loader_hashes
     wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]
-    if wrong:
-        problems.append(f"other rows than the global batch's from step {wrong[0]} on")
-    if not all(
-        name in run.initial
-        and name in reference.initial
-        and torch.equal(run.initial[name], reference.initial[name])
-        for name in run.parameters
-    ):
+    problems = [f"other rows than the global batch's from step {each} on" for each in wrong[:1]]
+    if any(_differs(run.initial, reference.initial, name) for name in run.parameters):
         problems.append("the weights differ before the first step")
     loss = weight = None
     same_content = run.model_hashes == reference.model_hashes
@@ -118,13 +181,14 @@ def check_parity(
         )
     else:
         loss = _loss_difference(run.losses, reference.losses)
+        weight = _weight_difference(run, reference)
+        problems += _weight_problems(run, reference, weight, tolerance)
         if all(map(isnan, (*run.losses, *reference.losses))):
             notes.append("training_step returns no loss: only weights are compared")
-        else:
-            problems += _loss_problems(loss, tolerance)
-        if set(run.final) == set(reference.final):
-            weight = _weight_difference(run, reference)
-        problems += _weight_problems(run, reference, weight, tolerance)
+        elif loss is None:
+            problems.append("a loss is missing or not finite")
+        elif loss > tolerance:
+            problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
         if not same_content:
             notes.append(
                 "from the same rows the model was given other bytes than in the reference:"
@@ -142,11 +206,8 @@ def check_parity(
     )
 
 
-def _loss_problems(difference: float | None, tolerance: float) -> Iterator[str]:
-    if difference is None:
-        yield "a loss is missing or not finite"
-    elif difference > tolerance:
-        yield f"losses differ by {difference:.1e}; {tolerance:.0e} is allowed"
+def _differs(first: Mapping[str, Tensor], second: Mapping[str, Tensor], name: str) -> bool:
+    return not (name in first and name in second and torch.equal(first[name], second[name]))
 
 
 def _weight_problems(
@@ -169,7 +230,9 @@ def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> flo
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
 
 
-def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float:
+def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float | None:
+    if set(run.final) != set(reference.final):
+        return None
     distance = moved = 0.0
     for name in reference.parameters:
         if name in reference.final:

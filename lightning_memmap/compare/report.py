@@ -1,18 +1,28 @@
-"""The report of a comparison: ``report.json``, and its tables."""
+"""The report of a comparison: ``report.json``, its tables, and its page."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
 from typing import Any, Literal
 
 import msgspec
+from rich.console import Console
 from rich.text import Text
 
-from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Metric
+from lightning_memmap.compare.metrics import (
+    METRICS,
+    NO_LOAD,
+    PARTS,
+    SPEED,
+    STATE,
+    TABLES,
+    Metric,
+)
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, text
+from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, render_page, text
 
 Status = Literal["ok", "refused", "failed", "pending"]
 
@@ -109,7 +119,7 @@ _PARITY = {
 }
 #: What the columns of all tables show, by label.
 MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
-    each.heading: each.meaning for each in METRICS.values() if each.table
+    each.label: each.meaning for each in METRICS.values() if each.table
 }
 _STATUS = {
     "refused": text("not supported", UNSURE),
@@ -118,14 +128,24 @@ _STATUS = {
 }
 
 
-def all_tables(report: Report) -> Iterator[TitledTable]:
-    """The tables that have rows: parity, then figures, and what did not run."""
-    tables = [
-        parity_table(report),
-        *(figure_table(report, key) for key in TABLES),
-        missing_table(report),
-    ]
-    return (each for each in tables if each.table.row_count)
+def print_report(report: Report, console: Console) -> None:
+    """Print what was run, and the tables that have rows."""
+    settings = report.settings
+    console.print(
+        f"\n[bold]{settings['global_batch']} rows a step[/], {settings['devices']}"
+        f" {settings['accelerator']} devices, {settings['steps']} steps after"
+        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} runs of each variant",
+        highlight=False,
+    )
+    for table in _tables(report):
+        if table.table.row_count:
+            console.print(table)
+
+
+def _tables(report: Report) -> list[TitledTable]:
+    """Parity first, then figures, and what did not run."""
+    figures = (figure_table(report, key) for key in TABLES)
+    return [parity_table(report), *figures, missing_table(report)]
 
 
 def parity_table(report: Report) -> TitledTable:
@@ -172,7 +192,7 @@ def figure_table(report: Report, key: str) -> TitledTable:
         for each in report.measured
     ]
     notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
-    labels = ["variant", *(metric.heading for metric in metrics)]
+    labels = ["variant", *(metric.label for metric in metrics)]
     return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
 
 
@@ -194,7 +214,7 @@ def _noise(report: Report) -> Iterator[str]:
 
 
 def _cell(metric: Metric, variant: VariantResult) -> Text:
-    values, write = variant.figures.get(metric.key), metric.unit.write
+    values, write = variant.figures.get(metric.key), metric.write
     if not values:
         return _UNKNOWN
     spread = f" ({write(min(values))}..{write(max(values))})" if metric.key == SPEED else ""
@@ -210,3 +230,79 @@ def missing_table(report: Report) -> TitledTable:
     ]
     labels = ("variant", "", "reason")
     return TitledTable("Variants without a result", make_table(labels, rows, labels[1:]))
+
+
+#: The figures whose bars a picture stacks.
+_PICTURES = {
+    "Samples per second": [SPEED],
+    "Where a step goes": [f"{part}_s" for part in PARTS],
+    "Model state per device": [f"{kind}_bytes" for kind in STATE],
+}
+
+
+def render_html(report: Report) -> str:
+    """The report as one page of HTML. Needs jinja2."""
+    parity, *others = _tables(report)
+    # What parity has to note stands beside the verdict.
+    tables = [replace(parity, notes=()), *others]
+    return render_page(
+        "report.html",
+        report=report,
+        verdict=_verdict(report),
+        parity_notes=parity.notes,
+        tables=[each for each in tables if each.table.row_count],
+        meanings=MEANINGS,
+        pictures=[*_pictures(report)],
+        losses=_losses(report),
+    )
+
+
+def _verdict(report: Report) -> Text:
+    checked = {each.variant: each.parity.holds for each in report.variants if each.parity}
+    if wrong := [name for name, holds in checked.items() if holds is False]:
+        return text(f"Parity does not hold: {', '.join(wrong)} differ from the reference.", BAD)
+    if report.exit_code:
+        return text("No difference was found, but not every variant could be compared.", UNSURE)
+    if len(checked) > 1:
+        return text(f"Parity holds: {len(checked)} variants train the same.", GOOD)
+    return text("Only one variant could be checked.", UNSURE)
+
+
+def _pictures(report: Report) -> Iterator[dict[str, Any]]:
+    """For each variant with these figures, its bars: their label, text, and share of the most."""
+    for title, keys in _PICTURES.items():
+        sizes = {
+            each.variant: [median(each.figures[key]) for key in keys]
+            for each in report.measured
+            if all(key in each.figures for key in keys)
+        }
+        metrics = [METRICS[key] for key in keys]
+        most = max(map(sum, sizes.values()), default=0) or 1
+        bars = {
+            variant: [
+                (metric.label, metric.write(size), size / most)
+                for metric, size in zip(metrics, found, strict=True)
+            ]
+            for variant, found in sizes.items()
+        }
+        if bars:
+            yield {"title": title, "labels": [metric.label for metric in metrics], "bars": bars}
+
+
+def _losses(report: Report) -> dict[str, Any] | None:
+    """The curves of the check runs in a square of 100 by 100, with the losses that bound it."""
+    losses = [
+        (each.variant, step, loss)
+        for each in report.variants
+        for step, loss in enumerate(each.check_losses)
+        if loss is not None
+    ]
+    if not losses:
+        return None
+    low, high = (extreme(loss for *_, loss in losses) for extreme in (min, max))
+    steps = max(step for _, step, _ in losses) or 1
+    points: dict[str, str] = defaultdict(str)
+    for variant, step, loss in losses:
+        y = 100 * (high - loss) / ((high - low) or 1)
+        points[variant] += f"{100 * step / steps:.1f},{y:.1f} "
+    return {"low": f"{low:.4g}", "high": f"{high:.4g}", "steps": steps + 1, "points": points}

@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from math import isfinite
@@ -26,15 +27,15 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
-from lightning_memmap.compare.facts import describe_devices, prepare
 from lightning_memmap.compare.loaders import STORES
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
+from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import Report, VariantResult
+from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
 RUNS = "variants"
-_POLL_S = 0.1
 #: What a launcher sets for its processes. A run is independent of whatever started this process.
 _LAUNCHER = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -50,49 +51,31 @@ class RunError(Exception):
         self.refused = refused
 
 
-def launch(out: Path) -> Launched:
-    """Start a run, which imports what it needs and then waits for its spec in this folder."""
-    kept = {
+def run(spec: RunSpec, timeout_s: float) -> list[Rank]:
+    """Do a run in fresh processes, and wait for it."""
+    out = Path(spec.out)
+    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
+    environment = {
         key: value
         for key, value in os.environ.items()
         if key not in _LAUNCHER and not key.startswith("PL_")
     }
-    given = [str(out / "spec.json"), str(os.getpid())]
-    command = [sys.executable, "-m", "lightning_memmap.compare.worker", *given]
-    return Launched(command, out / "log.txt", env=kept)
-
-
-def run(
-    spec: RunSpec,
-    timeout_s: float,
-    on_step: Callable[[int], None],
-    started: Launched | None = None,
-) -> list[Rank]:
-    """Do a run in fresh processes, and wait for it."""
-    out = Path(spec.out)
+    launched = Launched(command, out / "log.txt", env=environment)
     try:
-        launched = started or launch(out)
-        try:
-            spec.write()
-            deadline = monotonic() + timeout_s
-            while not (is_over := launched.ends_within(_POLL_S)) and monotonic() < deadline:
-                on_step(_read_progress(out))
-        finally:
-            launched.kill_group()
-        if not is_over:
-            tail = " | ".join(launched.tail())
-            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
-        if launched.returncode:
-            raise _read_error(out, launched)
-        ranks = read_ranks(out)
-        found = [rank.rank for rank in ranks]
-        if found != list(range(ranks[0].world_size if ranks else 1)):
-            tail = " | ".join(launched.tail())
-            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
-        return ranks
-    except (OSError, ValueError, TypeError) as error:
-        # What others have measured is worth more than this run.
-        raise RunError(f"its files cannot be written or read: {error}") from error
+        is_over = launched.ends_within(timeout_s)
+    finally:
+        launched.kill_group()
+    if not is_over:
+        tail = " | ".join(launched.tail())
+        raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
+    if launched.returncode:
+        raise _read_error(out, launched)
+    ranks = read_ranks(out)
+    found = [rank.rank for rank in ranks]
+    if found != list(range(ranks[0].world_size if ranks else 1)):
+        tail = " | ".join(launched.tail())
+        raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+    return ranks
 
 
 def read_ranks(folder: Path) -> list[Rank]:
@@ -101,19 +84,13 @@ def read_ranks(folder: Path) -> list[Rank]:
     return sorted((Rank(**json.loads(text)) for text in texts), key=lambda rank: rank.rank)
 
 
-def _read_progress(out: Path) -> int:
-    try:
-        return int((out / "progress").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # Not begun, or being written.
-        return 0
-
-
 def _read_error(out: Path, launched: Launched) -> RunError:
-    try:
-        found = json.loads((out / "error.json").read_text(encoding="utf-8"))
-        return RunError(found["message"], found["refused"])
-    except (OSError, ValueError, KeyError, TypeError):  # It is missing, or damaged.
-        return RunError(f"it ended with {launched.how_it_ended(12)}")
+    # What the first process says that failed, and wrote it down before it was ended.
+    for path in sorted(out.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
+        with suppress(ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return RunError(found["message"], found["refused"])
+    return RunError(f"it ended with {launched.how_it_ended(12)}")
 
 
 class Comparison:
@@ -151,37 +128,27 @@ class Comparison:
         self._expected: list[int] = []
         #: What the others are compared with.
         self._reference: CheckedRun | None = None
-        #: By folder the runs that have been started, and wait for their spec.
-        self._ahead: dict[str, Launched] = {}
 
     def run(self) -> Report:
         """Do all runs. After Ctrl-C, the report, which is not written yet, has what is finished."""
         try:
             self._prepare()
-            self._do_runs()
+            # The single device with the store is the reference; without it, the first that runs.
+            for variant in sorted(self._results, key=lambda each: each != Variant("auto")):
+                # An ideal loader gives one batch again and again: there is nothing to check.
+                if variant.loader != "ideal":
+                    self._try(variant, "check")
+            # Variants alternate, so that whatever changes on the machine affects all of them.
+            for repeat in range(1, self._options.repeats + 1):
+                for variant in self._results:
+                    self._try(variant, f"timed{repeat}")
         except KeyboardInterrupt:
             if not self._report.data:
                 raise
             self._report.interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
-        finally:
-            for launched in self._ahead.values():
-                launched.kill_group()
         self._finish()
         return self._report
-
-    def _do_runs(self) -> None:
-        # An ideal loader gives one batch again and again: there is nothing to check.
-        runs = [(each, "check") for each in self._pending() if each.loader != "ideal"]
-        # The single device with the store is the reference; without it, the first that runs.
-        runs.sort(key=lambda run: run[0] != Variant("auto"))
-        # Variants alternate, so that whatever changes on the machine affects all of them.
-        for repeat in range(1, self._options.repeats + 1):
-            runs += [(each, f"timed{repeat}") for each in self._pending()]
-        for index, (variant, name) in enumerate(runs):
-            if variant in self._pending():
-                later = (run for run in runs[index + 1 :] if run[0] in self._pending())
-                self._try(variant, name, next(later, None))
 
     def _prepare(self) -> None:
         """Build the store, learn what all variants need, and remove an earlier comparison."""
@@ -217,30 +184,6 @@ class Comparison:
             out=str(self._runs / folder),
         )
 
-    def _launch_ahead(self, folder: str) -> None:
-        """Half of a short run is imports: have the next do them while nothing is timed."""
-        self._ahead[folder] = launch(self._runs / folder)
-
-    def _run(self, title: str, spec: RunSpec, started: Launched | None = None) -> list[Rank]:
-        """Do a run, and print a line that says what came out."""
-        started_s, outcome = monotonic(), "[red]interrupted[/]"
-        try:
-            with self._console.status(escape(title)) as status:
-
-                def show(done: int) -> None:
-                    status.update(f"{escape(title)}, step {done} of {spec.total_steps}")
-
-                ranks = run(spec, self._options.timeout_s, show, started)
-            is_timed = spec.kind == "timed"
-            outcome = f"{figures_of(ranks, 'timed')[SPEED]:,.0f} samples/s" if is_timed else "done"
-        except RunError as error:
-            word = "not supported" if error.refused else "failed"
-            outcome = f"[red]{word}[/]: {escape(shorten(str(error), 300, placeholder=' ...'))}"
-            raise
-        finally:
-            self._note_run(title, outcome, started_s)
-        return ranks
-
     def _note_run(self, title: str, outcome: str, started_s: float) -> None:
         seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
         self._note(f"{escape(title):<42} {outcome}  {seconds}")
@@ -248,35 +191,34 @@ class Comparison:
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
-    def _pending(self) -> list[Variant]:
-        """The variants that nothing has stopped."""
-        return [each for each, result in self._results.items() if result.status == "pending"]
-
-    def _try(self, variant: Variant, name: str, later: tuple[Variant, str] | None) -> None:
-        """Do a run of a variant, or stop the variant: its failure costs no other anything."""
+    def _try(self, variant: Variant, name: str) -> None:
+        """Do a run of a variant that nothing has stopped: its failure costs no other anything."""
+        result = self._results[variant]
+        if result.status != "pending":
+            return
         kind: RunKind = "check" if name == "check" else "timed"
-        result, folder = self._results[variant], f"{variant.name}/{name}"
-        started = self._ahead.pop(folder, None)
+        spec = self._spec(kind, f"{variant.name}/{name}", variant)
+        title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
+        started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
-            # If this run fails, a later one of the same variant will not come.
-            if kind == "check" and later and later[0] != variant:
-                self._launch_ahead(f"{later[0].name}/{later[1]}")
-            spec = self._spec(kind, folder, variant)
-            title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
-            ranks = self._run(title, spec, started)
+            with self._console.status(escape(title)):
+                ranks = run(spec, self._options.timeout_s)
             if kind == "check" and variant.is_compared:
                 self._compare(result, ranks, Path(spec.out))
-            result.add(figures_of(ranks, kind))
-        except RunError as error:
-            # In its first run; the replayed batch has no check run.
-            refused = error.refused and name == ("timed1" if variant.loader == "ideal" else "check")
-            result.status, result.reason = "refused" if refused else "failed", str(error)
+            figures = figures_of(ranks, kind)
+            result.add(figures)
+            outcome = "done" if kind == "check" else f"{figures[SPEED]:,.0f} samples/s"
         except Exception as error:
-            # Its weights may not be there, or its processes may have done other numbers of steps.
-            result.status = "failed"
-            result.reason = f"what it wrote cannot be evaluated: {error!r}"
+            # Also where it wrote no weights, or its processes have done other numbers of steps.
+            found = error if isinstance(error, RunError) else RunError(describe_error(error))
+            # In its first run; the replayed batch has no check run.
+            refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
+            result.status, result.reason = "refused" if refused else "failed", str(found)
+            word = "not supported" if refused else "failed"
+            outcome = f"[red]{word}[/]: {escape(shorten(str(found), 300, placeholder=' ...'))}"
         finally:
-            shutil.rmtree(self._runs / folder / STORES, ignore_errors=True)
+            self._note_run(title, outcome, started_s)
+            shutil.rmtree(Path(spec.out) / STORES, ignore_errors=True)
 
     def _compare(self, result: VariantResult, ranks: list[Rank], folder: Path) -> None:
         """Compare a check run with that of the reference, whose weights alone are kept."""

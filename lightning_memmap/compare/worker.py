@@ -1,4 +1,4 @@
-"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC PARENT``.
+"""One run in a fresh process: ``python -m lightning_memmap.compare.worker SPEC``.
 
 Under a strategy with several processes, each of them runs this file again.
 """
@@ -6,26 +6,31 @@ Under a strategy with several processes, each of them runs this file again.
 import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import lightning as L
-import psutil
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_memmap.compare.config import RunSpec, parse_variants
-from lightning_memmap.compare.facts import RunCLI
 from lightning_memmap.compare.loaders import (
     MappedLoader,
+    Replay,
     batch_size_of,
     loaded_data,
     normalized_datamodule,
 )
-from lightning_memmap.compare.measure import CheckCallback, RunCallback, StepClock, TimedCallback
-from lightning_memmap.compare.rows import HashedTransform, hash_batch
+from lightning_memmap.compare.measure import (
+    HAS_TRAINED,
+    CheckCallback,
+    RunCallback,
+    StepClock,
+    TimedCallback,
+)
+from lightning_memmap.compare.parity import HashedTransform, hash_batch
+from lightning_memmap.compare.prepare import RunCLI
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import MemmapError
 
@@ -36,12 +41,7 @@ _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
-    path, parent = Path(sys.argv[1]), int(sys.argv[2])
-    while not path.exists():  # It was started ahead, by a process that may have ended.
-        if not psutil.pid_exists(parent):
-            return
-        sleep(0.01)
-    spec = RunSpec.read(path)
+    spec = RunSpec.read(sys.argv[1])
     try:
         train(spec)
     except BaseException as error:
@@ -50,14 +50,10 @@ def main() -> None:
 
 
 def write_error(out: Path, error: BaseException) -> None:
-    """Say why a run failed, unless another of its processes has done so."""
-    refused = isinstance(error, REFUSALS) and not (out / "progress").exists()
+    """Say why this process failed. Of several, the parent believes the first."""
+    refused = isinstance(error, REFUSALS) and not (out / HAS_TRAINED).exists()
     found = {"message": f"{type(error).__name__}: {error}", "refused": refused}
-    mine = out / f"error-{os.getpid()}.json"
-    mine.write_text(json.dumps(found), encoding="utf-8")
-    with suppress(FileExistsError):
-        os.link(mine, out / "error.json")
-    mine.unlink()
+    (out / f"error-{os.getpid()}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def trainer_options(spec: RunSpec) -> dict[str, Any]:
@@ -91,6 +87,8 @@ def train_variant(
     batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
     data = data.with_options(batch_size=batch_size)
     is_check = spec.kind == "check"
+    if variant.loader == "ideal":
+        _map_loader(trainer.strategy, Replay)
     callback: RunCallback
     if is_check:
         _turn_dropout_off(model)
@@ -98,7 +96,12 @@ def train_variant(
             data = data.with_options(transform=data.eval_transform)
         hashes: list[int] = []
         if data.transform is None:
-            _hash_batches(trainer.strategy, hashes)
+
+            def noted(batch: Any) -> Any:
+                hashes.append(hash_batch(batch))
+                return batch
+
+            _map_loader(trainer.strategy, lambda loader: MappedLoader(loader, noted))
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
         callback = CheckCallback(spec, data, hashes)
@@ -118,15 +121,10 @@ def _turn_dropout_off(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-def _hash_batches(strategy: Any, hashes: list[int]) -> None:
-    """Record the hash of each batch as the loader of a strategy gives it."""
+def _map_loader(strategy: Any, function: Callable[[Any], Any]) -> None:
+    """Have a function change whatever a strategy makes of a loader."""
     process = strategy.process_dataloader
-
-    def note(batch: Any) -> Any:
-        hashes.append(hash_batch(batch))
-        return batch
-
-    strategy.process_dataloader = lambda loader: MappedLoader(process(loader), note)
+    strategy.process_dataloader = lambda loader: function(process(loader))
 
 
 if __name__ == "__main__":

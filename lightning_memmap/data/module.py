@@ -156,7 +156,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             counts too.
         build: ``"first"``: stores are built before training. ``"while_training"``: training starts
             at once. In the first epoch, ``num_workers`` processes read the rows in the order in
-            which they are needed, and store them. The rows of each batch are the same.
+            which they are needed, and store them; of stores at a URL, the shards are fetched in
+            that order. The rows of each batch are the same.
 
     The arguments are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -429,7 +430,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
         ask_first(planner, opened, placement)
-        self._print_placement(placement)
+        # Until all rows are there, they are read from their files, wherever they will live.
+        if all(store.supply is None for store in opened.values()):
+            self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)
 

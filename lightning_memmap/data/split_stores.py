@@ -20,7 +20,7 @@ from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.remote.store import RemoteStore
+from lightning_memmap.store.remote.cache import RemoteStore
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 

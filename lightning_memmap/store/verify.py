@@ -13,7 +13,7 @@ from lightning_memmap.store.manifest import (
     check_files,
 )
 from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.remote.store import RemoteStore
+from lightning_memmap.store.remote.cache import RemoteStore
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,14 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_memmap.strategies._member_results import MemberResult, MemberResults, read_results
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
-from lightning_memmap.strategies.independent import IndependentStrategy
+from lightning_memmap.strategies.independent import (
+    IndependentStrategy,
+    MemberResult,
+    MemberResults,
+    read_results,
+)
 from lightning_memmap.strategies.model_parallel import LocalModelParallelStrategy
 from lightning_memmap.strategies.pipeline import PipelineStrategy
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy

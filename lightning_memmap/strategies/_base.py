@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -334,3 +340,89 @@ def stages_given_by(module: Any) -> list[nn.Module]:
     if not stages:
         raise ValueError(f"{type(module).__name__}.stages() gave no stage: give at least one")
     return stages
+
+
+def parameters_by_stage(
+    module: nn.Module, stages: Sequence[nn.Module]
+) -> list[tuple[int | None, str, nn.Parameter]]:
+    """The stage, None outside of all, and the name of each parameter; two cannot share one."""
+    names = {child: f"{name}." for name, child in module.named_modules()}
+    places: dict[nn.Module, int | None] = dict.fromkeys(module.modules())
+    found: list[tuple[int | None, str, nn.Parameter]] = []
+    for index, stage in enumerate(stages):
+        places |= dict.fromkeys(stage.modules(), index)
+        for child in stage.modules():
+            own = child.named_parameters(recurse=False)
+            found += [(index, names.get(child, "(no attribute).") + name, p) for name, p in own]
+    for child, place in places.items():
+        if place is None:
+            own = child.named_parameters(recurse=False)
+            found += [(None, (names[child] + name).lstrip("."), p) for name, p in own]
+    first: dict[nn.Parameter, tuple[int | None, str]] = {}
+    for place, name, parameter in found:
+        other, other_name = first.setdefault(parameter, (place, name))
+        if other != place:
+            raise ValueError(
+                f"{other_name} ({_called(other)}) and {name} ({_called(place)}) are one parameter,"
+                " which can only be in one place: put the layers that share it into one item of"
+                " stages(), or untie them"
+            )
+    return found
+
+
+def _called(stage: int | None) -> str:
+    return "outside the stages" if stage is None else f"stage {stage}"
+
+
+_ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
+
+
+class SplitModuleChecks(ParallelStrategy):
+    """Raises for what needs the whole module on one process, for strategies that split it."""
+
+    strategy_name: str
+    unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
+        StochasticWeightAveraging,
+        WeightAveraging,
+        ModelPruning,
+    )
+
+    def check_fit(self, trainer: Trainer, averages: bool = True) -> None:
+        """Raise for callbacks that need the whole module, and gradients without an average."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, self.unsupported_callbacks):
+                raise ValueError(
+                    f"{type(callback).__name__} needs the weights of the whole module, and under"
+                    f" {self.strategy_name} no process holds them; omit it, or {_ELSEWHERE}"
+                )
+        assert self.lightning_module is not None
+        for name, child in self.lightning_module.named_modules():
+            if averages and isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+                raise ValueError(
+                    f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"
+                    " cannot average sparse gradients over processes; make it with sparse=False"
+                )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Set up optimizers that update each parameter by itself."""
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "LBFGS: it needs the gradients of the whole module on one process, and under"
+                f" {self.strategy_name} no process has them all; use an optimizer that updates each"
+                f" parameter by itself, such as AdamW or SGD, or {_ELSEWHERE}"
+            )
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object
+    ) -> Tensor:
+        """Run the backward pass of a loss over outputs."""
+        if closure_loss.is_meta or isinstance(closure_loss, DTensor):
+            raise ValueError(
+                "the loss has a term computed from the parameters themselves, such as a penalty on"
+                f" their norms, and under {self.strategy_name} no process holds all of them; use"
+                f" the optimizer's weight_decay for an L2 penalty, or {_ELSEWHERE}"
+            )
+        return super().backward(closure_loss, optimizer, *args, **kwargs)

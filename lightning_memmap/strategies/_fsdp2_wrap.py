@@ -1,20 +1,16 @@
-"""Sharding a module with FSDP2: options, units, the values to begin with, checkpoints."""
+"""Sharding a module with FSDP2: units, the values to begin with, checkpoints."""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -35,88 +31,35 @@ _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
-    """How a module is to be sharded; `lightning_memmap.strategies.FSDP2Strategy` describes each."""
-
-    wrap_classes: Sequence[str | type[nn.Module]] | None
-    min_unit_parameters: int
-    replicate_size: int
-    reshard_after_forward: bool | int | None
-    cpu_offload: bool
-    reduce_dtype: torch.dtype | None
-    activation_checkpointing: bool | Sequence[str | type[nn.Module]]
-
-    def __post_init__(self) -> None:
-        classes = self.wrap_classes
-        if isinstance(classes, str) or (classes is not None and not classes):
-            raise ValueError(
-                f"wrap_classes={classes!r}: give a list of classes or of their names, or omit it"
-                " to shard the items of the largest ModuleList or Sequential"
-            )
-        if isinstance(self.activation_checkpointing, str):
-            raise ValueError(
-                f"activation_checkpointing={self.activation_checkpointing!r}: give True for all"
-                " units, or a list of classes or of their names"
-            )
-        for name in ("min_unit_parameters", "replicate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
-
-    def check_processes(self, num_processes: int) -> None:
-        """Check that the sizes of groups fit a number of processes."""
-        if num_processes % self.replicate_size:
-            raise ValueError(
-                f"replicate_size={self.replicate_size}: it does not divide the {num_processes}"
-                " processes; choose a number that does"
-            )
-        group, size = self.reshard_after_forward, num_processes // self.replicate_size
-        if type(group) is int and not (1 < group < size and size % group == 0):
-            raise ValueError(
-                f"reshard_after_forward={group}: it must divide the {size} processes that a replica"
-                " is sharded over, and be neither 1 nor all of them; or choose True or False"
-            )
-
-
 def shard_module(
     module: L.LightningModule,
-    mesh: DeviceMesh,
+    units: Sequence[nn.Module],
     device: torch.device,
-    options: ShardingOptions,
-    compute_dtype: torch.dtype | None,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool | int | None,
+    **options: Any,
 ) -> None:
-    """Shard a module over the processes of a mesh, all of which must call it."""
+    """Shard units, and then the module, over the processes of a mesh; all of them must call it."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; omit that"
                 " from configure_model, or use Lightning's ModelParallelStrategy"
             )
-    units = _units(module, options)
     roots = [module] if module.automatic_optimization else _roots_by_hand(module)
-    for unit in _recomputed(module, units, options):
-        # It then keeps only its inputs. The names of parameters do not change.
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
-    reduce_dtype = options.reduce_dtype or (compute_dtype and torch.float32)
-    policies = dict.fromkeys([*units, *roots], MixedPrecisionPolicy(compute_dtype, reduce_dtype))
+    policies = dict.fromkeys([*units, *roots], policy)
     exact = MixedPrecisionPolicy(None, torch.float32, None, False)
-    if compute_dtype is not None:
+    if policy.param_dtype is not None:
         normed = [each for each in module.modules() if isinstance(each, _STATISTICS)]
         policies |= dict.fromkeys(filter(_has_parameters, normed), exact)
-    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
 
     def shard(unit: nn.Module) -> None:
         if unit in policies:
-            policy = policies[unit]
+            own = policies[unit]
             # By default FSDP2 keeps what the root gathered, and frees all else.
-            reshard = False if policy is exact else options.reshard_after_forward
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
+            reshard = False if own is exact else reshard_after_forward
+            fully_shard(unit, reshard_after_forward=reshard, mp_policy=own, **options)
 
     _initialise(module, device, shard)
     if module in policies:
@@ -127,11 +70,14 @@ def shard_module(
 # Units
 
 
-def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    if options.wrap_classes is not None:
-        units = _modules_of(module, options.wrap_classes, "wrap_classes")
+def choose_units(
+    module: nn.Module, classes: Sequence[str | type[nn.Module]] | None, min_parameters: int
+) -> list[nn.Module]:
+    """The units of a module: those of the classes, or the items of its largest list."""
+    if classes is not None:
+        units = _modules_of(module, classes, "wrap_classes")
     else:
-        units = default_units(module, options.min_unit_parameters)
+        units = default_units(module, min_parameters)
     return without_shared(module, units)
 
 
@@ -215,11 +161,17 @@ def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
     return wanted in itertools.chain(*names)
 
 
-def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The units whose parameters no module outside of them uses."""
+def _names(root: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter."""
     names = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
+    return names
+
+
+def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units whose parameters no module outside of them uses."""
+    names = _names(root)
     prefixes = {module: f"{name}." for name, module in root.named_modules()}
     return [
         unit
@@ -248,20 +200,23 @@ def _roots_by_hand(module: L.LightningModule) -> list[nn.Module]:
     return units
 
 
-def _recomputed(
-    module: nn.Module, units: Sequence[nn.Module], options: ShardingOptions
-) -> Sequence[nn.Module]:
-    """The modules whose activations are computed again in the backward pass."""
-    wanted = options.activation_checkpointing
+def recompute(
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    wanted: bool | Sequence[str | type[nn.Module]],
+) -> None:
+    """Let units, or modules of classes, compute activations again in the backward pass."""
     if not isinstance(wanted, bool):
-        return _modules_of(module, wanted, "activation_checkpointing")
-    if wanted and not units:
+        units = _modules_of(module, wanted, "activation_checkpointing")
+    elif wanted and not units:
         raise ValueError(
             f"activation_checkpointing=True: the {type(module).__name__} has no units to compute"
-            " again; choose some by wrap_classes or a smaller min_unit_parameters than"
-            f" {options.min_unit_parameters}, or name classes here"
+            " again; choose some by wrap_classes or a smaller min_unit_parameters, or name classes"
+            " here"
         )
-    return units if wanted else []
+    for unit in units if wanted else ():
+        # It then keeps only its inputs. The names of parameters do not change.
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
 # Values to begin with
@@ -282,12 +237,8 @@ def _check_materialisable(root: nn.Module) -> None:
             " that initialises the module's own parameters and buffers; define it, or build the"
             " module on the CPU"
         )
-    names = defaultdict(list)
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if parameter.is_meta:
-            names[parameter].append(name)
-    for tied in names.values():
-        if len(tied) > 1:
+    for parameter, tied in _names(root).items():
+        if parameter.is_meta and len(tied) > 1:
             raise UnsuitableModuleError(
                 f"{' and '.join(tied)}: one parameter on the meta device, which would become"
                 f" {len(tied)}; build the modules that share it on the CPU"

@@ -1,10 +1,8 @@
-"""The stages of a pipeline: which process holds which, and how batches go through them."""
+"""The stages of a pipeline, how batches go through them, and what processes exchange."""
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -21,10 +19,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.optim import Optimizer
 
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.strategies._base import module_tensors, stages_given_by
-from lightning_memmap.strategies._pipeline_state import broadcast_nested
+from lightning_memmap.process_group import broadcast
+from lightning_memmap.strategies._base import (
+    module_tensors,
+    parameters_by_stage,
+    stages_given_by,
+)
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
@@ -36,72 +39,32 @@ SCHEDULES: dict[str, Any] = {
 #: Number of schedules that are kept, each with buffers for all of its micro-batches. One is enough
 #: unless shapes differ by more than rows, as of padded text, or parameters are frozen in turn.
 _MAX_KEPT = 4
-
-#: Computes the mean loss of the rows of a micro-batch, from its number and the last stage's output.
-MicroLoss = Callable[[int, Any], Tensor]
-#: Makes the context in which stages and losses run.
-Context = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A grid of processes: each row is a pipeline, each column holds the same stages."""
-
-    data_parallel_size: int
-    pipeline_size: int
-    rank: int
-
-    @classmethod
-    def of(
-        cls, world_size: int, rank: int, data_parallel_size: int | str, pipeline_size: int | str
-    ) -> "Layout":
-        """``auto`` is what the other size leaves; if both are, there is one pipeline."""
-        data, pipeline = data_parallel_size, pipeline_size
-        if isinstance(data, str):
-            data = 1 if isinstance(pipeline, str) else world_size // pipeline
-        if isinstance(pipeline, str):
-            pipeline = world_size // data
-        if data * pipeline != world_size or data < 1:
-            raise ValueError(
-                f"data_parallel_size={data_parallel_size} x pipeline_parallel_size={pipeline_size}"
-                f" does not make {world_size} processes (devices x num_nodes): choose sizes that"
-                " multiply to it, or leave one at 'auto'"
-            )
-        return cls(data, pipeline, rank)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of this process's pipeline."""
-        return self.rank // self.pipeline_size
-
-    @property
-    def pipeline_rank(self) -> int:
-        """Rank of this process within its pipeline."""
-        return self.rank % self.pipeline_size
+#: Gradients are averaged over processes in tensors of about this size.
+_BUCKET_BYTES = 25 * 2**20
+#: Many small tensors as few large ones; torch has no public names for these functions.
+_utils: Any = torch._utils
 
 
 def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> None:
-    """Refuse a number of micro-batches that a schedule cannot run."""
-    num = num_microbatches
-    if num < 1:
-        raise ValueError(f"num_microbatches={num}: at least 1")
-    if schedule == "1f1b" and num < num_processes:
+    """Raise for a number of micro-batches that a schedule cannot run."""
+    num, rounds = num_microbatches, max(1, num_microbatches // num_processes)
+    needs = {
+        "gpipe": (num >= 1, "at least 1"),
+        "1f1b": (num >= num_processes, f"at least {num_processes}"),
+        "interleaved": (num >= 1 and not num % rounds, f"a multiple of {num_processes}"),
+    }
+    is_right, needed = needs[schedule]
+    if not is_right:
         raise ValueError(
-            f"num_microbatches={num}: schedule='1f1b' needs at least as many as"
-            f" pipeline_parallel_size={num_processes}; use more, or schedule='gpipe'"
-        )
-    if schedule == "interleaved" and num % max(1, num // num_processes):
-        raise ValueError(
-            f"num_microbatches={num}: schedule='interleaved' runs them in"
-            f" {num // num_processes} equal rounds; use a multiple of"
-            f" pipeline_parallel_size={num_processes}"
+            f"num_microbatches={num}: schedule={schedule!r} with"
+            f" pipeline_parallel_size={num_processes} needs {needed}"
         )
 
 
 class _Stage(nn.Module):
     """Modules one after the other, in the context of a precision plugin, such as autocast."""
 
-    def __init__(self, children: Sequence[nn.Module], context: Context) -> None:
+    def __init__(self, children: Sequence[nn.Module], context: Any) -> None:
         super().__init__()
         self.chain = nn.ModuleList(children)
         self._context = context
@@ -116,7 +79,7 @@ class _Stage(nn.Module):
 
 
 def cut_module(
-    module: L.LightningModule, num_processes: int, interleaved: bool, context: Context
+    module: L.LightningModule, num_processes: int, interleaved: bool, context: Any
 ) -> list[nn.Module]:
     """The stages of a schedule, from those of the module: stage ``i`` is process ``i % P``'s."""
     stages = _stages_of(module)
@@ -134,13 +97,13 @@ def cut_module(
 
 
 def keep_local(
-    module: Any, stages: Sequence[Any], layout: Layout, device: torch.device
+    module: Any, stages: Sequence[Any], rank: int, size: int, device: torch.device
 ) -> dict[int, nn.Module]:
     """Move the stages of this process to its device, and return them by index."""
     # The parameters and buffers of all others go to the meta device: they have a name and a shape
     # but no memory, and every process sees those of the whole module in the same order. What is
     # outside of all stages, such as metrics, is on every process.
-    split = (layout.pipeline_rank, layout.pipeline_size, len(stages))
+    split = (rank, size, len(stages))
     before = getattr(module, "pipeline_split", None)
     if before not in (None, split):
         raise ValueError(
@@ -148,7 +111,6 @@ def keep_local(
             f" of rank {before[0]} of {before[1]} only: make a new module and load a"
             " checkpoint into it"
         )
-    rank, size = layout.pipeline_rank, layout.pipeline_size
     local = {index: stage for index, stage in enumerate(stages) if index % size == rank}
     if before is None:
         for stage in local.values():
@@ -192,30 +154,19 @@ def _stages_of(module: L.LightningModule) -> list[nn.Module]:
 
 
 def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) -> None:
-    names = {id(p): name for name, p in module.named_parameters()}
-    aliases = {(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
-    first: dict[int, int] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"stage {index} has a parameter {name!r} that {type(module).__name__} does"
-                    " not have, so that no checkpoint would contain it: keep the module that it"
-                    " belongs to as an attribute"
-                )
-            other = first.setdefault(id(parameter), index)
-            if other != index:
-                called = sorted(alias for of, alias in aliases if of == id(parameter))
-                raise ValueError(
-                    f"stages {other} and {index} share the parameter {' = '.join(called)}:"
-                    " memmap_pipeline holds each parameter on one process; untie them, or put the"
-                    " modules that share it into one stage"
-                )
-    if outside := [name for of, name in names.items() if of not in first]:
-        raise ValueError(
-            f"no stage has the parameters {', '.join(map(repr, outside))} of"
-            f" {type(module).__name__}: put the modules that they belong to into a stage"
-        )
+    known = set(module.parameters())
+    for place, name, parameter in parameters_by_stage(module, stages):
+        if parameter not in known:
+            raise ValueError(
+                f"stage {place} has a parameter {name!r} that {type(module).__name__} does not"
+                " have, so that no checkpoint would contain it: keep the module that it belongs to"
+                " as an attribute"
+            )
+        if place is None:
+            raise ValueError(
+                f"no stage has the parameter {name!r} of {type(module).__name__}: put the module"
+                " that it belongs to into a stage"
+            )
 
 
 class StagePipeline:
@@ -240,8 +191,10 @@ class StagePipeline:
         self._num = num_microbatches
         self._group = group
         self._device = device
-        self._runs: OrderedDict[tuple[Hashable, Hashable], _Run] = OrderedDict()
-        self._loss: MicroLoss | None = None
+        #: By shapes and what is frozen, a schedule and the rows of its micro-batches.
+        self._runs: dict[tuple[Hashable, Hashable], tuple[Any, int]] = {}
+        #: The mean loss of a micro-batch, of its number and output.
+        self._loss: Callable[[int, Any], Tensor] | None = None
         self._has_last = num_stages - 1 in stages
         # Instead of labels, the number of each micro-batch, by which its loss finds it.
         self._numbers = torch.arange(num_microbatches) if self._has_last else None
@@ -256,11 +209,11 @@ class StagePipeline:
         loss: Callable[[Any, Any], Tensor],
         frozen: Hashable,
     ) -> Tensor:
-        """Forward and backward pass of a batch; gradients are added to those of the parameters."""
-        run = self._run(args, num_rows, frozen)
+        """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
+        schedule, padded_rows = self._run(args, num_rows, frozen)
         losses: list[Tensor] = []
         if self._has_last:
-            parts = MicroBatches.split_padded(batch, self._num, num_rows, run.padded_rows)
+            parts = MicroBatches.split_padded(batch, self._num, num_rows, padded_rows)
 
             def weighted(index: int, output: Any) -> Tensor:
                 count = parts.rows[index]
@@ -272,8 +225,8 @@ class StagePipeline:
         try:
             # The backward pass must not run under autocast; the stages enter it themselves.
             with torch.autocast(self._device.type, enabled=False):
-                run.schedule.step(
-                    *self._padded(args, num_rows, run),
+                schedule.step(
+                    *self._padded(args, num_rows, padded_rows),
                     target=self._numbers,
                     losses=losses if self._has_last else None,
                     return_outputs=False,
@@ -284,20 +237,15 @@ class StagePipeline:
         for each in losses:
             total += each.detach()
         dist.broadcast(total, self._last, group=self._group)
-        if run.loss_dtype is None:
-            dtypes = [losses[0].dtype if losses else None]
-            dist.broadcast_object_list(dtypes, self._last, self._group, self._device)
-            run.loss_dtype = dtypes[0]
-        return total.to(run.loss_dtype)
+        return total
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""
-        run = self._run(args, num_rows, None)
+        schedule, size = self._run(args, num_rows, None)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            output = run.schedule.eval(*self._padded(args, num_rows, run), target=self._numbers)
+            output = schedule.eval(*self._padded(args, num_rows, size), target=self._numbers)
             if self._has_last:
-                size = run.padded_rows
                 rows = MicroBatches.split_padded(args, self._num, num_rows, size)
                 output = rows.merge(
                     [
@@ -311,16 +259,16 @@ class StagePipeline:
         """Drop all schedules and their buffers."""
         self._runs.clear()
 
-    def _padded(self, args: Sequence[Tensor], num_rows: int, run: "_Run") -> list[Tensor]:
+    def _padded(self, args: Sequence[Tensor], num_rows: int, padded_rows: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
         if 0 not in self._stages:
             return []
-        if num_rows == self._num * run.padded_rows:
+        if num_rows == self._num * padded_rows:
             return list(args)
-        parts = MicroBatches.split_padded(list(args), self._num, num_rows, run.padded_rows).parts
+        parts = MicroBatches.split_padded(list(args), self._num, num_rows, padded_rows).parts
         return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
-    def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> "_Run":
+    def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> tuple[Any, int]:
         """The schedule of a batch; of an evaluation, for which nothing is frozen, any."""
         shapes = (
             tuple((arg.shape[1:], arg.dtype) for arg in args),
@@ -331,12 +279,10 @@ class StagePipeline:
         if frozen is None:
             key = next((known for known in self._runs if known[0] == shapes), key)
         size = -(-num_rows // self._num)
-        if key not in self._runs or self._runs[key].padded_rows < size:
-            self._runs.pop(key, None)
+        if key not in self._runs or self._runs[key][1] < size:
             if len(self._runs) == _MAX_KEPT:
-                self._runs.popitem(last=False)
-            self._runs[key] = _Run(self._make(), size)
-        self._runs.move_to_end(key)
+                self._runs.clear()
+            self._runs[key] = (self._make(), size)
         return self._runs[key]
 
     def _make(self) -> Any:
@@ -357,15 +303,6 @@ class StagePipeline:
             # An evaluation calls this as well.
             return torch.zeros(())
         return self._loss(int(index), output)
-
-
-@dataclass
-class _Run:
-    """A schedule for one shape of micro-batches, and what is known of its loss."""
-
-    schedule: Any
-    padded_rows: int
-    loss_dtype: torch.dtype | None = None
 
 
 class _ScheduledStage(PipelineStage):
@@ -398,3 +335,116 @@ def _first_rows(batch: Any, num_rows: int) -> Any:
         return leaf[:num_rows] if leaf.ndim else leaf
 
     return apply_to_collection(batch, (Tensor, TensorDictBase), first)
+
+
+# What processes exchange outside of a schedule
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Broadcast tensors in place from the first process of a group to the others."""
+    if dist.get_world_size(group) > 1:
+        source = dist.get_global_rank(group, 0)
+        for tensor in tensors:
+            broadcast(tensor, source, group)
+
+
+def broadcast_nested(
+    value: Any,
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    keep: Callable[[Tensor], Any] = Tensor.detach,
+) -> Any:
+    """Broadcast any nesting of tensors and other values, tensor by tensor."""
+    tensors: list[Tensor] = []
+    described = [None]
+    if dist.get_rank() == source:
+        apply_to_collection(value, Tensor, tensors.append)
+        described = [apply_to_collection(value, Tensor, lambda tensor: tensor.to("meta"))]
+    dist.broadcast_object_list(described, source, group, device)
+    given = iter(tensors)
+
+    def bring(like: Tensor) -> Any:
+        mine = next(given, None)
+        tensor = torch.empty_like(like, device=device) if mine is None else mine.to(device)
+        broadcast(tensor, source, group)
+        return keep(tensor)
+
+    return apply_to_collection(described[0], Tensor, bring)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average the gradient of each parameter over the processes of a group, which all call this."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
+        missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
+        # One number per parameter: on how many processes it has a gradient.
+        counts = bucket[0].detach().new_ones(len(bucket))
+        for index in missing:
+            counts[index] = 0
+            bucket[index].grad = torch.zeros_like(bucket[index])
+        grads = [parameter.grad for parameter in bucket]
+        # Divided before the sum, which in float16 might be infinite.
+        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
+        dist.all_reduce(flat, group=group)
+        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
+        torch._foreach_copy_(grads, means)
+        # The program waits for the device only where a gradient is missing.
+        for index in missing:
+            if counts[index] == 0:
+                bucket[index].grad = None
+
+
+def gathered(
+    own: Mapping[Any, Any], group: dist.ProcessGroup, device: torch.device
+) -> dict[Any, Any]:
+    """What all processes of a group have, on its first process; on others nothing."""
+    first, *others = dist.get_process_group_ranks(group)
+    is_first = dist.get_rank() == first
+    whole = dict(own) if is_first else {}
+    # Tensors come one by one, to the CPU; what several processes have, the first of them gives.
+    for rank in others:
+        found = broadcast_nested(own, rank, group, device, Tensor.cpu if is_first else _forget)
+        whole = {**found, **whole} if is_first else {}
+    return whole
+
+
+def _forget(tensor: Tensor) -> None:
+    """What other processes than the first keep of a tensor."""
+
+
+def module_state(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
+    """The state of a whole module on the first process of its pipeline, in the module's order."""
+    state = module.state_dict()
+    remote = _remote(state)
+    own = {name: value for name, value in state.items() if name not in remote}
+    whole = gathered(own, group, device)
+    return {name: whole[name] for name in state} if whole else {}
+
+
+def _remote(state: Mapping[str, Any]) -> set[str]:
+    """The names of what other processes of the pipeline have."""
+    return {name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta}
+
+
+def local_weights(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a whole module, as a process loads them that has only some stages."""
+    remote = _remote(module.state_dict())
+    return {
+        name: torch.empty_like(value, device="meta") if name in remote else value
+        for name, value in weights.items()
+    }
+
+
+def local_state(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+    """The state of an optimizer for those of its parameters that this process has."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return {
+        index: value
+        for index, value in state.items()
+        if index < len(parameters) and not parameters[index].is_meta
+    }

@@ -1,9 +1,11 @@
 """Replicas of a module in one process: on one physical device they share its parameters."""
 
+import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, wait
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -14,11 +16,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import send, stream_module
-from lightning_memmap.strategies._part_results import MetricCopies, is_metric
+from lightning_memmap.strategies.microbatch import PartLog, logged_in
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
@@ -26,252 +29,247 @@ _BUCKET_BYTES = 64 * 2**20
 _utils: Any = torch._utils
 #: Containers within each other in which references are found. They may hold themselves.
 _MAX_DEPTH = 4
-#: Attributes of a module that each replica has of its own.
-_OWN = {"_parameters", "_buffers", "_modules"}
-_MISSING = object()
 #: What Lightning compiles of a module.
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-#: By parameter of the module, that of another device.
-_Parameters = dict[nn.Parameter, nn.Parameter]
+#: By tensor of the module, that of a copy.
+_Tensors = dict[Tensor, Tensor]
 
 
 class Replicas(nn.Module):
-    """The module, which is replica 0, and a copy of its tree for each further data device."""
+    """The module, which is replica 0, and a copy of its layers for each further data device."""
 
-    # On the physical device of the module, copies share its parameters: nothing is broadcast, and
-    # its gradients are sums over all of them. Each further physical device has one copy of the
-    # parameters. Every replica has its own buffers and metrics. What hooks and callbacks assign to
-    # attributes of a module, all replicas follow; what a step assigns, each keeps for itself, as
-    # each process does under DDP.
+    # Before each step, the copies get the attributes that the module's layers have then; references
+    # to layers, buffers and metrics are replaced by the copy's own. On the physical device of the
+    # module, copies share its parameters: nothing is broadcast, and its gradients are sums over all
+    # of them. Each further physical device has one copy of the parameters. What a step assigns to
+    # attributes of a copy is lost with the next step.
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         super().__init__()
-        check_module(module, devices)
         self.module = module
         self.devices = tuple(devices)
-        #: The copies of metrics that each replica updates.
-        self.metrics = [MetricCopies(device) for device in devices]
-        self._copies = [
-            _Copy(device, metrics)
-            for device, metrics in zip(devices[1:], self.metrics[1:], strict=True)
-        ]
+        #: What each replica logs in a step.
+        self.logs = [PartLog() for _ in devices]
+        self.metrics = MetricCopies(devices)
+        self._found_metrics: list[tuple[nn.Module, str, Any]] = []
+        self._copies = [_Copy(*each) for each in zip(devices[1:], self.logs[1:], strict=True)]
         others = dict.fromkeys(device for device in devices if device != devices[0])
-        self._remote: dict[torch.device, _Parameters] = {device: {} for device in others}
-        #: By submodule, its children and its attributes at the end of the last step.
-        self._seen: dict[nn.Module, tuple[list[Any], dict[str, Any]]] = {}
-        self._num_run = len(devices)
+        self._parameters_on: dict[torch.device, _Tensors] = {device: {} for device in others}
+        self._threads = ThreadPoolExecutor(len(self.devices), "replica")
 
     def first(self, count: int) -> list[Any]:
         """The modules of the first replicas, which exist after `pull`."""
-        return [self.module, *(copy.modules[self.module] for copy in self._copies)][:count]
+        return [self.module, *(each.layers[self.module] for each in self._copies)][:count]
+
+    def run(self, name: str, parts: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What the method of each replica returns for its part. Metrics have counted all parts."""
+        count = len(parts)
+        calls = [
+            partial(getattr(module, name), part, *args, **kwargs)
+            for module, part in zip(self.first(count), parts, strict=True)
+        ]
+        with self.metrics.counted(self._found_metrics, count), logged_in(self.module, self.logs[0]):
+            return run_replicas(calls, self.devices, self._threads)
+
+    def close(self) -> None:
+        """End the threads of further devices."""
+        self._threads.shutdown()
 
     def pull(self, *, with_values: bool) -> None:
-        """Give the replicas what the module is now."""
-        if not self._copies:
-            return
+        """Give the copies what the module is now."""
+        layers, self._found_metrics = _find_layers(self.module)
+        buffers = [b for each in layers for b in each._buffers.values() if b is not None]
+        parameters = list(self.module.parameters())
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
-            if self._has_other_structure():
-                self._follow_structure()
-                with_values = True
-            self._follow_attributes()
-            for parameters in self._remote.values():
-                for parameter, own in parameters.items():
-                    own.requires_grad_(parameter.requires_grad)
+            for device, known in self._parameters_on.items():
+                self._parameters_on[device] = own = _own(parameters, known, device)
+                for parameter in parameters:
+                    own[parameter].requires_grad_(parameter.requires_grad)
+            for index, each in enumerate(self._copies, 1):
+                metrics = {id(m): self.metrics.of(m)[index] for *_, m in self._found_metrics}
+                each.buffers = _own(buffers, each.buffers, each.device)
+                each.follow(layers, metrics, self._parameters_on.get(each.device))
             if with_values:
-                self._pull_buffers()
-                self._broadcast_parameters()
+                self._pull_values(parameters, list(dict.fromkeys(buffers)))
 
-    def end_step(self, count: int) -> None:
-        """Note what the step of the first replicas assigned, which the others do not follow."""
-        self._seen = {each: (kept, dict(vars(each))) for each, (kept, _) in self._seen.items()}
-        self._num_run = count
+    def _pull_values(self, parameters: list[nn.Parameter], buffers: list[Tensor]) -> None:
+        # A further device is sent them once.
+        nearest = {self.devices[0]: buffers}
+        remote: dict[torch.device, list[Tensor]] = {}
+        for each in self._copies:
+            if each.device not in nearest:
+                nearest[each.device] = list(each.buffers.values())
+                own = self._parameters_on[each.device].values()
+                remote[each.device] = [*own, *nearest[each.device]]
+        if remote:
+            _send_all([*parameters, *buffers], remote)
+        for each in self._copies:
+            own_buffers = list(each.buffers.values())
+            if own_buffers and own_buffers[0] is not nearest[each.device][0]:
+                torch._foreach_copy_(own_buffers, nearest[each.device])
 
     def push_gradients(self) -> None:
         """Add the gradients of other physical devices to the module's, and clear them."""
-        found = []
-        for parameters in self._remote.values():
-            found.append({p: own.grad for p, own in parameters.items() if own.grad is not None})
-            for own in parameters.values():
+        found: dict[torch.device, dict[Tensor, Tensor]] = {}
+        for device, tensors in self._parameters_on.items():
+            found[device] = {p: own.grad for p, own in tensors.items() if own.grad is not None}
+            for own in tensors.values():
                 own.grad = None
-        every = dict.fromkeys(parameter for grads in found for parameter in grads)
-        sparse = {p for grads in found for p, grad in grads.items() if grad.is_sparse}
+        every = dict.fromkeys(parameter for grads in found.values() for parameter in grads)
+        sparse = {p for grads in found.values() for p, grad in grads.items() if grad.is_sparse}
         with torch.no_grad():
             for parameter in every:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             for parameter in sparse:
-                for grad in (grads[parameter] for grads in found if parameter in grads):
-                    assert parameter.grad is not None
-                    parameter.grad = parameter.grad + grad.to(parameter.device)
+                for grads in found.values():
+                    if parameter in grads:
+                        assert parameter.grad is not None
+                        parameter.grad = parameter.grad + send(grads[parameter], self.devices[0])
             dense = [parameter for parameter in every if parameter not in sparse]
             for bucket in _utils._take_tensors(dense, _BUCKET_BYTES):
-                flat = []
-                for device, grads in zip(self._remote, found, strict=True):
-                    own = _utils._flatten_dense_tensors(_grads_of(bucket, grads, device))
-                    flat.append(send(own, self.devices[0]))
-                total = flat[0] if len(flat) == 1 else torch.stack(flat).sum(0)
+                # A replica that does not use a parameter has no gradient of it.
+                flat = [
+                    _utils._flatten_dense_tensors(
+                        [g[p] if p in g else torch.zeros_like(p, device=device) for p in bucket]
+                    )
+                    for device, g in found.items()
+                ]
+                total = reduce(torch.add, [send(each, self.devices[0]) for each in flat])
                 grads = _utils._unflatten_dense_tensors(total, bucket)
                 torch._foreach_add_([parameter.grad for parameter in bucket], grads)
 
-    def _has_other_structure(self) -> bool:
-        """Whether layers, or parameters that another device has copies of, came or went."""
-        if not self._seen:
-            return True
-        for module, (children, _) in self._seen.items():
-            now = module._modules
-            if len(now) != len(children) or not all(map(is_, now.values(), children)):
-                return True
-        if not self._remote:
-            return False
-        known = next(iter(self._remote.values()))
-        parameters = list(self.module.parameters())
-        return len(parameters) != len(known) or not all(
-            parameter in known and _are_alike(parameter, known[parameter])
-            for parameter in parameters
-        )
-
-    def _follow_structure(self) -> None:
-        for device, known in self._remote.items():
-            self._remote[device] = {
-                p: _on(device, p, known.get(p)) for p in self.module.parameters()
-            }
-        for copy in self._copies:
-            copy.follow(self.module, self._remote.get(copy.device))
-        self._seen = {
-            each: (list(each._modules.values()), self._seen.get(each, (None, dict(vars(each))))[1])
-            for each in self._copies[0].modules
-        }
-
-    def _follow_attributes(self) -> None:
-        for module, (_, seen) in self._seen.items():
-            now = vars(module)
-            changed: list[str] = []
-            if len(now) != len(seen) or not all(map(is_, now.values(), seen.values())):
-                changed = [
-                    name
-                    for name in {**seen, **now}
-                    if now.get(name, _MISSING) is not seen.get(name, _MISSING)
-                ]
-            for index, copy in enumerate(self._copies, 1):
-                # A replica without rows in the last step lacks what has been assigned since.
-                is_behind = index >= self._num_run
-                if is_behind or changed:
-                    copy.assign(module, {**seen, **now} if is_behind else changed)
-
-    def _pull_buffers(self) -> None:
-        # A further device is sent them once.
-        nearest: dict[torch.device, dict[nn.Module, nn.Module]] = {}
-        for copy in self._copies:
-            near = nearest.get(copy.device, {})
-            sources: list[Any] = []
-            targets: list[Tensor] = []
-            for module, replica in copy.modules.items():
-                for name in replica._buffers.keys() - module._buffers.keys():
-                    del replica._buffers[name]
-                for name, buffer in module._buffers.items():
-                    own = replica._buffers.get(name)
-                    if buffer is None:
-                        replica._buffers[name] = None
-                    elif own is None or not _are_alike(buffer, own):
-                        replica._buffers[name] = _copied(buffer, copy.device)
-                    else:
-                        sources.append(near.get(module, module)._buffers[name])
-                        targets.append(own)
-            if not near and copy.device != self.devices[0]:
-                _send_all(sources, {copy.device: targets})
-                nearest[copy.device] = copy.modules
-            elif targets:
-                torch._foreach_copy_(targets, sources)
-
-    def _broadcast_parameters(self) -> None:
-        if self._remote:
-            targets = {device: list(own.values()) for device, own in self._remote.items()}
-            _send_all(list(next(iter(self._remote.values()))), targets)
-
 
 class _Copy:
-    """The copy of a module's tree for one replica."""
+    """The copy of a module's layers for one replica."""
 
-    def __init__(self, device: torch.device, metrics: MetricCopies) -> None:
+    def __init__(self, device: torch.device, log: PartLog) -> None:
         self.device = device
-        #: By submodule, its copy.
-        self.modules: dict[nn.Module, nn.Module] = {}
-        self._metrics = metrics
-        self._parameters: _Parameters | None = None
-        #: Attributes that are not those of the module.
-        self._own: dict[nn.Module, set[str]] = {}
+        #: By layer of the module, and by buffer, that of this replica.
+        self.layers: dict[nn.Module, nn.Module] = {}
+        self.buffers: _Tensors = {}
+        self._log = log
+        #: References that were replaced, by id; by layer, attributes of both, and its children.
+        self._replaced: dict[int, Any] = {}
+        self._seen: dict[nn.Module, list[dict[str, Any]]] = {}
+        #: By layer, attributes that are not those of the module.
+        self._special: dict[nn.Module, dict[str, Any]] = {}
 
-    def follow(self, module: nn.Module, parameters: _Parameters | None) -> None:
-        """Copy the tree of the module as it is now; copies of layers stay the same objects."""
-        known, self.modules, self._parameters = self.modules, {}, parameters
-        self._copy(module, known)
-        for each, replica in self.modules.items():
-            if each in known:
+    def follow(
+        self, layers: Sequence[nn.Module], metrics: dict[int, Any], parameters: _Tensors | None
+    ) -> None:
+        """Give the copies of layers, which stay the same objects, the attributes of the layers."""
+        known = self.layers
+        self.layers = {
+            each: known[each] if each in known else type(each).__new__(type(each))
+            for each in layers
+        }
+        own = dict(metrics)
+        for tensors in (self.layers, self.buffers, parameters or {}):
+            own.update(zip(map(id, tensors), tensors.values(), strict=True))
+        # Each reference is looked for only where something has changed, which is far faster.
+        is_same = own.keys() == self._replaced.keys() and _are_same(own, self._replaced)
+        self._replaced = own
+        seen, self._seen = self._seen, {}
+        for each, replica in self.layers.items():
+            now = (vars(each), vars(replica), each._modules)
+            if is_same and all(map(_are_same, now, seen[each])):
+                self._seen[each] = seen[each]
                 continue
-            own = {}
-            if isinstance(each, _DeviceDtypeModuleMixin):
-                # Lightning searches the copy for the names of its metrics.
-                own = {"_device": self.device, "_metric_attributes": None}
-            own.update(_compiled_steps(each, replica))
-            self._own[each] = _OWN | own.keys()
-            self.assign(each, vars(each))
-            vars(replica).update(own)
-            if isinstance(replica, nn.RNNBase) and parameters is not None:
+            attributes = {name: _mapped(value, own) for name, value in vars(each).items()}
+            if each not in self._special:
+                self._special[each] = self._special_of(each, replica)
+            vars(replica).clear()
+            vars(replica).update(attributes, **self._special[each])
+            self._seen[each] = [dict(part) for part in now]
+            if isinstance(each, nn.RNNBase) and parameters is not None and each not in known:
                 # Otherwise cuDNN copies all weights in each step, and warns.
-                replica.flatten_parameters()
+                replica.flatten_parameters()  # type: ignore[operator]
 
-    def assign(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Take over attributes of a submodule; where they refer to its layers, to the copies."""
-        attributes = vars(self.modules[module])
-        for name in names:
-            if name in self._own[module]:
-                continue
-            value = vars(module).get(name, _MISSING)
-            if value is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = _mapped(value, self._own_of)
+    def _special_of(self, layer: nn.Module, replica: nn.Module) -> dict[str, Any]:
+        special: dict[str, Any] = {}
+        if isinstance(layer, _DeviceDtypeModuleMixin):
+            special["_device"] = self.device
+        if isinstance(layer, LightningModule):
+            special["log"] = self._log
+        if (context := getattr(layer, "_compiler_ctx", None)) is None:
+            return special
+        for name in _COMPILED:
+            # A module that is fitted again was compiled before: this unwraps the first compilation.
+            original = innermost_fn(context[f"original_{name}"])
+            if isinstance(original, MethodType):
+                original = MethodType(original.__func__, replica)
+            special[name] = context["dynamo_ctx"](original)
+        return special
 
-    def _copy(self, module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-        if module in self.modules:
-            return self.modules[module]
-        replica = known.get(module) or type(module).__new__(type(module))
-        self.modules[module] = replica
-        parameters = module._parameters
-        if self._parameters is not None:
-            parameters = {n: p if p is None else self._parameters[p] for n, p in parameters.items()}
-        vars(replica).update(
-            _parameters=parameters,
-            _buffers=vars(replica).get("_buffers", {}),
-            _modules={
-                name: child
-                if child is None
-                else self._own_of(child)
-                if is_metric(child)
-                else self._copy(child, known)
-                for name, child in module._modules.items()
-            },
-        )
-        return replica
 
-    def _own_of(self, value: Any) -> Any:
-        """What the replica has in place of an object; the object itself where it has nothing."""
-        if is_metric(value):
-            return self._metrics.of(value)
-        if isinstance(value, nn.Module):
-            return self.modules.get(value, value)
-        if isinstance(value, nn.Parameter) and self._parameters is not None:
-            return self._parameters.get(value, value)
-        return value
+def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[tuple[nn.Module, str, Any]]]:
+    """The layers of a module, itself included, and its metrics, each with its parent and name."""
+    # Metrics and collections are copied and merged as a whole. One may have several names.
+    layers = {module: None}
+    metrics = []
+    pending = [module]
+    for each in pending:
+        for name, child in each._modules.items():
+            if isinstance(child, (Metric, MetricCollection)):
+                metrics.append((each, name, child))
+            elif child is not None and child not in layers:
+                layers[child] = None
+                pending.append(child)
+    return pending, metrics
+
+
+def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
+    """A value with other references in it, by their ids; the same object where none is replaced."""
+    if id(value) in own:
+        return own[id(value)]
+    kind = type(value)
+    if kind is dict and depth:
+        pairs = {key: _mapped(item, own, depth - 1) for key, item in value.items()}
+        return value if all(map(is_, pairs.values(), value.values())) else pairs
+    if kind in (list, tuple) and depth:
+        items = [_mapped(item, own, depth - 1) for item in value]
+        return value if all(map(is_, items, value)) else kind(items)
+    if kind is weakref.ref:
+        target = value()
+        return weakref.ref(own[id(target)]) if id(target) in own else value
+    if kind is MethodType and id(value.__self__) in own:
+        return MethodType(value.__func__, own[id(value.__self__)])
+    return value
+
+
+def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
+
+
+def _own(tensors: Iterable[Tensor], known: _Tensors, device: torch.device) -> _Tensors:
+    """Copies of tensors on a device: those that there are, or new ones."""
+    own = {}
+    for tensor in tensors:
+        mine = known.get(tensor)
+        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+            mine = tensor.detach().to(device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                mine = nn.Parameter(mine, tensor.requires_grad)
+        own[tensor] = mine
+    return own
+
+
+def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> None:
+    """Copy tensors to tensors on other devices, many small ones at once."""
+    every = (_utils._take_tensors(each, _BUCKET_BYTES) for each in (sources, *targets.values()))
+    for bucket, *others in zip(*every, strict=True):
+        flat = _utils._flatten_dense_tensors(bucket)
+        for device, own in zip(targets, others, strict=True):
+            torch._foreach_copy_(own, _utils._unflatten_dense_tensors(send(flat, device), bucket))
 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
-    config: dict[str, Any] = {}
-    if (context := module._compiler_ctx) is not None:
-        config = getattr(context["dynamo_ctx"], "compiler_config", None) or {}
+    context: Any = module._compiler_ctx or {}
+    config = getattr(context.get("dynamo_ctx"), "compiler_config", None) or {}
     if config.get("triton.cudagraphs") and len(set(devices)) > 1:
         raise ValueError(
             "torch.compile with CUDA graphs, such as mode='reduce-overhead', under memmap_dp on"
@@ -279,53 +277,24 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
             " own; compile with another mode, or train with memmap_superbatch_ddp"
         )
     for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise UnsuitableModuleError(
-                f"the submodule {name!r} is a ScriptModule, which memmap_dp cannot replicate:"
-                " use the module that was scripted, or memmap_superbatch"
-            )
         if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):
             raise UnsuitableModuleError(
                 f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
                 " LightningModule, or use memmap_superbatch"
             )
-        if isinstance(child, Metric) and (states := _states_without_reduction(child)):
+        if any(map(is_lazy, child.parameters(recurse=False))):
             raise ValueError(
-                f"the metric {name!r} ({type(child).__name__}) has the states {states} without a"
-                " dist_reduce_fx, so that what the replicas count cannot be merged: use"
-                " memmap_superbatch, or update the metric in a callback from the step's output"
+                f"the parameters of {name!r} have no shape yet, and memmap_dp cannot replicate"
+                " them: run one batch through the module before fit"
             )
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"the parameters {lazy} have no shape yet, and memmap_dp cannot replicate them: run"
-            " one batch through the module before fit"
-        )
-
-
-def _states_without_reduction(metric: Metric) -> list[str]:
-    """The tensor states of a metric that cannot be merged."""
-    return [
-        name
-        for name, reduction in metric._reductions.items()
-        if reduction is None and isinstance(metric._defaults[name], Tensor)
-    ]
-
-
-def _compiled_steps(module: nn.Module, replica: nn.Module) -> dict[str, Any]:
-    """The methods of a compiled LightningModule, compiled for a replica."""
-    context = getattr(module, "_compiler_ctx", None)
-    if context is None:
-        return {}
-    compiled = {}
-    for name in _COMPILED:
-        # A module that is fitted again was compiled before: this unwraps the first compilation.
-        original = innermost_fn(context[f"original_{name}"])
-        if isinstance(original, MethodType):
-            original = MethodType(original.__func__, replica)
-        compiled[name] = context["dynamo_ctx"](original)
-    return compiled
+        for state, reduction in child._reductions.items() if isinstance(child, Metric) else ():
+            if reduction is None and isinstance(child._defaults[state], Tensor):
+                raise ValueError(
+                    f"the metric {name!r} ({type(child).__name__}) has the state {state!r} without"
+                    " a dist_reduce_fx, so that what the replicas count cannot be merged: use"
+                    " memmap_superbatch, or update the metric in a callback from the step's output"
+                )
 
 
 def run_replicas(
@@ -380,49 +349,91 @@ def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Call
     return entered
 
 
-def _mapped(value: Any, replace: Callable[[Any], Any], depth: int = _MAX_DEPTH) -> Any:
-    """A value with other references in it; the same object where nothing is replaced."""
-    if type(value) in (list, tuple) and depth:
-        items = [_mapped(item, replace, depth - 1) for item in value]
-        return value if all(map(is_, items, value)) else type(value)(items)
-    if type(value) is dict and depth:
-        pairs = {key: _mapped(item, replace, depth - 1) for key, item in value.items()}
-        return value if all(map(is_, pairs.values(), value.values())) else pairs
-    if isinstance(value, weakref.ref):
-        target = value()
-        mapped = replace(target)
-        return value if mapped is target else weakref.ref(mapped)
-    if isinstance(value, MethodType):
-        owner = replace(value.__self__)
-        return value if owner is value.__self__ else MethodType(value.__func__, owner)
-    return replace(value)
+class MetricCopies:
+    """Empty copies of metrics, one for each replica, made when they are first asked for."""
+
+    # By ``id``: metrics overload comparison, and their hash changes with their state.
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._copies: dict[int, tuple[nn.Module, list[Any]]] = {}
+        self._originals: dict[int, Any] = {}
+
+    def of(self, metric: nn.Module) -> list[Any]:
+        """The copies of a metric or collection, the same ones each time."""
+        if id(metric) not in self._copies:
+            copies = [_copy_metric(metric, device) for device in self._devices]
+            self._copies[id(metric)] = (metric, copies)
+            for each in copies:
+                self._originals.update(zip(map(id, each.modules()), metric.modules(), strict=True))
+        return self._copies[id(metric)][1]
+
+    def original(self, metric: Metric) -> Metric:
+        """The metric that one is a copy of."""
+        found: Metric = self._originals.get(id(metric), metric)
+        return found
+
+    @contextmanager
+    def counted(self, found: Sequence[tuple[nn.Module, str, Any]], count: int) -> Iterator[None]:
+        """Give the module copies within the context; at its end, merge those of some replicas."""
+        for parent, name, metric in found:
+            parent._modules[name] = self.of(metric)[0]
+        try:
+            yield
+        finally:
+            for parent, name, metric in found:
+                parent._modules[name] = metric
+        # Ordinary tensors in inference mode too: a metric may be updated in training as well.
+        with torch.inference_mode(False), torch.no_grad():
+            for metric in {id(metric): metric for *_, metric in found}.values():
+                _merge_metrics(metric, self.of(metric)[:count])
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
+    copied: Any = copy.deepcopy(metric).to(device)
+    for child in copied.modules():
+        if isinstance(child, MetricCollection):
+            # Each metric of a copy has its own states, which are merged one by one.
+            child._enable_compute_groups, child._groups_checked, child._groups = False, False, {}
+    copied.reset()
+    return copied
 
 
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, copy=True)
+def _merge_metrics(metric: nn.Module, copies: list[Any]) -> None:
+    for own, *others in zip(metric.modules(), *(c.modules() for c in copies), strict=True):
+        if isinstance(own, Metric):
+            step, *rest = others
+            has_value = any(other._forward_cache is not None for other in others)
+            _merge_states(step, rest)
+            _merge_states(own, [step])
+            if has_value:
+                # What `self.log` logs for the step.
+                own._forward_cache = step.compute()
+    for each in copies:
+        each.reset()
 
 
-def _on(device: torch.device, parameter: nn.Parameter, known: nn.Parameter | None) -> nn.Parameter:
-    if known is not None and _are_alike(parameter, known):
-        return known
-    return nn.Parameter(_copied(parameter, device), parameter.requires_grad)
-
-
-def _grads_of(
-    parameters: list[nn.Parameter], grads: dict[nn.Parameter, Tensor], device: torch.device
-) -> list[Tensor]:
-    # A replica that does not use a parameter has no gradient of it.
-    return [grads[p] if p in grads else torch.zeros_like(p, device=device) for p in parameters]
-
-
-def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> None:
-    """Copy tensors to tensors on other devices, many small ones at once."""
-    every = (_utils._take_tensors(each, _BUCKET_BYTES) for each in (sources, *targets.values()))
-    for bucket, *others in zip(*every, strict=True):
-        flat = _utils._flatten_dense_tensors(bucket)
-        for device, own in zip(targets, others, strict=True):
-            torch._foreach_copy_(own, _utils._unflatten_dense_tensors(send(flat, device), bucket))
+def _merge_states(target: Metric, sources: list[Metric]) -> None:
+    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``."""
+    updated = [metric for metric in (target, *sources) if metric._update_count]
+    # Metrics overload comparison: they must be compared by identity.
+    if all(metric is target for metric in updated):
+        return
+    for name, reduction in target._reductions.items():
+        values = [getattr(metric, name) for metric in updated]
+        device = target.device
+        if isinstance(values[0], list):
+            merged: Any = [item.to(device) for value in values for item in value]
+        elif reduction is dim_zero_cat:
+            merged = torch.cat([value.to(device) for value in values])
+        elif reduction is dim_zero_mean:
+            counts = torch.tensor([float(metric._update_count) for metric in updated])
+            stacked = torch.stack([value.to(device) for value in values])
+            weights = (counts / counts.sum()).to(stacked)
+            merged = torch.tensordot(weights, stacked, dims=1)
+        else:
+            merge: Any = reduction
+            merged = merge(torch.stack([value.to(device) for value in values]))
+        setattr(target, name, merged)
+    target._update_count = sum(metric._update_count for metric in updated)
+    target._computed = None

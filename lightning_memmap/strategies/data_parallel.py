@@ -1,7 +1,5 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +12,8 @@ from typing_extensions import override
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.strategies._base import OneProcess
-from lightning_memmap.strategies._part_results import (
-    PartLog,
-    counted_in_copies,
-    make_trainer_proxy,
-    merge_logs,
-)
-from lightning_memmap.strategies._replicas import Replicas, check_module, run_replicas
-from lightning_memmap.strategies.microbatch import MicroBatches, training_output
+from lightning_memmap.strategies._replicas import Replicas, check_module
+from lightning_memmap.strategies.microbatch import MicroBatches, merge_logs, training_output
 
 
 class DataParallelStrategy(OneProcess):
@@ -34,8 +26,9 @@ class DataParallelStrategy(OneProcess):
     replicas weighted by their rows: training equals that on one device with the same global batches
     where the loss is a mean over rows.
 
-    Replicas are made once. They share the module's plain attributes. What they give to ``self.log``
-    and to torchmetrics is merged once per step.
+    Before each step, replicas get the attributes that the module has then; what a step assigns to
+    attributes of replicas other than 0 is lost. What replicas give to ``self.log`` and to
+    torchmetrics is merged once per step.
 
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
@@ -47,7 +40,7 @@ class DataParallelStrategy(OneProcess):
             Trainer asks for more than one node, or the program was started in several processes; at
             set-up, the module optimizes by hand, a parameter has no shape yet, a metric's state no
             ``dist_reduce_fx``, or a compiled module has CUDA graphs on several devices.
-        UnsuitableModuleError: At set-up, a submodule was compiled or scripted by itself.
+        UnsuitableModuleError: At set-up, a submodule was compiled by itself.
     """
 
     strategy_name = "memmap_dp"
@@ -55,11 +48,6 @@ class DataParallelStrategy(OneProcess):
     #: Of ``Trainer(sync_batchnorm=True)``, which sets it.
     _layer_sync: Any = None
     _replicas: Replicas | None = None
-    _threads: ThreadPoolExecutor | None = None
-    # Of the current step.
-    _logs: list[PartLog]
-    _trainers: list[Any]
-    _stepped: list[Any]
     # The name of the last step; "" before the first.
     _last = ""
 
@@ -116,24 +104,15 @@ class DataParallelStrategy(OneProcess):
         if not self._is_alone:
             # By this, Lightning runs the steps of a module that is wrapped.
             self.model, self._forward_redirection = self._replicas, self._step  # type: ignore[assignment]
-        self._threads = ThreadPoolExecutor(len(self.data_devices), "replica")
-        self._trainers = [
-            make_trainer_proxy(trainer, partial(self._log_of, index))
-            for index in range(len(self.data_devices))
-        ]
-        self._stepped = []
-        for optimizer in self.optimizers:
-            optimizer.register_step_post_hook(lambda each, *_: self._stepped.append(each))
 
     @override
     def teardown(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
+        if self._replicas is not None:
+            self._replicas.close()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
             self.model = self.lightning_module
-        self._replicas = self._threads = None
-        self._logs = self._trainers = self._stepped = []
+        self._replicas = None
         super().teardown()
 
     @override
@@ -171,52 +150,20 @@ class DataParallelStrategy(OneProcess):
         """Run a step of this name in all replicas. To Lightning it is one call with all rows."""
         if not isinstance(batch, MicroBatches):
             batch = MicroBatches.split(batch, self.data_devices)
-        self._logs = [PartLog(rows) for rows in batch.rows]
-        trainer: Any = module.trainer
-        try:
-            outputs = self._run_replicas(name, batch, *args, **kwargs)
-        finally:
-            module.trainer = trainer
-        # None in a stage that logs nothing.
-        if trainer._results is not None:
-            merge_logs(self._logs, trainer._results, module, self)
-        is_training = name == "training_step"
-        return training_output(outputs, batch) if is_training else batch.merge(outputs)
-
-    def _run_replicas(self, name: str, batch: MicroBatches, *args: Any, **kwargs: Any) -> list[Any]:
-        replicas, count = self._replicas, len(batch.parts)
-        assert replicas is not None
-        assert self._threads is not None
         # Optimizers, averages of weights and hooks change the module between steps, and nothing
         # announces all of these changes: while it trains, the replicas always follow.
         replicas.pull(with_values=name == "training_step" or name != self._last)
         self._last = name
-        modules = replicas.first(count)
-        for module, trainer in zip(modules, self._trainers, strict=False):
-            module.trainer = trainer
         schedulers: list[Any] = [config.scheduler for config in self.lr_scheduler_configs]
         counts = [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
-        self._stepped.clear()
-        with counted_in_copies(self.module, replicas.metrics[:count]):
-            outputs = run_replicas(
-                [
-                    partial(getattr(module, name), own, *args, **kwargs)
-                    for module, own in zip(modules, batch.parts, strict=True)
-                ],
-                self.data_devices,
-                self._threads,
-            )
-        replicas.end_step(count)
+        outputs = replicas.run(name, batch.parts, *args, **kwargs)
         for scheduler, before in zip(schedulers, counts, strict=True):
             if getattr(scheduler, "last_epoch", 0) != before:
-                self._stepped.append(scheduler)
-        if self._stepped:
-            raise RuntimeError(
-                f"a step of the module steps the {type(self._stepped[0]).__name__}, which every"
-                " replica under memmap_dp does: leave it to automatic optimization, or train with"
-                " memmap_superbatch, memmap_superbatch_ddp or ddp"
-            )
-        return outputs
-
-    def _log_of(self, index: int) -> PartLog:
-        return self._logs[index]
+                raise RuntimeError(
+                    f"a step of the module steps the {type(scheduler).__name__}, which every"
+                    " replica under memmap_dp does: leave it to automatic optimization, or train"
+                    " with memmap_superbatch, memmap_superbatch_ddp or ddp"
+                )
+        merge_logs(replicas.logs, batch, module, replicas.metrics.original)
+        is_training = name == "training_step"
+        return training_output(outputs, batch) if is_training else batch.merge(outputs)

@@ -29,15 +29,25 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._base import RowWeighted
-from lightning_memmap.strategies._fsdp2_wrap import ShardingOptions, shard_module, shard_state
-from lightning_memmap.strategies._unsupported import SplitModuleChecks
+from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
+from lightning_memmap.strategies._fsdp2_wrap import (
+    choose_units,
+    recompute,
+    shard_module,
+    shard_state,
+)
 
 #: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
 #: the processes that it is sharded over.
@@ -83,8 +93,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         activation_checkpointing: Compute the forward pass of all units, or of modules of the
             classes that are named, again in the backward pass instead of keeping activations.
         meta_init: Run ``configure_model`` on the meta device.
-        accumulate_unsharded: While gradients accumulate over steps, keep them unsharded on each
-            process, and reduce them once: less communication for more memory.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
         prefetch: As for ``memmap_superbatch``.
@@ -110,23 +118,27 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
         meta_init: bool = False,
-        accumulate_unsharded: bool = False,
         save_distributed_checkpoint: bool = False,
         prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        self._options = ShardingOptions(
-            wrap_classes=wrap_classes,
-            min_unit_parameters=min_unit_parameters,
-            replicate_size=replicate_size,
-            reshard_after_forward=reshard_after_forward,
-            cpu_offload=cpu_offload,
-            reduce_dtype=_floating_dtype("reduce_dtype", reduce_dtype),
-            activation_checkpointing=activation_checkpointing,
-        )
+        for name, classes in (
+            ("wrap_classes", wrap_classes),
+            ("activation_checkpointing", activation_checkpointing),
+        ):
+            if isinstance(classes, str) or classes == []:
+                raise ValueError(f"{name}={classes!r}: give a list of classes or of their names")
+        check_integer("min_unit_parameters", min_unit_parameters, 1)
+        check_integer("replicate_size", replicate_size, 1)
+        self._wrap_classes = wrap_classes
+        self._min_unit_parameters = min_unit_parameters
+        self._replicate_size = replicate_size
+        self._reshard_after_forward = reshard_after_forward
+        self._cpu_offload = cpu_offload
+        self._reduce_dtype = _floating_dtype("reduce_dtype", reduce_dtype)
+        self._recomputed = activation_checkpointing
         self._meta_init = meta_init
-        self._accumulate_unsharded = accumulate_unsharded
         self._is_save_sharded = save_distributed_checkpoint
         if cpu_offload and process_group_backend is None:
             # Norms of gradients in host memory are reduced there.
@@ -143,12 +155,23 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         super().set_world_ranks()
         for device in self.parallel_devices or ():
             check_device(device)
-            if self._options.cpu_offload and device.type != "cuda":
+            if self._cpu_offload and device.type != "cuda":
                 raise ValueError(
                     f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
                     " memory anyway; use GPUs, or omit it"
                 )
-        self._options.check_processes(self.num_nodes * self.num_processes)
+        num, replicas = self.num_nodes * self.num_processes, self._replicate_size
+        if num % replicas:
+            raise ValueError(
+                f"replicate_size={replicas}: it does not divide the {num} processes; choose a"
+                " number that does"
+            )
+        group, size = self._reshard_after_forward, num // replicas
+        if type(group) is int and not (1 < group < size and size % group == 0):
+            raise ValueError(
+                f"reshard_after_forward={group}: it must divide the {size} processes that a replica"
+                " is sharded over, and be neither 1 nor all of them; or choose True or False"
+            )
         self._compute_dtype()
 
     @override
@@ -157,7 +180,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
-        if (replicas := self._options.replicate_size) == 1:
+        if (replicas := self._replicate_size) == 1:
             self._mesh = self.device_mesh["data_parallel"]
         else:
             self._mesh = init_device_mesh(
@@ -197,7 +220,18 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            shard_module(module, mesh, self.root_device, self._options, self._compute_dtype())
+            units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
+            recompute(module, units, self._recomputed)
+            dtype = self._compute_dtype()
+            shard_module(
+                module,
+                units,
+                self.root_device,
+                MixedPrecisionPolicy(dtype, self._reduce_dtype or (dtype and torch.float32)),
+                mesh=mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                offload_policy=CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy(),
+            )
             _SHARDED[module] = mesh
         elif _SHARDED[module] != mesh:
             raise ValueError(
@@ -227,7 +261,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self._options.cpu_offload:
+        if not self._cpu_offload:
             super().model_to_device()
             return
         # Lightning has no public way to set the attribute without moving parameters.
@@ -236,45 +270,14 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             if isinstance(child, torchmetrics.Metric):
                 child.to(self.root_device)
 
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        if not self._accumulate_unsharded:
-            yield
-            return
-        self._set_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._set_gradient_sync(True)
-
-    def _set_gradient_sync(self, is_synced: bool) -> None:
-        for unit in self._sharded_units():
-            unit.set_requires_gradient_sync(is_synced, recurse=False)
-
-    def _sharded_units(self) -> list[FSDPModule]:
-        return [child for child in self.module.modules() if isinstance(child, FSDPModule)]
-
     def _reshard(self) -> None:
         """Free what the roots gathered, and keep for a backward pass that evaluation has not."""
         # FSDP2 checks only when it gathers which parameters are frozen.
-        for unit in self._sharded_units():
-            unit.reshard()
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
 
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._reshard()
-
-    @override
-    def on_test_end(self) -> None:
-        super().on_test_end()
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self._reshard()
+    on_validation_end = on_test_end = on_predict_end = _reshard
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """``memmap_independent``: each device trains its own model, and none waits for another."""
 
 import atexit
+import json
 import math
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
+from statistics import mean, stdev
 from time import perf_counter, sleep
 from types import FrameType
 from typing import Any, ClassVar
@@ -30,24 +32,161 @@ from lightning_memmap.errors import MemberError
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import OneNode, started_in_several
-from lightning_memmap.strategies._member_results import (
-    ABSENT,
-    DONE,
-    FAILED,
-    RUNNING,
-    MemberResult,
-    MemberResults,
-    forget_results,
-    member_folder,
-    read_member,
-    record,
-)
+from lightning_memmap.tables import BAD, TitledTable, make_table, text
 
 #: Which member a process trains. A user who sets it trains this one alone.
 MEMBER_VARIABLE = "LIGHTNING_MEMMAP_MEMBER"
 _DIRECTORY_VARIABLE = "LIGHTNING_MEMMAP_MEMBERS_DIRECTORY"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0
+
+
+#: What `MemberResult.status` may be.
+RUNNING, DONE, FAILED, ABSENT = "running", "done", "failed", "did not run"
+
+
+@dataclass(frozen=True)
+class MemberResult:
+    """How one stage of one member ended, or that it is still running.
+
+    Args:
+        member: The member.
+        stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        call: Number of the call among those of this stage in the program, from 1.
+        status: ``running``, ``done``, ``failed``, or ``did not run`` where the member's program
+            ended without this stage.
+        error: Why it failed.
+        device: The member's device.
+        epochs: Epochs that were trained.
+        steps: Optimizer steps that were taken.
+        seconds: Wall time of the stage.
+        metrics: The logged metrics, by name.
+        checkpoint: The best checkpoint, or the last one where nothing is monitored.
+        output: The file that the member's process prints to.
+    """
+
+    member: int
+    stage: str
+    call: int
+    status: str
+    error: str | None = None
+    device: str = ""
+    epochs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class MemberResults:
+    """The results of one stage of all members.
+
+    Args:
+        stage: Name of the stage.
+        members: One result per member, by number.
+    """
+
+    stage: str
+    members: tuple[MemberResult, ...]
+
+    @property
+    def done(self) -> tuple[MemberResult, ...]:
+        """The members that completed the stage."""
+        return tuple(result for result in self.members if result.status == DONE)
+
+    @property
+    def failed(self) -> tuple[MemberResult, ...]:
+        """The members that failed."""
+        return tuple(result for result in self.members if result.status == FAILED)
+
+    def check(self) -> None:
+        """Raise an error where a member failed.
+
+        Raises:
+            MemberError: It says which failed, why, and where they printed to.
+        """
+        if not self.failed:
+            return
+        reasons = "; ".join(
+            f"member {result.member}: {result.error}"
+            + (f" (its output: {result.output})" if result.output else "")
+            for result in self.failed
+        )
+        raise MemberError(
+            f"{self.stage}: {len(self.failed)} of {len(self.members)} members failed, and the"
+            f" others came to their end. {reasons}"
+        )
+
+    def table(self) -> TitledTable:
+        """Make a table with a row for each member; below it is why some failed.
+
+        The last rows are the mean and the standard deviation of each metric over the members that
+        are done: the deviation of a sample, with one less than their number as divisor.
+
+        Returns:
+            The table, which a console of rich prints.
+        """
+        names = list(dict.fromkeys(name for result in self.done for name in result.metrics))
+        rows = [
+            [r.member, r.device, r.status, r.epochs, r.steps, f"{r.seconds:.1f}"]
+            + [_number(r.metrics.get(name)) for name in names]
+            for r in self.members
+        ]
+        if len(self.done) > 1 and names:
+            columns = [[r.metrics[n] for r in self.done if n in r.metrics] for n in names]
+            spreads = [_number(stdev(c) if len(c) > 1 else None) for c in columns]
+            rows.append(["mean", *[""] * 5, *(_number(mean(c)) for c in columns)])
+            rows.append(["std", *[""] * 5, *spreads])
+        labels = ["member", "device", "status", "epochs", "steps", "seconds", *names]
+        table = make_table(labels, [[text(cell) for cell in row] for row in rows], ["status"])
+        failures = [text(f"member {r.member}: {r.error}", BAD) for r in self.failed]
+        return TitledTable(f"Members: {self.stage}", table, failures)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
+    """Read what the members of a run recorded, also while it is running or after it was killed.
+
+    Args:
+        directory: ``default_root_dir`` of the run's Trainer.
+        stage: Name of the stage; of several calls, each member's last one is read.
+
+    Returns:
+        The results of the members that recorded this stage, in the order of their numbers.
+
+    Raises:
+        FileNotFoundError: No member has recorded this stage there.
+    """
+    found: dict[int, MemberResult] = {}
+    for path in Path(directory).glob(f"{_folder_of('*')}/{_file_of(stage, '*')}"):
+        result = _read(path)
+        if result is not None and result.call >= found.get(result.member, result).call:
+            found[result.member] = result
+    if not found:
+        raise FileNotFoundError(f"no member has recorded a {stage} in {directory}")
+    return MemberResults(stage, tuple(found[member] for member in sorted(found)))
+
+
+def _folder_of(member: int | str) -> str:
+    """The name of the folder that a member writes to; of ``*``, a pattern that matches all."""
+    return f"member_{member}"
+
+
+def _file_of(stage: str, call: int | str) -> str:
+    """The name of the file in which a member records a stage; of ``*``, patterns."""
+    return f"results-{stage}-{call}.json"
+
+
+def _read(path: Path) -> MemberResult | None:
+    try:
+        return MemberResult(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
 
 
 class IndependentStrategy(OneNode):
@@ -179,7 +318,7 @@ class IndependentStrategy(OneNode):
         # configure_callbacks of the module may have added callbacks.
         module = self.lightning_module
         if module is not None:
-            _move_outputs(module.trainer, member_folder(self.member))
+            _move_outputs(module.trainer, _folder_of(self.member))
         super().setup_environment()
 
     @override
@@ -250,7 +389,7 @@ class _Members(_SubprocessScriptLauncher):
         self, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a stage of this member in its Trainer, and record how it ends."""
-        _move_outputs(trainer, member_folder(self.member))
+        _move_outputs(trainer, _folder_of(self.member))
         bar = trainer.progress_bar_callback
         if self.member and bar is not None:
             bar.disable()
@@ -272,7 +411,6 @@ class _Members(_SubprocessScriptLauncher):
     ) -> None:
         logged = trainer.callback_metrics if status == DONE else {}
         saver = trainer.checkpoint_callback
-        saved = saver.best_model_path if isinstance(saver, ModelCheckpoint) else None
         result = MemberResult(
             self.member,
             self._stage,
@@ -284,9 +422,13 @@ class _Members(_SubprocessScriptLauncher):
             steps=trainer.global_step,
             seconds=seconds,
             metrics={name: float(value) for name, value in logged.items()},
-            checkpoint=saved or None,
+            checkpoint=(isinstance(saver, ModelCheckpoint) and saver.best_model_path) or None,
         )
-        record(self._folder(self.member), result)
+        path = self._file(self.member)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+        partial.replace(path)
 
     def end_after_the_others(self) -> None:
         """Where member 0 failed, wait until the others have ended, and show the table."""
@@ -298,7 +440,8 @@ class _Members(_SubprocessScriptLauncher):
         """Start the other members, unless this program has done so."""
         if not self._others:
             _Members._first_root = root
-            forget_results(root)
+            for path in root.glob(f"{_folder_of('*')}/{_file_of('*', '*')}"):
+                path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
                 self._others[member] = Launched(
@@ -318,7 +461,7 @@ class _Members(_SubprocessScriptLauncher):
         self.procs = list(self._others.values())
 
     def _has_ended(self, member: int) -> bool:
-        result = self._recorded(member)
+        result = _read(self._file(member))
         return result is not None and result.status in (DONE, FAILED)
 
     def _wait_for_end(self) -> None:
@@ -359,7 +502,7 @@ class _Members(_SubprocessScriptLauncher):
         process = self._others.get(member)
         # Polled before the file is read: a member that has ended records nothing afterwards.
         code = None if process is None else process.poll()
-        recorded = self._recorded(member)
+        recorded = _read(self._file(member))
         result = recorded or MemberResult(member, self._stage, self._call, RUNNING)
         if process is None:
             return result
@@ -370,14 +513,12 @@ class _Members(_SubprocessScriptLauncher):
             return replace(result, status=FAILED, error=process.how_it_ended())
         return replace(result, status=ABSENT)
 
-    def _recorded(self, member: int) -> MemberResult | None:
-        """What a member recorded of this stage."""
-        known = {(each.stage, each.call): each for each in read_member(self._folder(member))}
-        return known.get((self._stage, self._call))
-
     def _folder(self, member: int | str) -> Path:
         assert self.root is not None
-        return self.root / member_folder(member)
+        return self.root / _folder_of(member)
+
+    def _file(self, member: int) -> Path:
+        return self._folder(member) / _file_of(self._stage, self._call)
 
     def _output(self, member: int | str) -> Path:
         return self._folder(member) / "output.log"

@@ -2,14 +2,18 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.variable_leaves import interleaved, is_variable
@@ -28,22 +32,16 @@ class MicroBatches:
     extent: Tensor
 
     def __init__(
-        self,
-        parts: list[Any],
-        rows: list[int],
-        starts: list[int],
-        stride: int,
-        device: torch.device,
-        padded_rows: int = 0,
+        self, parts: list[Any], places: list[range], device: torch.device, padded_rows: int = 0
     ) -> None:
         self.parts = parts
-        self.rows = rows
-        self.num_rows = sum(rows)
+        #: The rows of the step that each part has.
+        self.places = places
+        self.rows = [len(own) for own in places]
+        self.num_rows = sum(self.rows)
         self.device = device
         self.extent = torch.empty(self.num_rows, 0)
-        self._starts = starts
-        self._stride = stride
-        self._lengths = [padded_rows] * len(parts) if padded_rows else rows
+        self._lengths = [padded_rows or rows for rows in self.rows]
         self._assembled: Any = None
 
     @classmethod
@@ -52,9 +50,8 @@ class MicroBatches:
     ) -> "MicroBatches":
         """The batches of data devices as they are: row ``j`` is in batch ``(first + j) % D``."""
         count = len(batches)
-        starts = [(index - first) % count for index in range(count)]
-        rows = [len(range(start, num_rows, count)) for start in starts]
-        return cls(batches, rows, starts, count, device)
+        places = [range((index - first) % count, num_rows, count) for index in range(count)]
+        return cls(batches, places, device)
 
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
@@ -66,7 +63,7 @@ class MicroBatches:
         num_rows = lengths.pop() if len(lengths) == 1 else -1
         count = min(len(devices), num_rows)
         if count < 2:
-            return cls([batch], [max(num_rows, 1)], [0], 1, devices[0])
+            return cls([batch], [range(max(num_rows, 1))], devices[0])
         parts = []
         for index in range(count):
             own = [leaf[index::count].contiguous().to(devices[index]) for leaf in leaves]
@@ -77,10 +74,10 @@ class MicroBatches:
     def split_padded(cls, batch: Any, num: int, num_rows: int, padded_rows: int) -> "MicroBatches":
         """Divide a batch into consecutive rows, each part padded to one number of rows."""
         base, more = divmod(num_rows, num)
-        rows = [base + (index < more) for index in range(num)]
-        starts = [index * base + min(index, more) for index in range(num)]
+        stops = list(accumulate((base + (index < more) for index in range(num)), initial=0))
+        places = [range(start, stop) for start, stop in pairwise(stops)]
 
-        def part(leaf: Any, start: int, count: int) -> Any:
+        def part(leaf: Any, own: range) -> Any:
             if not leaf.ndim:
                 return leaf
             if leaf.shape[0] != num_rows:
@@ -89,18 +86,15 @@ class MicroBatches:
                     " are divided by rows, so the first dimension of every tensor must be the"
                     " rows; omit others from the batch"
                 )
-            if count == padded_rows:
-                return leaf[start : start + count]
-            index = [*range(start, start + count)] or [0]
+            if len(own) == padded_rows:
+                return leaf[own.start : own.stop]
+            index = [*own] or [0]
             index += index[-1:] * (padded_rows - len(index))
             return leaf[torch.tensor(index, device=leaf.device)]
 
-        parts = [
-            apply_to_collection(batch, _WITH_ROWS, part, start, count)
-            for start, count in zip(starts, rows, strict=True)
-        ]
+        parts = [apply_to_collection(batch, _WITH_ROWS, part, own) for own in places]
         device = next(leaf.device for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor))
-        return cls(parts, rows, starts, 1, device, padded_rows)
+        return cls(parts, places, device, padded_rows)
 
     @property
     def assembled(self) -> Any:
@@ -164,27 +158,22 @@ class MicroBatches:
         )
 
     def _in_order(self, values: Sequence[Any]) -> Any:
-        places = [
-            range(start, start + rows * self._stride, self._stride)
-            for start, rows in zip(self._starts, self.rows, strict=True)
-        ]
         if isinstance(values[0], list):
             rows: list[Any] = [None] * self.num_rows
-            for own, value in zip(places, values, strict=True):
+            for own, value in zip(self.places, values, strict=True):
                 for place, item in zip(own, value, strict=False):
                     rows[place] = self._move(item)
             return rows
         if len(values) == 1:
             return self._move(values[0])
         if isinstance(values[0], Tensor) and values[0].is_nested:
-            first = self._starts.index(0)
+            first = [own.start for own in self.places].index(0)
             return interleaved([v.detach() for v in values], first, self.num_rows, self.device)
-        own_rows = [value[: len(own)] for value, own in zip(values, places, strict=True)]
+        own_rows = [value[: len(own)] for value, own in zip(values, self.places, strict=True)]
         joined = torch.cat([self._move(value) for value in own_rows])
-        if self._stride == 1:
+        if self.places[0].step == 1:
             return joined
-        order = torch.cat([torch.arange(own.start, own.stop, own.step) for own in places])
-        return joined[order.argsort().to(self.device)]
+        return joined[torch.tensor([*chain(*self.places)]).argsort().to(self.device)]
 
     def _merge_items(self, values: Sequence[Any]) -> Any:
         """Merge containers of the same structure item by item; None for anything else."""
@@ -243,14 +232,12 @@ def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
     dicts = [
         {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
     ]
-    keys = dict.fromkeys(key for output in dicts for key in output if key != "loss")
-    merged = {key: parts.merge([output.get(key) for output in dicts]) for key in keys}
-    losses = [output.get("loss") for output in dicts]
-    if any(
-        output is not None and loss is None for output, loss in zip(outputs, losses, strict=True)
-    ):
-        return merged
-    return {"loss": parts.mean(losses), **merged}
+    losses = [each.pop("loss", None) for each in dicts]
+    merged = {key: parts.merge([each.get(key) for each in dicts]) for key in chain(*dicts)}
+    # Lightning refuses an output without a loss.
+    pairs = zip(outputs, losses, strict=True)
+    lacks_loss = any(output is not None and loss is None for output, loss in pairs)
+    return merged if lacks_loss else {"loss": parts.mean(losses), **merged}
 
 
 @contextmanager
@@ -288,3 +275,69 @@ def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
     leaf.register_hook(add)  # type: ignore[no-untyped-call]
     # A copy, which the user may change in place, unlike a leaf.
     return leaf.clone()
+
+
+class PartLog:
+    """Takes the place of ``self.log`` while a part of a step runs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Note a call of `self.log`."""
+        if isinstance(value, (int, float)):
+            # In the dtype of the step's precision.
+            value = torch.tensor(value, dtype=torch.get_default_dtype())
+        self.calls.append((name, value, args, options))
+
+
+@contextmanager
+def logged_in(module: nn.Module, log: PartLog) -> Iterator[None]:
+    """Let a module log there within the context."""
+    before = {key: value for key, value in vars(module).items() if key == "log"}
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+        vars(module).update(before)
+
+
+def merge_logs(
+    logs: Sequence[PartLog],
+    parts: MicroBatches,
+    module: LightningModule,
+    original: Callable[[Metric], Metric] = lambda metric: metric,
+) -> None:
+    """Log once what the parts of a step logged, as one call over all of their rows."""
+    merged: dict[tuple[str, int], list[tuple[int, Any, Any, dict[str, Any]]]] = {}
+    for log, num_rows in zip(logs, parts.rows, strict=False):
+        counts: Counter[str] = Counter()
+        for name, value, args, options in log.calls:
+            call = (options.get("batch_size") or num_rows, value, args, options)
+            merged.setdefault((name, counts[name]), []).append(call)
+            counts[name] += 1
+        log.calls = []
+    for (name, _), calls in merged.items():
+        _, value, args, options = calls[0]
+        rows, values = [each[0] for each in calls], [each[1] for each in calls]
+        if isinstance(value, Metric):
+            value = original(value)
+        elif all(isinstance(each, Tensor) for each in values):
+            value = _merged_value(values, rows, options.get("reduce_fx"), parts.device)
+        if len(calls) < len(parts.rows) or "batch_size" in options:
+            options = {**options, "batch_size": sum(rows)}
+        module.log(name, value, *args, **options)
+
+
+def _merged_value(values: list[Any], rows: list[int], reduction: Any, device: torch.device) -> Any:
+    tensors = [value.detach().to(device) for value in values]
+    # Lightning keeps what is logged in these dtypes.
+    wide = (torch.float32, torch.float64)
+    tensors = [each if each.dtype in wide else each.float() for each in tensors]
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    if name in ("sum", "max", "min"):
+        return getattr(torch.stack(tensors), {"sum": "sum", "max": "amax", "min": "amin"}[name])(0)
+    # Any other reduction but the mean is refused by Lightning.
+    return weighted_mean(tensors, rows, device)

@@ -19,12 +19,18 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._base import module_tensors, stages_given_by
-from lightning_memmap.strategies._part_results import PartLog, make_trainer_proxy, merge_logs
+from lightning_memmap.strategies._base import (
+    module_tensors,
+    parameters_by_stage,
+    stages_given_by,
+)
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
+    PartLog,
     gradients_apart,
+    logged_in,
     loss_of,
+    merge_logs,
     training_output,
 )
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
@@ -78,9 +84,6 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
         self._num_microbatches = num_microbatches
         self._stages: list[Stage] = []
         self._hooks: list[RemovableHandle] = []
-        # Of the part of a step that runs: what it logs, and the Trainer that it sees.
-        self._log: PartLog | None = None
-        self._trainer: Any = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -101,7 +104,6 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
                 " inside the step, before the loss is scaled or used; omit one of the two"
             )
         super().setup(trainer)
-        self._trainer = make_trainer_proxy(trainer, lambda: self._log)
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning has moved the initial state of optimizers to the root device.
             for optimizer in self.optimizers:
@@ -111,24 +113,19 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._num_microbatches == 1:
             return super().training_step(batch, *args, **kwargs)
-        module: Any = self.module
-        trainer = module.trainer
+        module, trained = self.module, 0
         parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
-        logs, outputs = [PartLog(rows) for rows in parts.rows], list[Any]()
-        module.trainer, trained = self._trainer, 0
-        try:
-            with gradients_apart(list(module.parameters())) as grads:
-                for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):
-                    self._log = log
+        logs, outputs = [PartLog() for _ in parts.rows], list[Any]()
+        with gradients_apart(list(module.parameters())) as grads:
+            for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):
+                with logged_in(module, log):
                     output = super().training_step(part, *args, **kwargs)
-                    loss = output.get("loss") if isinstance(output, Mapping) else output
-                    if isinstance(loss, Tensor):
-                        (loss * (rows / parts.num_rows)).backward()  # type: ignore[no-untyped-call]
-                        trained += rows
-                    outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
-        finally:
-            module.trainer = trainer
-        merge_logs(logs, trainer._results, module, self)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if isinstance(loss, Tensor):
+                    (loss * (rows / parts.num_rows)).backward()  # type: ignore[no-untyped-call]
+                    trained += rows
+                outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
+        merge_logs(logs, parts, module)
         if 0 < trained < parts.num_rows:
             # The mean is over the rows of the parts that gave a loss.
             torch._foreach_mul_(list(grads.values()), parts.num_rows / trained)
@@ -149,7 +146,6 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
             hook.remove()
         self._stages = []
         self._hooks = []
-        self._trainer = None
         super().teardown()
 
     @override
@@ -174,7 +170,7 @@ def find_stages(
     loads = [_parameter_bytes([layer for _, layer in group]) for group in groups]
     bounds = even_cut(loads, len(devices))
     cut = [list(chain(*groups[start:stop])) for start, stop in pairwise(bounds)]
-    _check_disjoint(module, cut)
+    parameters_by_stage(module, [nn.ModuleList(layer for _, layer in stage) for stage in cut])
     return [
         Stage(device, tuple(name for name, _ in stage), tuple(layer for _, layer in stage))
         for device, stage in zip(devices, cut, strict=True)
@@ -271,36 +267,6 @@ def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Modul
             " give the module a method stages() that returns its layers in their order"
         )
     return next(iter(found.items()))
-
-
-def _check_disjoint(module: nn.Module, cut: list[list[tuple[str, nn.Module]]]) -> None:
-    """Check that no parameter is in two stages, or both in a stage and outside."""
-    inside = {child for stage in cut for _, layer in stage for child in layer.modules()}
-    found: list[tuple[int | None, str, nn.Parameter]] = [
-        (index, f"{name}.{own}", parameter)
-        for index, stage in enumerate(cut)
-        for name, layer in stage
-        for own, parameter in layer.named_parameters()
-    ]
-    found += [
-        (None, f"{name}.{own}".lstrip("."), parameter)
-        for name, child in module.named_modules()
-        if child not in inside
-        for own, parameter in child.named_parameters(recurse=False)
-    ]
-    owners: dict[nn.Parameter, tuple[int | None, str]] = {}
-    for index, name, parameter in found:
-        other, other_name = owners.setdefault(parameter, (index, name))
-        if other != index:
-            raise ValueError(
-                f"{other_name} ({_stage_name(other)}) and {name} ({_stage_name(index)}) are one"
-                " parameter, which can only be on one device: put both layers into one item of"
-                " stages(), or untie them"
-            )
-
-
-def _stage_name(index: int | None) -> str:
-    return "outside the stages, on the root device" if index is None else f"stage {index}"
 
 
 def _parameter_bytes(layers: Sequence[nn.Module]) -> int:

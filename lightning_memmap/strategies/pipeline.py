@@ -9,11 +9,9 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -23,25 +21,20 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_memmap.errors import with_article
-from lightning_memmap.strategies._base import RowWeighted, module_tensors
+from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
-    Layout,
     StagePipeline,
-    check_schedule,
-    cut_module,
-    keep_local,
-)
-from lightning_memmap.strategies._pipeline_state import (
     average_gradients,
     broadcast_tensors,
+    check_schedule,
+    cut_module,
     gathered,
+    keep_local,
     local_state,
     local_weights,
     module_state,
 )
-from lightning_memmap.strategies._unsupported import SplitModuleChecks
 from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 #: The methods of a module in which it may be called.
@@ -77,11 +70,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         timeout: As for Lightning's ``DDPStrategy``: for everything outside of a step, such as
             waiting for rank 0 to build a store.
         process_group_backend: As for Lightning's ``DDPStrategy``.
-        accelerator: As for every Lightning strategy.
-        parallel_devices: As for Lightning's parallel strategies.
-        cluster_environment: As for Lightning's parallel strategies.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
 
     Raises:
         ValueError: A size, the schedule or ``step_timeout_s`` is out of range; at set-up, the sizes
@@ -91,10 +79,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
-    unsupported_callbacks = {  # noqa: RUF012
-        **SplitModuleChecks.unsupported_callbacks,
-        BaseFinetuning: "it finds parameters by their values",
-    }
+    # It finds parameters by their values.
+    unsupported_callbacks = (*SplitModuleChecks.unsupported_callbacks, BaseFinetuning)
 
     def __init__(
         self,
@@ -106,11 +92,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         prefetch: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
     ) -> None:
         for name, size in (
             ("data_parallel_size", data_parallel_size),
@@ -137,11 +118,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         # The parameters of this process that losses were computed with since the last average.
         self._trained: dict[nn.Parameter, None] = {}
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             prefetch=prefetch,
@@ -150,33 +126,36 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     # Processes
 
     @property
-    def layout(self) -> Layout:
-        """The grid of processes. Known once the Trainer knows its devices."""
-        return Layout.of(self.num_nodes * self.num_processes, self.global_rank, *self._sizes)
+    def sizes(self) -> tuple[int, int]:
+        """The number of pipelines, and of processes in each; known with the Trainer's devices."""
+        return divide_processes(self.num_nodes * self.num_processes, *self._sizes)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """The number of this process's pipeline, and of the process in it."""
+        return divmod(self.global_rank, self.sizes[1])
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Data-parallel rank and size: the processes of one pipeline have the same batches."""
-        layout = self.layout
-        return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank}
+        return {"num_replicas": self.sizes[0], "rank": self._ranks[0]}
 
     @override
     def setup_environment(self) -> None:
         self._pipeline = None
         self.set_world_ranks()
         # Wrong options are refused before the processes wait for each other.
-        layout = self.layout
-        check_schedule(self._schedule, self._num, layout.pipeline_size)
+        check_schedule(self._schedule, self._num, self.sizes[1])
         super().setup_environment()
-        shape = (layout.data_parallel_size, layout.pipeline_size)
-        self._mesh = _mesh(dist.group.WORLD, self.root_device.type, shape, self._step_timeout_s)
+        kind, world = self.root_device.type, dist.group.WORLD
+        self._mesh = _mesh(world, kind, self.sizes, self._step_timeout_s)
 
     @property
     def _num(self) -> int:
         """Micro-batches of a batch."""
         num = self._num_microbatches
-        return 2 * self.layout.pipeline_size if num is None else num
+        return 2 * self.sizes[1] if num is None else num
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         assert self._mesh is not None
@@ -220,16 +199,16 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         trainer.accelerator.setup(trainer)
-        module, layout = self.module, self.layout
+        module, (num_pipelines, size) = self.module, self.sizes
         if trainer.state.fn == TrainerFn.FITTING:
-            self.check_fit(trainer, averages=layout.data_parallel_size > 1)
+            self.check_fit(trainer, averages=num_pipelines > 1)
         self._refuse(module)
         self._restores_late = self.restore_checkpoint_after_setup
         interleaved = self._schedule == "interleaved"
         context = self.precision_plugin.forward_context
-        stages = cut_module(module, layout.pipeline_size, interleaved, context)
+        stages = cut_module(module, size, interleaved, context)
         self.precision_plugin.convert_module(module)
-        local = keep_local(module, stages, layout, self.root_device)
+        local = keep_local(module, stages, self._ranks[1], size, self.root_device)
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, self._group_of("dp"))
         self._pipeline = StagePipeline(
@@ -336,7 +315,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
                 output.args, output.num_rows, batch, self._micro_loss, frozen
             )
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        return loss_of(mean, grads)
+        return loss_of(mean.to(every[0].dtype), grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -381,7 +360,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the whole module on rank 0; empty on other ranks. All ranks must call it."""
-        if self.layout.data_parallel_rank != 0:
+        if self._ranks[0] != 0:
             return {}
         return module_state(self.module, self._group_of("pp"), self.root_device)
 
@@ -400,7 +379,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             optimizer = optimizer.optimizer
         whole = optimizer.state_dict()
         whole["state"] = own = local_state(optimizer, whole["state"])
-        if self.layout.data_parallel_rank == 0:
+        if self._ranks[0] == 0:
             own.update(gathered(own, self._group_of("pp"), self.root_device))
         return whole
 
@@ -409,6 +388,24 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         local = [{**state, "state": local_state(each, state["state"])} for each, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
+
+
+def divide_processes(
+    num: int, data_parallel_size: int | str, pipeline_parallel_size: int | str
+) -> tuple[int, int]:
+    """``auto`` is what the other size leaves; if both are, there is one pipeline."""
+    data, pipeline = data_parallel_size, pipeline_parallel_size
+    if isinstance(data, str):
+        data = 1 if isinstance(pipeline, str) else num // pipeline
+    if isinstance(pipeline, str):
+        pipeline = num // data
+    if data * pipeline != num or data < 1:
+        raise ValueError(
+            f"data_parallel_size={data_parallel_size} x"
+            f" pipeline_parallel_size={pipeline_parallel_size} does not make {num} processes"
+            " (devices x num_nodes): choose sizes that multiply to it, or leave one at 'auto'"
+        )
+    return data, pipeline
 
 
 @cache
@@ -447,17 +444,11 @@ class _PendingOutput:
 
 def _num_rows_of(args: Sequence[Any]) -> int:
     """The rows of what the module was called with."""
-    for arg in args:
-        if not isinstance(arg, Tensor) or not arg.ndim:
-            raise TypeError(
-                f"memmap_pipeline: the module was called with {with_article(type(arg).__name__)};"
-                " call it with tensors whose first dimension is the rows, as its first stage takes"
-                " them"
-            )
-    rows = {len(arg) for arg in args}
+    rows = {len(arg) if isinstance(arg, Tensor) and arg.ndim else 0 for arg in args}
     if len(rows) != 1 or not all(rows):
-        raise ValueError(
-            f"memmap_pipeline: the module was called with tensors of {sorted(rows)} rows: give it"
-            " at least one tensor, all with the same rows"
+        given = [tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__ for a in args]
+        raise TypeError(
+            f"memmap_pipeline: the module was called with {given}: call it with one or more"
+            " tensors whose first dimension is the rows, as its first stage takes them"
         )
     return rows.pop()

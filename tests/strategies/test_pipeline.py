@@ -5,25 +5,22 @@ from typing import Any
 import pytest
 
 from lightning_memmap.strategies import PipelineStrategy
-from lightning_memmap.strategies._pipeline_stages import Layout, check_schedule
+from lightning_memmap.strategies._pipeline_stages import check_schedule
+from lightning_memmap.strategies.pipeline import divide_processes
 
 
 @pytest.mark.parametrize(
     ("data", "pipeline", "expected"),
     [("auto", "auto", (1, 4)), ("auto", 2, (2, 2)), (4, "auto", (4, 1)), (2, 2, (2, 2))],
 )
-def test_layout_with_a_missing_size_computes_it(
-    data: Any, pipeline: Any, expected: tuple[int, int]
-) -> None:
-    layout = Layout.of(4, 3, data, pipeline)
-    assert (layout.data_parallel_size, layout.pipeline_size) == expected
-    assert layout.data_parallel_rank * layout.pipeline_size + layout.pipeline_rank == 3
+def test_a_missing_size_is_computed(data: Any, pipeline: Any, expected: tuple[int, int]) -> None:
+    assert divide_processes(4, data, pipeline) == expected
 
 
 @pytest.mark.parametrize(("data", "pipeline"), [(3, "auto"), ("auto", 8), (2, 3), ("auto", 3)])
-def test_layout_of_wrong_sizes_is_refused(data: Any, pipeline: Any) -> None:
+def test_wrong_sizes_are_refused(data: Any, pipeline: Any) -> None:
     with pytest.raises(ValueError, match="does not make 4 processes"):
-        Layout.of(4, 0, data, pipeline)
+        divide_processes(4, data, pipeline)
 
 
 @pytest.mark.parametrize(
@@ -41,5 +38,5 @@ def test_wrong_option_is_refused_at_birth(options: dict[str, Any], message: str)
 
 
 def test_zero_microbatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_microbatches=0: at least 1"):
+    with pytest.raises(ValueError, match=r"num_microbatches=0: .* needs at least 1"):
         check_schedule("gpipe", 0, 2)

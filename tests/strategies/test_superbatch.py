@@ -109,12 +109,6 @@ class TestDevices:
 
 
 class TestTraining:
-    def test_world_is_one_process(self, tmp_path: Path) -> None:
-        _, _, trainer = fit(tmp_path, "memmap_superbatch", 2, devices=4)
-        assert trainer.world_size == 1
-        assert trainer.global_rank == 0
-        assert trainer.distributed_sampler_kwargs is None
-
     def test_plain_dataloaders_train_as_under_auto(self, tmp_path: Path) -> None:
         modules = []
         for strategy in ("memmap_superbatch", "auto"):

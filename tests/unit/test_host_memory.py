@@ -73,10 +73,3 @@ def test_group_without_a_limit_leaves_what_the_machine_has(
 def test_group_that_is_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group(tmp_path / "groups" / "job", VERSION_2, "1000", 2000, "inactive_file 10\n")
     assert available(tmp_path, "0::/job\n", monkeypatch) == 0
-
-
-def test_machine_without_groups_has_what_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "nothing")
-    assert 0 < host_memory.available_bytes() <= psutil.virtual_memory().total

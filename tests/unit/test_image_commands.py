@@ -8,7 +8,8 @@ import yaml
 
 from lightning_memmap import TarDataset, open_store
 from lightning_memmap.cli import main
-from lightning_memmap.compare.loaders import normalized_datamodule, prepare_store
+from lightning_memmap.compare.loaders import normalized_datamodule
+from lightning_memmap.compare.prepare import prepare_store
 from lightning_memmap.data.module import MemmapDataModule
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages
 from tests.preloaded import run

@@ -79,12 +79,6 @@ class TestSamples:
         for one, other in zip(leaves(found), leaves(batch), strict=True):
             assert torch.equal(one, other)
 
-    def test_per_sample_to_another_shape_collates_it(self) -> None:
-        found = PerSample(lambda sample: (sample[0, :, :2].numpy(), 1.5))(images())
-        assert found[0].shape == (2, 4, 2)
-        assert found[0].dtype == torch.uint8
-        assert found[1].tolist() == [1.5, 1.5]
-
 
 def leaves(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
@@ -135,14 +129,6 @@ class TestKeywords:
 
         found = PerSample(squeeze, keywords={"image": "image"})({"image": images(1)})
         assert torch.equal(found["image"], images(1))
-
-    def test_keywords_with_numbers_give_numbers(self) -> None:
-        def shift(image: Any, label: Any) -> dict[str, Any]:
-            return {"image": image, "label": label + 1}
-
-        batch = {"image": images(), "label": torch.tensor([3, 4])}
-        keywords = {"image": "image", "label": "label"}
-        assert PerSample(shift, keywords=keywords)(batch)["label"].tolist() == [4, 5]
 
     @pytest.mark.parametrize("name", ["mask", "image.0", "target.mask", "0", "", "target"])
     def test_keywords_of_what_is_no_field_raise_and_name_it(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 files     the files of a remote directory, and what can go wrong with them
 shards    shards, fetched into local files and compared with their checksums
-cache     the directory in which fetched shards are kept, and how much of them
-store     an open store whose shards are fetched when they are needed
+cache     an open store, whose shards are fetched when they are needed and kept in a directory
 transfer  whole stores, to a URL and from there
 """

@@ -1,4 +1,4 @@
-"""Where the shards of stores at URLs are kept: a directory of bounded size, of one user.
+"""Stores at URLs, whose shards are kept in a directory of bounded size, of one user.
 
     .lock                    held for all bookkeeping
     <URL>/manifest.json      the manifest that the server of a URL gave last
@@ -9,17 +9,20 @@ What changes at a URL has another manifest, and so another version. Versions tha
 are removed where there is no room, the one that was opened longest ago first.
 """
 
+import copy
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import stat
-import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Condition, Event, Thread
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,8 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain
 from lightning_memmap.store.manifest import Manifest, check_files
-from lightning_memmap.store.places import StoreUrl
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
+from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
     RECORDS,
@@ -41,12 +45,14 @@ from lightning_memmap.store.remote.shards import (
     read_manifest,
     read_plain,
 )
+from lightning_memmap.store.store import Store, Supply, open_directory
+from lightning_memmap.store.workers import threads
 
 #: The directory of the cache, and the most bytes in it.
 DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
 
 _SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
-_IN_USE, _GONE = ".in_use", ".gone"
+_IN_USE = ".in_use"
 #: What a version needs on the disk beside its shards.
 _ROOM_BYTES = 2**20
 #: A fetch of fewer bytes shows no progress.
@@ -54,11 +60,105 @@ _SHOWN_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
 
 
-class CachedShards(RemoteShards):
+def open_store(path: str | Path) -> Store:
+    """Open a store for reading.
+
+    Of a store at a URL, the manifest is read now, and each shard when a row of it is needed, once:
+    it is kept in a cache on this machine. The environment variable ``LIGHTNING_MEMMAP_CACHE`` names
+    its directory, by default ``~/.cache/lightning_memmap``, and ``LIGHTNING_MEMMAP_CACHE_SIZE`` the
+    most bytes in it, such as ``500GiB``. Where nobody answers at the URL, or
+    ``LIGHTNING_MEMMAP_OFFLINE`` is ``1``, the store is opened in the version in the cache that its
+    server gave last.
+
+    Args:
+        path: Directory of the store, or its URL, such as ``s3://bucket/stores/train``.
+
+    Returns:
+        The store, its files mapped and no row read.
+
+    Raises:
+        StoreNotFoundError: There is no store at this path.
+        StoreError: The manifest is damaged or of another version, or a file is missing, linked, of
+            the wrong size, or cannot be read; or the URL cannot be reached.
+        ValueError: No library knows the protocol of the URL.
+    """
+    place = place_of(path)
+    return RemoteStore(place) if isinstance(place, StoreUrl) else open_directory(place)
+
+
+class RemoteStore(Store):
+    """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
+
+    def __init__(
+        self, url: StoreUrl, generation: str | None = None, *, meanwhile: bool = False
+    ) -> None:
+        shards = _CachedShards(url)
+        if generation not in (None, shards.manifest.generation):
+            raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
+        columns = [
+            Supplied(column.open(shards.directory), partial(shards.require_rows, index))
+            for index, column in enumerate(shards.manifest.columns)
+        ]
+        super().__init__(shards.path, shards.manifest, columns)
+        # Whatever the name of the directory leads to by now.
+        self.files = shards.directory
+        self._shards = shards
+        if meanwhile and min(shards.records(), default=1) <= 0:
+            self.supply = _Fetching(shards)
+
+    @property
+    @override
+    def location(self) -> str:
+        return str(self._shards.files.url)
+
+    @override
+    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
+        if fields is None and isinstance(self.supply, _Fetching):
+            self.supply.needed = [*shards]
+        else:
+            names = [field.name for field in self.schema.fields]
+            found = [index for index, name in enumerate(names) if fields is None or name in fields]
+            self._shards.require(found, shards)
+        return super().provide(fields, shards)
+
+    @property
+    @override
+    def whole(self) -> Store:
+        found = copy.copy(self)
+        found.supply = None
+        return found
+
+    @override
+    def finished(self) -> Store | None:
+        return self.whole if self.supply is None or self.supply.share == 1.0 else None
+
+    @override
+    def lengths(self, field: str) -> Integers:
+        index = self._index_of(field)
+        (column,) = super().provide([field], ())
+        if not isinstance(column, ItemRows):
+            return super().lengths(field)
+        ends = self._shards.read_index(index).reshape(column.index.shape)
+        return replace(column, index=ends).lengths()
+
+    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
+        """Compare the shards here with their checksums, and read the others from the server."""
+        verify = partial(self._shards.verify, advance=advance)
+        with threads(num_threads) as pool:
+            are_right = list(pool.map(verify, range(len(self._shards.num_bytes))))
+        found = (divmod(number, self.num_shards) for number in np.flatnonzero(~np.array(are_right)))
+        return [(self.schema.fields[field].name, int(shard)) for field, shard in found]
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteStore, (self._shards.files.url, self.manifest.generation)
+
+
+class _CachedShards(RemoteShards):
     """The shards of one store at a URL, fetched into the cache when they are asked for."""
 
     def __init__(self, url: StoreUrl) -> None:
-        self._cache, files, self._is_checked = Cache(), RemoteFiles(url), True
+        self._cache, files, self._is_checked = _Cache(), RemoteFiles(url), True
         try:
             manifest = read_manifest(files)
         except UnreachableError as error:
@@ -75,6 +175,11 @@ class CachedShards(RemoteShards):
                         self.record(np.flatnonzero(self.records() < 0).tolist(), sign=0)
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._known = self.records()
+
+    def require_rows(self, field: int, rows: Integers | None) -> None:
+        """Fetch the shards of some rows of a field, or all."""
+        count = self.manifest.num_shards
+        self.require([field], range(count) if rows is None else np.unique(rows % count).tolist())
 
     def require(self, fields: Collection[int], shards: Collection[int], **meanwhile: Any) -> None:
         """Fetch the shards that are not yet here, of fields by their place in the schema.
@@ -94,22 +199,66 @@ class CachedShards(RemoteShards):
                     ) from error
                 self._is_checked = True
                 self._cache.reserve(self, missing)
-                hidden = bool(meanwhile or self.num_bytes(missing).sum() < _SHOWN_BYTES)
+                hidden = bool(meanwhile) or int(self.num_bytes[missing].sum()) < _SHOWN_BYTES
                 self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
             self._known = self.records()
 
+
+class _Fetching(Supply):
+    """Fetches shards in the order in which they are needed, while rows of others are read."""
+
+    def __init__(self, shards: _CachedShards) -> None:
+        self._shards, self._fields = shards, range(len(shards.manifest.columns))
+        #: The shards whose rows are read.
+        self.needed: Sequence[int] = ()
+        self._changed, self._stop = Condition(), Event()
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
     @override
-    def read_index(self, field: int) -> Integers:
-        with self._cache.usable():
-            return super().read_index(field)
+    def share(self) -> float:
+        numbers = self._shards.numbers(self._fields, self.needed)
+        return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
 
     @override
-    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        with self._cache.usable():
-            return super().verify(number, advance)
+    def want(self, rows: Integers) -> None:
+        # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
+        if self._thread is None and self.needed:
+            shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
+            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed])
+            run = partial(self._run, [*order], self._stop)
+            self._thread = Thread(target=run, name="lightning_memmap fetch", daemon=True)
+            self._thread.start()
+
+    def _run(self, shards: list[int], stop: Event) -> None:
+        try:
+            self._shards.require(self._fields, shards, note=self._note, stop=stop)
+        except BaseException as error:  # Whoever waits for rows must get it.
+            if stop is self._stop:  # Or else it was closed, and nobody waits for these.
+                self._error = error
+        self._note()
+
+    def _note(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    @override
+    def wait(self, rows: Integers) -> None:
+        shards = np.unique(rows % self._shards.manifest.num_shards).tolist()
+        numbers = self._shards.numbers(self._fields, shards)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._shards.missing(numbers))
+        if self._error is not None:
+            raise self._error
+
+    @override
+    def close(self) -> None:
+        self._stop.set()
+        self._stop, self._thread, self._error = Event(), None, None
 
 
-class Cache:
+class _Cache:
     """The cache that the environment names, by default that of the user."""
 
     def __init__(self) -> None:
@@ -123,15 +272,11 @@ class Cache:
         with self.usable():
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = os.lstat(self.directory)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise StoreError(
-                f"{self.directory} is no directory that belongs to this user: {_SETTING}"
-            )
-        if status.st_mode & 0o022:
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise StoreError(
                 f"others may write to the cache at {self.directory}, and so give this user rows of"
-                f" their own: keep them out (`chmod go-w {self.directory}`, and see that they have"
-                f" left nothing there), or {_SETTING}"
+                " their own: let it belong to this user, keep others out (`chmod go-w"
+                f" {self.directory}`), and see that they have left nothing there; or {_SETTING}"
             )
 
     @contextmanager
@@ -155,36 +300,30 @@ class Cache:
             # Without write permission, whole versions are used as they are.
             if os.access(self.directory, os.W_OK):
                 stack.enter_context(FileLock(self.directory / ".lock"))
-                for left in self.directory.glob(f"*{_GONE}"):  # Of a process that was killed.
-                    shutil.rmtree(left, ignore_errors=True)
             yield
 
     def version(self, url: StoreUrl, manifest: Manifest, *, is_last: bool) -> Path:
         """Find or make the directory of a version. The lock must be held."""
-        directory = self._directory(url, manifest)
-        if not _is_whole(directory, manifest):
-            if directory.parent.is_symlink():
-                self._remove(directory.parent)
-            self._remove(directory)
-            # A name that nobody can have foreseen, and that is removed if this process is killed.
-            made = Path(tempfile.mkdtemp(suffix=_GONE, dir=self.directory))
+        version = self._of(url) / copy_name(manifest)
+        if not _is_whole(version, manifest):
+            _remove(version)
+            version.parent.mkdir(0o700, exist_ok=True)
+            version.mkdir(0o700)
             for name, num_bytes in manifest.file_bytes.items():
-                with open(made / name, "xb") as file:
+                with open(version / name, "xb") as file:
                     file.truncate(num_bytes)
-            make_records(made, manifest)
-            (made / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
-            directory.parent.mkdir(exist_ok=True)
-            os.rename(made, directory)
+            make_records(version, manifest)
+            (version / _IN_USE).write_text(f"{url}\n", encoding="utf-8")
         if is_last:
             with suppress(OSError):  # A cache that cannot be written.
-                manifest.write(directory.parent)
-        return directory
+                manifest.write(version.parent)
+        return version
 
     def last(self, url: StoreUrl, reason: UnreachableError) -> Manifest:
         """Find the version of a store that its server gave last, since nobody can be asked now."""
         try:
-            manifest = Manifest.read(self.directory / _digest(url))
-            if not _is_whole(self._directory(url, manifest), manifest):
+            manifest = Manifest.read(self._of(url))
+            if not _is_whole(self._of(url) / copy_name(manifest), manifest):
                 raise StoreError("its files are gone")
         except (OSError, MemmapError) as error:
             nothing = f"the cache at {self.directory} has nothing of it"
@@ -205,7 +344,7 @@ class Cache:
         with self.locked(), ExitStack() as stack:
             known = shards.records()
             wanted = [number for number in numbers if not known[number]]
-            needed = int(shards.num_bytes(wanted).sum())
+            needed = int(shards.num_bytes[wanted].sum())
             versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
             uses = {path: _bytes_of(path) for path in versions}
             here, coming = map(sum, zip((0, needed), *uses.values(), strict=True))
@@ -225,7 +364,7 @@ class Cache:
                 )
             for path in removed:
                 _log.info("removing %s from the cache", path)
-                self._remove(path)
+                _remove(path)
             shards.record(wanted, sign=-1)
 
     def _lack(self, here: int, coming: int, free: int) -> str | None:
@@ -237,32 +376,26 @@ class Cache:
             return f"{format_bytes(coming)} are to come, and its disk has {format_bytes(free)} free"
         return None
 
-    def _directory(self, url: StoreUrl, manifest: Manifest) -> Path:
-        return self.directory / _digest(url) / copy_name(manifest)
-
-    def _remove(self, path: Path) -> None:
-        """Remove something: all of it or nothing, as far as others see."""
-        gone = tempfile.mkdtemp(suffix=_GONE, dir=self.directory)
-        with suppress(FileNotFoundError):
-            os.rename(path, f"{gone}/{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def _digest(url: StoreUrl) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:32]
+    def _of(self, url: StoreUrl) -> Path:
+        return self.directory / hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _is_whole(version: Path, manifest: Manifest) -> bool:
-    """Whether a version is there, no link leads to it, and its files are plain and have their
-    sizes."""
+    """Whether a version is there, and its files are plain and have their sizes."""
     try:
         check_files(version, manifest)
-        num_bytes = check_plain(version / RECORDS)
         check_plain(version / _IN_USE)
+        num_bytes = check_plain(version / RECORDS)
     except (MemmapError, OSError):
         return False  # It is not there, or was damaged.
-    is_here = os.path.realpath(version) == str(version)
-    return is_here and num_bytes == 8 * len(manifest.columns) * manifest.num_shards
+    return num_bytes == 8 * len(manifest.columns) * manifest.num_shards
+
+
+def _remove(version: Path) -> None:
+    """Remove a version, of which a process that is killed meanwhile leaves nothing to be read."""
+    with suppress(OSError):
+        (version / RECORDS).unlink()
+    shutil.rmtree(version, ignore_errors=True)
 
 
 def _bytes_of(version: Path) -> tuple[int, int]:

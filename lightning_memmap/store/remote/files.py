@@ -17,12 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_memmap.errors import (
-    MemmapError,
-    StoreError,
-    StoreNotFoundError,
-    describe_error,
-)
+from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, describe_error
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl
 
@@ -36,11 +31,11 @@ _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
 #: What a server refuses that may be over when it is asked again.
 _TRANSIENT = (408, 425, 429)
-#: What a library raises that would fail in the same way when it is called again. fsspec raises
-#: NotImplementedError for what a protocol cannot do at all, such as writing to http://.
-_MISTAKES = (
-    *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
-    NotImplementedError,
+#: What fails in the same way when it is tried again: refusals, and mistakes of a library. fsspec
+#: raises NotImplementedError for what a protocol cannot do, such as writing to http://.
+_FINAL = (
+    *(PermissionError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    *(ImportError, NotImplementedError),
 )
 #: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
 _CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
@@ -125,15 +120,13 @@ class RemoteFiles:
 
     def write(self, name: str, source: Path | bytes) -> None:
         """Copy a file there, or write a small one. Object stores show it once it is whole."""
+        system, at = self._system, self._at(name)
         if self._is_web:
-            raise StoreError(
-                f"{self.url / name} cannot be written: http:// and https:// can only be read"
-            )
-        write = self._system.put_file if isinstance(source, Path) else self._system.pipe_file
-        given = (
-            (str(source), self._at(name)) if isinstance(source, Path) else (self._at(name), source)
-        )
-        self._tried(partial(write, *given), name)
+            raise StoreError(f"{self.url / name} cannot be written: http(s):// can only be read")
+        if isinstance(source, Path):
+            self._tried(partial(system.put_file, str(source), at), name)
+        else:
+            self._tried(partial(system.pipe_file, at, source), name)
 
     def replace(self, name: str, data: bytes, beside: str) -> None:
         """Write a small file at once."""
@@ -171,9 +164,16 @@ class RemoteFiles:
                 return work()
             except MemmapError:
                 raise
+            except FileNotFoundError as error:
+                raise StoreNotFoundError(f"there is no {where}: {describe_error(error)}") from error
             except Exception as error:  # Each library has its own.
-                if final := _final_error(error, where):
-                    raise final from error
+                if _is_final(error):
+                    raise StoreError(
+                        f"{where} was refused: {describe_error(error)}: see that the URL is right,"
+                        " that there is room, that there are credentials with the right to this"
+                        " (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in"
+                        " ~/.aws), and that the server and the library of its protocol can do it"
+                    ) from error
                 if not left or monotonic() > deadline:
                     raise UnreachableError(
                         f"{where} cannot be reached: {describe_error(error)}: see that this machine"
@@ -226,21 +226,6 @@ def is_offline() -> bool:
     return os.environ.get(OFFLINE, "").lower() not in ("", "0", "false", "no", "off")
 
 
-def _final_error(error: Exception, where: str) -> MemmapError | None:
-    """The error of this package for one that would come again; None for one that may be over."""
-    what = describe_error(error)
-    if isinstance(error, FileNotFoundError):
-        return StoreNotFoundError(f"there is no {where}: {what}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreError(
-            f"{where} cannot be written: {what}: make room there, and do the same again: it goes on"
-            " with what is missing"
-        )
-    has_no_right = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
-    if has_no_right or isinstance(error, _MISTAKES):
-        return StoreError(
-            f"{where} was refused: {what}: see that the URL is right, that there are credentials"
-            " with the right to this (for s3:// in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-            " in ~/.aws), and that the server and the library of its protocol can do it"
-        )
-    return None
+def _is_final(error: Exception) -> bool:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or isinstance(error, _FINAL) or "Credentials" in type(error).__name__

@@ -14,7 +14,7 @@ import random
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
+from concurrent.futures import CancelledError, as_completed
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteShards:
-    """The shards of one store at a URL, fetched into the files of a directory."""
+    """The shards of one store at a URL, fetched into the files of a directory.
+
+    They are numbered field by field, in the order of the schema.
+    """
 
     def __init__(self, files: RemoteFiles, manifest: Manifest, directory: Path) -> None:
         self.files, self.manifest = files, manifest
@@ -55,11 +58,25 @@ class RemoteShards:
         self._records = open_plain(self.directory / RECORDS)
         weakref.finalize(self, os.close, self._records)
 
-    def records(self) -> Integers:
-        """What is here, int64 of shape (fields x shards,): see above."""
-        return self._read_records(0, len(self.manifest.columns) * self.manifest.num_shards)
+    def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
+        """The numbers of shards of fields, which are given by their place in the schema."""
+        count, fields = self.manifest.num_shards, [*fields]
+        return [field * count + shard for shard in shards for field in fields]
 
-    def _read_records(self, first: int, count: int) -> Integers:
+    @cached_property
+    def _pieces(self) -> list[tuple[FileRange, ...]]:
+        """The pieces of files of each shard."""
+        return [tuple(shard) for column in self.manifest.columns for shard in column.shard_ranges()]
+
+    @cached_property
+    def num_bytes(self) -> Integers:
+        """The bytes of each shard, at least 1, int64 of shape (fields x shards,)."""
+        sums = [sum(end - start for _, start, end in pieces) for pieces in self._pieces]
+        return np.maximum(np.array(sums, np.int64), 1)
+
+    def records(self, first: int = 0, count: int | None = None) -> Integers:
+        """What is here of each shard, int64: see above."""
+        count = len(self.manifest.columns) * self.manifest.num_shards if count is None else count
         data = os.pread(self._records, 8 * count, 8 * first)
         if len(data) < 8 * count:
             raise StoreError(
@@ -68,32 +85,17 @@ class RemoteShards:
             )
         return np.frombuffer(data, np.int64)
 
-    @cached_property
-    def pieces(self) -> list[tuple[FileRange, ...]]:
-        """The pieces of files of each shard."""
-        return [tuple(shard) for column in self.manifest.columns for shard in column.shard_ranges()]
-
-    def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
-        """The numbers of shards of fields, which are given by their place in the schema."""
-        count, fields = self.manifest.num_shards, [*fields]
-        return [field * count + shard for shard in shards for field in fields]
-
-    def num_bytes(self, numbers: Iterable[int]) -> Integers:
-        """The bytes of shards."""
-        sums = [sum(end - start for _, start, end in self.pieces[number]) for number in numbers]
-        return np.maximum(np.array(sums, np.int64), 1)
+    def record(self, numbers: Iterable[int], *, sign: int) -> None:
+        """Record that shards are here (1), are to be fetched (-1), or are not here (0)."""
+        with closing(OpenFiles(f"{self.directory}/.")) as files:
+            for number in numbers:
+                data = struct.pack("q", sign * int(self.num_bytes[number]))
+                write_all(files.open(RECORDS), memoryview(data), 8 * number)
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
         """Those of some shards that are not here."""
         records = self.records()
         return [number for number in numbers if records[number] <= 0]
-
-    def record(self, numbers: Collection[int], *, sign: int) -> None:
-        """Record that shards are here (1), are to be fetched (-1), or are not here (0)."""
-        with closing(OpenFiles(f"{self.directory}/.")) as files:
-            for number, num_bytes in zip(numbers, self.num_bytes(numbers).tolist(), strict=True):
-                data = memoryview(struct.pack("q", sign * num_bytes))
-                write_all(files.open(RECORDS), data, 8 * number)
 
     def fetch(
         self,
@@ -101,32 +103,31 @@ class RemoteShards:
         what: str,
         *,
         hidden: bool,
-        meanwhile: Callable[[object], None] | None = None,
+        note: Callable[[], None] | None = None,
         stop: Event | None = None,
     ) -> None:
         """Fetch shards, several at once, and show the progress unless it is hidden.
 
-        With ``meanwhile``, which is called after each of them, they come in their order.
+        With ``note``, which is called after each of them, they come in their order.
         """
-        order, stop, num_bytes = [*numbers], stop or Event(), int(self.num_bytes(numbers).sum())
-        if meanwhile is None:
+        order, stop = [*numbers], stop or Event()
+        if note is None:
             # In another order than other processes that fetch the same, to share the work.
             order = random.Random(os.getpid()).sample(order, len(order))
+        num_bytes = int(self.num_bytes[order].sum())
         with (
             show_progress(what, num_bytes, 1, hidden=hidden) as advance,
             threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
         ):
-            fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
-            if meanwhile is not None:
-                for future in fetched:
-                    future.add_done_callback(meanwhile)
             try:
-                done, _ = wait(fetched, return_when=FIRST_EXCEPTION)
+                fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
+                for future in as_completed(fetched):
+                    future.result()
+                    if note is not None:
+                        note()
             finally:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-        for future in done:
-            future.result()
 
     def _fetch(self, number: int, advance: Callable[[int], None], stop: Event) -> None:
         with closing(OpenFiles(f"{self.directory}/.")) as files:
@@ -139,19 +140,15 @@ class RemoteShards:
 
             def written() -> Iterator[bytes]:
                 for name, first, data in self._read(number):
-                    # Nobody waits for these threads but a program at its end.
+                    # A program waits for these threads at its end.
                     if stop.is_set() or not main_thread().is_alive():
                         raise CancelledError
                     write_all(files.open(name), memoryview(data), first)
                     yield data
 
-            if not self._is_right(number, written(), advance):
-                if error := self.changed():
-                    raise error
-                # What lies between may have changed them.
-                _log.warning("%s: other bytes than those of its checksum", self._name(number))
-                if not self._is_right(number, written(), advance):
-                    raise self.changed() or self._damaged(number)
+            # Twice: what lies between may have changed them.
+            if not any(self._is_right(number, written(), advance) for _ in range(2)):
+                raise self._damaged(number)
             field, shard = divmod(number, self.manifest.num_shards)
             for name, first, data in self.manifest.columns[field].edge_bytes(shard):
                 write_all(files.open(name), memoryview(data), first)
@@ -159,22 +156,18 @@ class RemoteShards:
             self.record([number], sign=1)
 
     def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """Whether a shard has the bytes of its checksum."""
+        """Whether a shard has the bytes of its checksum, here or at its server."""
         is_here = self._is_here(number)
-        pieces = self._read_here(number) if is_here else self._read(number)
-        is_right = self._is_right(number, (data for _, _, data in pieces), advance)
-        if not is_right and is_here:
+        is_right = self._is_right(number, (data for _, _, data in self._read(number)), advance)
+        if is_here and not is_right:
             self.record([number], sign=0)
-        elif not is_right and (error := self.changed()):
-            raise error
         return is_right
 
     def read_index(self, field: int) -> Integers:
         """Read where the rows of a field end that differ in length."""
 
         def read(number: int) -> bytes:
-            pieces = (self._read_here if self._is_here(number) else self._read)(number, 1)
-            return b"".join(data for _, _, data in pieces)
+            return b"".join(data for _, _, data in self._read(number, 1))
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
         with threads(_NUM_THREADS) as pool:
@@ -182,39 +175,45 @@ class RemoteShards:
         for shard, number in enumerate(numbers):
             for _, first, end in self.manifest.columns[field].edge_bytes(shard):
                 if index[first : first + len(end)] != end:
-                    raise self.changed() or self._damaged(number - 1)
+                    raise self._damaged(number - 1)
         return np.frombuffer(index, np.int64)
 
     def _is_here(self, number: int) -> bool:
-        return bool(self._read_records(number, 1)[0] > 0)
+        return bool(self.records(number, 1)[0] > 0)
 
     def _is_right(
         self, number: int, pieces: Iterable[bytes], advance: Callable[[int], None]
     ) -> bool:
+        """Compare a shard with its checksum. It is an error where its store was replaced."""
         digest = xxhash.xxh3_64()
         for data in pieces:
             digest.update(data)
             advance(len(data))
         field, shard = divmod(number, self.manifest.num_shards)
         name = self.manifest.columns[field].field.name
-        return digest.hexdigest() == self.manifest.checksums[name][shard]
+        if digest.hexdigest() == self.manifest.checksums[name][shard]:
+            return True
+        if not self._is_here(number):
+            if error := self.changed():
+                raise error
+            _log.warning("field %r, shard %s: other bytes than those of its checksum", name, shard)
+        return False
 
     def _read(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
-        """Read the bytes of a shard, or its first pieces, from its server."""
-        try:
-            for name, start, end in self.pieces[number][:count]:
-                for first in range(start, end, _READ_BYTES):
-                    last, at = min(first + _READ_BYTES, end), f"{self.manifest.generation}/{name}"
+        """Read a shard, or its first pieces: from here, or from its server."""
+        is_here = self._is_here(number)
+        for name, start, end in self._pieces[number][:count]:
+            for first in range(start, end, _READ_BYTES):
+                last = min(first + _READ_BYTES, end)
+                if is_here:
+                    with open(open_plain(self.directory / name), "rb", buffering=0) as file:
+                        yield name, first, os.pread(file.fileno(), last - first, first)
+                    continue
+                try:
+                    at = f"{self.manifest.generation}/{name}"
                     yield name, first, self.files.read(at, first, last)
-        except StoreNotFoundError as error:
-            raise self.changed() or self._damaged(number) from error
-
-    def _read_here(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
-        for name, start, end in self.pieces[number][:count]:
-            with open(open_plain(self.directory / name), "rb", buffering=0) as file:
-                for first in range(start, end, _READ_BYTES):
-                    size = min(_READ_BYTES, end - first)
-                    yield name, first, os.pread(file.fileno(), size, first)
+                except StoreNotFoundError as error:
+                    raise self._damaged(number) from error
 
     def changed(self) -> MemmapError | None:
         """What has become of the store since its manifest was read; None where it is the same."""
@@ -230,16 +229,15 @@ class RemoteShards:
             pass
         return StoreError(f"the store at {url} was replaced meanwhile: open it again")
 
-    def _damaged(self, number: int) -> StoreError:
-        return StoreError(
-            f"the store at {self.files.url} is damaged: the bytes of {self._name(number)} are not"
-            " those of its checksum: check the store that was pushed (`lightning-memmap store"
-            " verify`), and push it again, with overwrite=True"
-        )
-
-    def _name(self, number: int) -> str:
+    def _damaged(self, number: int) -> MemmapError:
+        """The error for a shard of other bytes than those that its manifest tells."""
         field, shard = divmod(number, self.manifest.num_shards)
-        return f"field {self.manifest.columns[field].field.name!r}, shard {shard}"
+        return self.changed() or StoreError(
+            f"the store at {self.files.url} is damaged: the bytes of field"
+            f" {self.manifest.columns[field].field.name!r}, shard {shard} are not those of its"
+            " checksum: check the store that was pushed (`lightning-memmap store verify`), and push"
+            " it again, with overwrite=True"
+        )
 
 
 def read_manifest(files: RemoteFiles) -> Manifest:

@@ -171,16 +171,6 @@ class PenalisedDeep(Penalised, Deep):
     pass
 
 
-class Watch(L.Callback):
-    """Whether gradients are sharded after each backward pass."""
-
-    def __init__(self) -> None:
-        self.found: list[bool] = []
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.found.append(pl_module.net[0].weight.grad is not None)
-
-
 def make_data(out: Path, processes: int) -> MemmapDataModule:
     batch_size = GLOBAL_BATCH // processes
     return MemmapDataModule(Points(ROWS), store_dir=out / "stores", batch_size=batch_size)
@@ -241,16 +231,6 @@ def two(out: Path) -> dict[str, Any]:
         "recomputed": report(fit(out, "recomputed", activation_checkpointing=True, **blocks)),
         "tied": report(fit(out, "tied", lambda: Deep(tied=True), **blocks)),
     }
-    for name, accumulate in (("sharded", False), ("unsharded", True)):
-        watch = Watch()
-        fit(
-            out,
-            f"accumulated {name}",
-            accumulate_unsharded=accumulate,
-            trainer_options={"accumulate_grad_batches": 3, "callbacks": [watch]},
-            **blocks,
-        )
-        found[f"gradients {name}"] = watch.found
     found |= initialised(out, blocks)
     found |= mixed(out, blocks)
     found |= checkpoints(out, blocks)

@@ -162,14 +162,6 @@ def test_run_summary_uneven_epochs_gives_median_and_spread(
     assert found["samples/s later epochs"] == "50 (median of 3; 25 to 100)"
 
 
-def test_run_summary_limited_batches_counts_rows_used(
-    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = trainer(tmp_path, RunSummary(), limit_train_batches=2)
-    program.fit(Model(clock), datamodule=data(tmp_path, num_rows=100))
-    assert lines(capsys.readouterr().out)["samples/s first epoch"] == "8 (warm-up)"
-
-
 def test_run_summary_without_memmap_data_module_is_refused(tmp_path: Path) -> None:
     program = trainer(tmp_path, RunSummary(), devices=1)
     with pytest.raises(TypeError, match=r"NoneType.*datamodule=MemmapDataModule"):

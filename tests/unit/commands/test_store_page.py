@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import build_store
 from lightning_memmap.cli import main
-from lightning_memmap.commands.store_page import render, section_of, show
+from lightning_memmap.commands.store_page import Section, section_of, show
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
+from lightning_memmap.tables import render_page
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -39,6 +40,10 @@ def store_of(path: Path, dataset: Any = None, **columns: Any) -> Store:
     return build_store(dataset or Rows(**columns), path / "s", num_shards=2, progress=False)
 
 
+def render(section: Section) -> str:
+    return render_page("samples.html", sections=[section])
+
+
 def rows_of(store: Store) -> list[int]:
     return [int(name.removeprefix("row ")) for name, _ in section_of("", store).samples]
 
@@ -50,7 +55,7 @@ def test_text_and_numbers_are_written_out_as_text(tmp_path: Path) -> None:
     assert shown["text"] == "ä" * 200 + "..."
     assert shown["raw"] == "b'\\x00<b>'"
     assert shown["tokens"] == "0, 1, 2, 3, 4"
-    page = render([section_of("train", store)])
+    page = render(section_of("train", store))
     assert "<i>" not in page.replace("<i style", "")
     assert "<b>&#39;" not in page
 
@@ -96,7 +101,7 @@ def test_pixels_are_those_of_the_store(tmp_path: Path) -> None:
 
 def test_page_escapes_whatever_a_store_says(tmp_path: Path) -> None:
     store = store_of(tmp_path, dataset=Hostile())
-    page = render([section_of(HOSTILE, store)])
+    page = render(section_of(HOSTILE, store))
     assert "<script" not in page
     assert "<img src=x" not in page
     assert page.count(str(escape(HOSTILE))) == 2

@@ -3,18 +3,13 @@
 from typing import Any
 
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.metrics import PARTS, Observed, Rank, collected, figures_of
+from lightning_memmap.compare.metrics import PARTS, Rank, figures_of
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
 
 GLOBAL_BATCH, STEPS = 32, 10
 MIB = 2**20
 LOSSES = [1.0 / (1 + step) for step in range(STEPS)]
-
-
-def make_rank(rank: int, size: int, seen: Observed, kind: str, **values: Any) -> Rank:
-    losses = values.pop("losses", LOSSES)
-    return Rank(rank, size, seen.data_rank, losses, {**collected(seen, kind), **values})
 
 
 def timed_rank(
@@ -27,27 +22,26 @@ def timed_rank(
 ) -> Rank:
     """What one process of a timed run writes: a step takes as long as its rate says."""
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
-    found = {
+    found: dict[str, Any] = {
         "data_rank": rank if data_rank is None else data_rank,
         "steps": [dict.fromkeys(PARTS, step_s / len(PARTS))] * STEPS,
         "first_batch_s": 0.5 + rank,
         "processes": {str(100 + rank): [200 * MIB, 100 * MIB]},
-        "peaks": {},
     }
-    observed = Observed(**{"global_batch": GLOBAL_BATCH, **found, **seen})
-    return make_rank(rank, size, observed, "timed")
+    return Rank(rank, size, global_batch=GLOBAL_BATCH, losses=LOSSES, **{**found, **seen})
 
 
 def check_rank(rank: int = 0, size: int = 1, moved: int = 0, **values: Any) -> Rank:
     """What one process of a check run writes."""
     state = {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}}
-    seen = Observed(rank, GLOBAL_BATCH, state_bytes=state, moved_bytes=moved)
     found = {
+        "losses": LOSSES,
+        "state_bytes": state,
+        "moved_bytes": moved,
         "loader_hashes": [1] * STEPS,
         "model_hashes": [1] * STEPS,
-        "parameters": [],
     }
-    return make_rank(rank, size, seen, "check", **{**found, **values})
+    return Rank(rank, size, rank, GLOBAL_BATCH, **{**found, **values})
 
 
 def figures(*runs: list[Rank]) -> dict[str, list[float]]:

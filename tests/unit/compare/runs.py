@@ -11,10 +11,9 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
-from lightning_memmap.compare.facts import prepare
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
-from lightning_memmap.compare.rows import expected_hashes
+from lightning_memmap.compare.prepare import expected_hashes, prepare
 from lightning_memmap.compare.runner import read_ranks
 from lightning_memmap.compare.worker import (
     train,

@@ -11,8 +11,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.loaders import batch_size_of, normalized_datamodule, prepare_store
-from lightning_memmap.compare.rows import plain_samples
+from lightning_memmap.compare.loaders import (
+    StoredRows,
+    batch_size_of,
+    normalized_datamodule,
+    plain_rows,
+)
+from lightning_memmap.compare.prepare import prepare_store
 from lightning_memmap.sampling import Bucketed, Curriculum, KFold, Mixture, Subset, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.strategies import STRATEGIES
@@ -161,7 +166,7 @@ def test_variants_have_the_same_rows_in_any_order(
     data = normalized_datamodule(MemmapDataModule(bare, **options))
     assert prepare_store(data, DEVICES, STEPS)[1] == expected
     store = data.open_train_store()
-    assert plain_samples(data, store) is store
+    assert isinstance(plain_rows(data, store, data.train_sampler(store).pool.rows), StoredRows)
 
 
 def test_run_leaves_the_data_module_of_the_user_as_it_was(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
 """Starting a run: what is said of one that does not end well, and that nothing of it is left."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_memmap.compare.config import RunSpec, shared_config
-from lightning_memmap.compare.runner import RunError, launch, run
+from lightning_memmap.compare.measure import HAS_TRAINED
+from lightning_memmap.compare.runner import RunError, run
 from lightning_memmap.compare.worker import write_error
 
 pytestmark = pytest.mark.slow
@@ -28,56 +28,43 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def ignore(steps: int) -> None:
-    pass
-
-
 def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     before = children()
     with pytest.raises(RunError, match=r"not finished after 0\.3 s") as error:
-        run(make_spec(tmp_path), 0.3, ignore)
+        run(make_spec(tmp_path), 0.3)
     assert not error.value.refused
     assert children() <= before
 
 
-def test_errors_that_two_processes_wrote_over_each_other_cost_the_run_and_no_more(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("texts", "words", "refused"),
+    [
+        (['{"message": "the reason", "refused": true}', '{"message": "x"}'], "the reason", True),
+        (['{"message": "hal', '{"message": "whole", "refused": false}'], "whole", False),
+    ],
+)
+def test_first_process_that_fails_says_why(
+    tmp_path: Path, texts: list[str], words: str, refused: bool
 ) -> None:
     spec = make_spec(tmp_path)
     spec.write()
-    (tmp_path / "run" / "error.json").write_bytes(b'{"message": "short"}nger than the other"}')
+    for index, each in enumerate(texts):
+        path = tmp_path / "run" / f"error-{index}.json"
+        path.write_text(each)
+        os.utime(path, (index, index))
     # It has no model, so that it fails at once.
-    with pytest.raises(RunError, match="exit code 1"):
-        run(spec, 100.0, ignore)
+    with pytest.raises(RunError, match=words) as error:
+        run(spec, 100.0)
+    assert error.value.refused is refused
 
 
-def test_first_process_that_fails_says_why(tmp_path: Path) -> None:
-    write_error(tmp_path, ValueError("the reason"))
-    write_error(tmp_path, RuntimeError("a connection was closed, " * 20))
-    found = json.loads((tmp_path / "error.json").read_text())
-    assert found == {"message": "ValueError: the reason", "refused": True}
-
-
-def test_interrupt_ends_the_run(tmp_path: Path) -> None:
-    def interrupt(steps: int) -> None:
-        raise KeyboardInterrupt
-
-    before = children()
-    with pytest.raises(KeyboardInterrupt):
-        run(make_spec(tmp_path), 60.0, interrupt)
-    assert children() <= before
-
-
-def test_run_that_was_started_ahead_waits_for_its_spec_and_ends_with_its_parent(
-    tmp_path: Path,
-) -> None:
-    started = launch(tmp_path / "run")
-    assert not started.ends_within(0.1)
-    with pytest.raises(RunError, match="required: model"):
-        run(make_spec(tmp_path), 100.0, ignore, started)
-    # It has no parent of this number.
-    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(tmp_path / "x"), "0"]
-    assert subprocess.run(command, timeout=100, check=False).returncode == 0
+def test_error_is_refused_until_a_step_was_trained(tmp_path: Path) -> None:
+    for refused in (True, False):
+        write_error(tmp_path, ValueError("the reason"))
+        (path,) = tmp_path.glob("error-*.json")
+        found = json.loads(path.read_text())
+        assert found == {"message": "ValueError: the reason", "refused": refused}
+        (tmp_path / HAS_TRAINED).touch()
 
 
 def test_shared_config_keeps_what_all_arms_can_have() -> None:

@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.compare.rows import (
-    HashedTransform,
-    expected_hashes,
-    hash_batch,
-)
+from lightning_memmap.compare.parity import HashedTransform, hash_batch
+from lightning_memmap.compare.prepare import expected_hashes
 from lightning_memmap.sampling import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.microbatch import MicroBatches
@@ -62,14 +59,6 @@ def test_expected_hashes_are_those_of_a_loader(
     assert len(schedule) == 5
     assert expected_hashes(store, sampler, schedule, 10, {}) == found
     assert len(set(found)) == (10 if shuffle else 5)
-
-
-def test_assembled_batch_has_the_hash_of_its_super_batch(
-    numbered_store: Callable[..., Store],
-) -> None:
-    loader = make_loader(numbered_store(70, 6), 2, 6)
-    super_batch = next(iter(loader))
-    assert hash_batch(super_batch) == hash_batch(super_batch.to(CPU))
 
 
 def test_divided_batch_has_the_rows_of_its_batch() -> None:

@@ -318,7 +318,6 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     [
         ({"num_workers": 0}, "num_workers=0"),
         ({"overwrite": True}, "overwrite=True"),
-        ({"store_dir": "s3://bucket/stores"}, "store_dir='s3://bucket/stores'"),
         ({"residency": "stream"}, "residency='stream'.*shuffle_window"),
         ({"build": "later"}, "build='later'"),
     ],

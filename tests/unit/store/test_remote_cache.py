@@ -88,21 +88,6 @@ def test_cache_that_others_may_write_to_is_not_supported(
     assert holds(open_store(there.url), there.dataset)
 
 
-@pytest.mark.parametrize("pattern", ["*/g-*", "*/"], ids=["version", "url"])
-def test_links_in_a_cache_are_never_followed(tmp_path: Path, cache: Path, pattern: str) -> None:
-    there = far(tmp_path / "far")
-    assert holds(open_store(there.url), there.dataset)
-    (version,) = (path for path in cache.glob(pattern) if path.is_dir())
-    elsewhere = tmp_path / "elsewhere"
-    version.rename(elsewhere)
-    # Where the version was, and where a process that makes it again might write.
-    before = {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")}
-    version.symlink_to(elsewhere)
-    version.with_suffix(".gone").symlink_to(tmp_path / "elsewhere")
-    assert holds(open_store(there.url), there.dataset)
-    assert {path: path.stat().st_mtime_ns for path in elsewhere.rglob("*")} == before
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[5] ^= 4

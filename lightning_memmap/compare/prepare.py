@@ -1,0 +1,174 @@
+"""What all runs of a comparison share: the objects of the config, the store and its rows."""
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from typing_extensions import override
+
+from lightning_memmap.arguments import TrainingParser, first_reason
+from lightning_memmap.compare.loaders import (
+    CPU,
+    PlainCollate,
+    StoredRows,
+    normalized_datamodule,
+    plain_rows,
+)
+from lightning_memmap.compare.parity import hash_batch
+from lightning_memmap.data.module import MemmapDataModule
+from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.sampling import BatchSchedule, Sampler
+from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.store import Store
+
+_PROBE_ROWS = 8
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_PACKAGES = (
+    "lightning_memmap", "torch", "lightning", "tensordict", "torchmetrics", "numpy", "jsonargparse",
+)  # fmt: skip
+
+
+class RunCLI(LightningCLI):
+    """A LightningCLI that is given its config as a dict and runs nothing itself."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(
+            args=config,
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=False,
+            # No checkpoint is written.
+            load_from_checkpoint_support=False,
+            parser_class=TrainingParser,
+            parser_kwargs={"exit_on_error": False},
+        )
+
+    @override
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        # Lightning's own would warn that this process has arguments too.
+        assert isinstance(parser, ArgumentParser)
+        try:
+            self.config = parser.parse_object(args)
+        except ArgumentError as error:
+            raise ValueError(f"config: {first_reason(str(error))}") from error
+
+
+class ModelAndData(RunCLI):
+    """The model and the data module of a config, without a Trainer."""
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+
+def prepare(config: dict[str, Any], devices: int, num_steps: int) -> dict[str, Any]:
+    """Build the store, and describe the machine, the data, the model and the steps of a check."""
+    environment = describe_environment()
+    # A seed would be set here, in a process that trains nothing.
+    cli = ModelAndData({key: value for key, value in config.items() if key != "seed_everything"})
+    data, expected = prepare_store(normalized_datamodule(cli.datamodule), devices, num_steps)
+    norms = {type(each).__name__ for each in cli.model.modules() if isinstance(each, _BATCH_NORMS)}
+    model = {
+        "model_class": f"{type(cli.model).__module__}.{type(cli.model).__qualname__}",
+        "num_parameters": sum(parameter.numel() for parameter in cli.model.parameters()),
+        "batch_norms": sorted(norms),
+    }
+    return {"environment": environment, "data": data, "model": model, "expected": expected}
+
+
+def prepare_store(
+    data: MemmapDataModule, devices: int, num_steps: int
+) -> tuple[dict[str, Any], list[int]]:
+    """Build the training store. Returns what it is, and the hash of each global batch."""
+    started_s = perf_counter()
+    data.prepare_data()
+    store_s = perf_counter() - started_s
+    store = data.open_train_store()
+    global_batch = data.batch_size * devices
+    order = data.train_sampler(store)
+    schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
+    if not len(schedule):
+        raise ValueError(
+            f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
+            f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
+        )
+    return {
+        "store_path": str(data.store_directory / "train"),
+        "num_rows": store.num_rows,
+        "num_shards": store.num_shards,
+        "row_bytes": store.manifest.row_bytes,
+        "num_bytes": store.manifest.num_bytes,
+        "store_s": store_s,
+        "steps_per_epoch": len(schedule),
+        "batch_size": data.batch_size,
+        "transform_is_random": _is_random(data, store, order),
+        "has_eval_transform": data.eval_transform is not None,
+    }, expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
+
+
+def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
+    """Whether two seeds make the training transform give two results for the same rows."""
+    if data.transform is None:
+        return False
+    rows, forms = plain_rows(data, store, order.pool.rows), read_forms(data.variable)
+    stored = isinstance(rows, StoredRows)
+    probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
+    collate = PlainCollate(store, order.pool.rows, forms, stored=stored)
+    transform = DeviceTransform(data.transform, CPU)
+    results = {hash_batch(transform(collate([rows[row] for row in probes]), it)) for it in (1, 2)}
+    return len(results) > 1
+
+
+def expected_hashes(
+    store: Store,
+    sampler: Sampler,
+    schedule: BatchSchedule,
+    num_steps: int,
+    forms: Mapping[str, Form],
+) -> list[int]:
+    """The hash of each global batch from the first epoch on, which every variant must match."""
+    rows = StoredRows(store, sampler.pool.rows)
+    collate = PlainCollate(store, sampler.pool.rows, forms, stored=True)
+
+    def expected(index: int) -> int:
+        epoch, step = divmod(index, len(schedule))
+        numbers = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
+        return hash_batch(collate([rows[row] for row in numbers.tolist()]))
+
+    return [expected(index) for index in range(num_steps)]
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describe this machine, and the versions of what is installed."""
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {each.name: each.version for each in distributions() if each.name in _PACKAGES},
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_before": os.getloadavg()[0],
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cuda": torch.version.cuda,
+        "devices": [],
+    }
+
+
+def describe_devices() -> list[dict[str, Any]]:
+    """Describe the accelerators, of which this may take memory: not before the last run."""
+    module = torch.get_device_module()
+    has_devices = hasattr(module, "get_device_properties")
+    count = torch.accelerator.device_count() if has_devices else 0
+    devices = [module.get_device_properties(index) for index in range(count)]
+    return [{"name": each.name, "memory_bytes": each.total_memory} for each in devices]
