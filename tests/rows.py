@@ -124,8 +124,6 @@ def make_split(
     with warnings.catch_warnings():
         # Which device counts are warned of is a matter of test_placement.
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
-        # Nor how much is read for rows that lie apart.
-        warnings.filterwarnings("ignore", "residency='stream': .* bytes of the store at")
         rows = chosen_of(store, subset)
         size_of_split = SplitSize.of("train", store.manifest, topology, rows, window)
         placement = plan_placement(

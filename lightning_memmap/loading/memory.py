@@ -1,21 +1,24 @@
 """Rows in memory: in the file mapping of a store, or copied to the host or to a device.
 
-Every field has something at each slot: a row, the items of a row that differs in length, or the
-window that begins there. Steps that windows have in common are there once.
+A row is told by its slot: its place in the memory of a store, or the step at which a window begins.
+Of each field something is there: a row, the items of a row that differs in length, or the steps of
+a window. Steps that windows have in common are there once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers, copy_rows, copy_windows
 from lightning_memmap.loading.device_streams import send, upload
-from lightning_memmap.loading.places import Places, SeriesPlaces
 from lightning_memmap.loading.row_source import (
     Leaf,
     RowSource,
@@ -31,22 +34,69 @@ from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn, p
 from lightning_memmap.store.segments import pack_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
+#: Up to so many rows, a table has their slots, in 4 bytes each where these are below 2**32.
+TABLE_ROWS = 2**24
 #: Rows that are looked up at once, and bytes of items that lie apart and are copied at once.
 _LOOKUP_ROWS, _COPY_BYTES = 2**18, 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
+class Places:
+    """Finds the rows of a split in memory."""
+
+    pool: Pool
+    starts: Integers | None
+    slots: Callable[[Integers], Integers] | None = None
+    is_cheap: bool = False
+
+    @classmethod
+    def in_store(cls, store: Store, pool: Pool) -> "Places":
+        """Where the rows of a split lie in the mapped columns of its store."""
+        slots = store.in_memory if store.has_gaps else None
+        return cls(pool, pool.begins if slots is None else None, slots)
+
+    def of(self, shards: Integers, offsets: Integers) -> Integers:
+        """The slots of rows, by their shards and their offsets within these."""
+        return self.moved(self.pool.places(shards, offsets))
+
+    def moved(self, places: Integers) -> Integers:
+        """The slots of places in the files."""
+        return places if self.slots is None else self.slots(places)
+
+    def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        """The slots of the rows that supply positions."""
+        if self.starts is not None:
+            return sampler.row_offsets(epoch, positions, self.starts)
+        begins, is_large = self.pool.begins, self.pool.num_rows > TABLE_ROWS
+        if begins is not None and (is_large or self.is_cheap):
+            return self.moved(sampler.row_offsets(epoch, positions, begins))
+        if is_large:
+            return self.of(*sampler.at(epoch, positions))
+        rows = sampler.row_offsets(epoch, positions, self.pool.starts)
+        # No row is outside: "wrap" is the fastest mode.
+        return self._table.take(rows, mode="wrap").astype(np.int64)
+
+    @cached_property
+    def _table(self) -> NDArray[np.unsignedinteger[Any]]:
+        """The slot of each row, shard after shard, of shape (rows of all shards,)."""
+        sizes = self.pool.sizes.tolist()
+        located = [self.of(np.full(n, c), np.arange(n)) for c, n in enumerate(sizes)]
+        dtype = np.min_scalar_type(max(int(each.max(initial=0)) for each in located))
+        return np.concatenate(located, dtype=dtype, casting="unsafe")
+
+
+@dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of a field that differ in length, by their places in memory."""
+    """Rows of a field that differ in length, by their slots."""
 
     field: Field
     items: Tensor
     at: Callable[[Integers], Located]
     allocate: Allocate | None = None
 
-    def take(self, places: Integers) -> VariableRows:
-        """The rows at some places."""
-        starts, sizes = self.at(places)
+    def take(self, slots: Integers) -> VariableRows:
+        """The rows in some slots."""
+        starts, sizes = self.at(slots)
         rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else replace(rows, allocate=self.allocate).copied()
 
@@ -66,19 +116,22 @@ class _GrowingRagged(Ragged):
         return VariableRows(self.field, items, starts, sizes, largest(sizes))
 
 
+#: From slots to the places at which a column has their rows, on the same device.
+Find: TypeAlias = Callable[[Tensor], Tensor]
+
+
 class Columns:
     """The fields of rows in one place in memory; text is on the CPU even so.
 
-    A field is a tensor with a row for each place, rows that differ in length, or a view of all
-    windows. With windows over series, the fields that are not cut have one row for each series.
+    A field is a tensor with a row at each place, a view of all windows over steps, or rows that
+    differ in length. Where its places are not the slots, there is a function that finds them.
     """
 
     def __init__(
         self,
         columns: Sequence[Tensor | Ragged],
         device: torch.device,
-        series: SeriesPlaces | None = None,
-        is_cut: Sequence[bool] = (),
+        finds: Sequence[Find | None] | None = None,
     ) -> None:
         self.device = device
         self.fields = [
@@ -89,42 +142,102 @@ class Columns:
         ]
         self._fixed = fixed_fields(self.fields)
         self.row_bytes = sum(torch.Size(shape).numel() * d.itemsize for shape, d in self._fixed)
-        self._series = series
-        cut = is_cut or [False] * len(columns)
-        self._columns = [*zip(columns, cut, strict=True)]
-        dense = [c for c, is_cut in self._columns if isinstance(c, Tensor) and not is_cut]
-        #: The rows of the fields that have one shape, and are not cut into windows.
-        self.dense = Buffers.of(dense)
+        self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
+        #: The fields whose rows have one shape.
+        self.tensors = [each for each in columns if isinstance(each, Tensor)]
+        #: What is copied together: which of the fields of one shape, their rows, where they are.
+        self._dense = list[tuple[list[int], Buffers, Find | None]]()
+        self._windows = list[tuple[int, Tensor, Find | None]]()
+        by_find = [find for each, find in self._columns if isinstance(each, Tensor)]
+        for find in dict.fromkeys(by_find):
+            found = [(i, c) for i, c in enumerate(self.tensors) if by_find[i] == find]
+            # Windows that overlap are no rows that lie one after the other.
+            self._windows += [(i, c, find) for i, c in found if not c.is_contiguous()]
+            if dense := [(i, c) for i, c in found if c.is_contiguous()]:
+                self._dense.append(([i for i, _ in dense], Buffers.of([c for _, c in dense]), find))
 
-    def take(
-        self, places: Tensor, slots: Tensor, out: Buffers | None, pin_memory: bool = False
-    ) -> list[Leaf]:
-        """Copy the rows at some places into one batch; slots tell which series windows are of."""
-        rows = places
-        if self._series is not None:
-            rows = self._series.rows_of(send(slots, self.device))
+    def take(self, slots: Tensor, out: Buffers | None, pin_memory: bool = False) -> list[Leaf]:
+        """Copy the rows in some slots into one batch."""
+        slots = send(slots, self.device)
+        places: dict[Find | None, Tensor] = {None: slots}
+        for _, find in self._columns:
+            if find is not None and find not in places:
+                places[find] = find(slots)
         if self.device.type != "cpu":
-            places, rows = send(places, self.device), send(rows, self.device)
             return [
-                column.take(rows.cpu().numpy())
+                column.take(places[find].cpu().numpy())
                 if isinstance(column, Ragged)
-                else column.index_select(0, places if is_cut else rows)
-                for column, is_cut in self._columns
+                else column.index_select(0, places[find])
+                for column, find in self._columns
             ]
-        out = out or Buffers.empty(self._fixed, len(places), pin_memory=pin_memory)
-        leaves, targets, dense = list[Leaf](), iter(range(len(out.tensors))), list[int]()
-        for column, is_cut in self._columns:
-            if isinstance(column, Ragged):
-                leaves.append(column.take(rows.numpy()))
-                continue
-            index = next(targets)
-            leaves.append(out.tensors[index])
-            if is_cut:
-                copy_windows(column, places, out.tensors[index])
-            else:
-                dense.append(index)
-        copy_rows(self.dense, rows, out if len(dense) == len(out.tensors) else out[dense])
-        return leaves
+        out = out or Buffers.empty(self._fixed, len(slots), pin_memory=pin_memory)
+        for index, windows, find in self._windows:
+            copy_windows(windows, places[find], out.tensors[index])
+        for which, rows, find in self._dense:
+            copy_rows(rows, places[find], out if len(which) == len(out.tensors) else out[which])
+        copied = iter(out.tensors)
+        return [
+            column.take(places[find].numpy()) if isinstance(column, Ragged) else next(copied)
+            for column, find in self._columns
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class SeriesPlaces:
+    """Where series are in memory: a window's slot is the step at which it begins."""
+
+    line: WindowedRows
+    begins: Integers
+    starts: Integers
+    rows: Integers
+    device: torch.device
+
+    @cached_property
+    def shifts(self) -> Integers:
+        """By series, what is added to the place of a window, in strides, to find its slot."""
+        return self.begins - (self.line.ends - self.line.counts) * self.line.stride
+
+    @property
+    def num_slots(self) -> int:
+        """One more than the last step of the files."""
+        return int((self.begins + self.line.steps.array).max()) + 1
+
+    def slots(self, places: Integers) -> Integers:
+        """The slots of windows, by their places on the line."""
+        shifts = self.shifts
+        if len(shifts) > 1:
+            shifts = shifts[self.line.in_series(places).series]
+        return places * self.line.stride + shifts
+
+    def places(self, pool: Pool) -> Places:
+        """Where windows lie."""
+        return Places(pool, None, self.slots, is_cheap=len(self.line.counts) == 1)
+
+    def columns(
+        self,
+        columns: Sequence[tuple[Field, OpenColumn]],
+        steps: Callable[[OpenColumn], Tensor],
+        rows: Callable[[OpenColumn], Tensor | Ragged],
+    ) -> Columns:
+        """Windows over the steps of fields that are cut, and a row for each series of others."""
+        is_cut = [field.name in self.line.fields for field, _ in columns]
+        found = [
+            windows_over(steps(column), self.line.length) if cut else rows(column)
+            for (_, column), cut in zip(columns, is_cut, strict=True)
+        ]
+        return Columns(found, self.device, [None if cut else self.rows_of for cut in is_cut])
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """Where the other fields are of the series that windows are of, on the same device."""
+        starts, rows = self._by_start
+        return rows[torch.searchsorted(starts, slots, right=True) - 1]
+
+    @cached_property
+    def _by_start(self) -> tuple[Tensor, Tensor]:
+        here = np.flatnonzero((self.rows >= 0) & (self.line.counts > 0))
+        here = here[np.argsort(self.starts[here])]
+        starts, rows = (torch.from_numpy(each[here]) for each in (self.starts, self.rows))
+        return send(starts, self.device), send(rows, self.device)
 
 
 class Memory(RowSource):
@@ -152,7 +265,7 @@ class Memory(RowSource):
         """Copy rows into a batch; see `EpochRows.fetch`."""
         if self.columns is None:
             raise released_error()
-        return self.columns.take(slots, slots, out, pin_memory)
+        return self.columns.take(slots, out, pin_memory)
 
 
 def mapped(
@@ -161,12 +274,7 @@ def mapped(
     """The rows, or windows over series, in the file mapping of a store. Nothing is read yet."""
     if series is None:
         return Memory(Columns([in_place(c) for _, c in columns], torch.device("cpu")), places)
-    length, is_cut = series.line.length, [series.is_cut(field) for field, _ in columns]
-    found = [
-        windows_over(steps_of(column), length) if cut else in_place(column)
-        for (_, column), cut in zip(columns, is_cut, strict=True)
-    ]
-    return Memory(Columns(found, series.device, series, is_cut), places)
+    return Memory(series.columns(columns, steps_of, in_place), places)
 
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
@@ -226,14 +334,12 @@ def copied_windows(
     rows[used] = np.arange(len(used))
     series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
     pieces = mapped.begins[used] + firsts[used] * line.stride, lengths
-    found, is_cut = list[Tensor | Ragged](), [series.is_cut(field) for field, _ in columns]
-    for (_, column), cut in zip(columns, is_cut, strict=True):
-        if cut:
-            steps = _copied_items(steps_of(column), [pieces], int(lengths.sum()), device)
-            found.append(windows_over(steps, line.length))
-        else:
-            found.append(_copied_column(column, [mapped.rows[used]], len(used), device))
-    return Memory(Columns(found, device, series, is_cut), series.places(pool))
+    found = series.columns(
+        columns,
+        lambda column: _copied_items(steps_of(column), [pieces], int(lengths.sum()), device),
+        lambda column: _copied_column(column, [mapped.rows[used]], len(used), device),
+    )
+    return Memory(found, series.places(pool))
 
 
 def _copied_column(

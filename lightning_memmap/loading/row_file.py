@@ -17,7 +17,6 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.store import Store
 
@@ -132,12 +131,10 @@ def aligned_memory(num_bytes: int) -> memoryview:
     return memoryview(memory)[skip : skip + num_bytes]
 
 
-def open_row_files(
-    store: Store, columns: Sequence[Column], in_steps: Collection[str] = ()
-) -> list[RowFile | None]:
-    """Open the files of some columns of a store."""
+def open_row_files(store: Store, in_steps: Collection[str] = ()) -> list[RowFile | None]:
+    """Open the files of all fields of a store."""
     files: list[RowFile | None] = []
-    for column in columns:
+    for column in store.manifest.columns:
         is_series = column.field.name in in_steps
         size = column.field.step_bytes if is_series else column.field.item_bytes
         parts = store.row_files(column)

@@ -135,15 +135,6 @@ class ItemSpace:
         flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
         return flat.view(dtype).view(self.num_items, *item_shape)
 
-    def share_used(self, found: Located, item_bytes: int) -> float:
-        """The share of the items read that are wanted, where gaps between runs are read too."""
-        begins, ends = runs_of(found)
-        if len(begins) <= self._max_runs:
-            return 1.0
-        begins, ends, _, edges = _pieces(begins, ends, item_bytes)
-        num_read = sum(int(ends[last - 1] - begins[first]) for first, last in pairwise(edges))
-        return int((ends - begins).sum()) / num_read if num_read else 1.0
-
 
 def runs_of(found: Located) -> tuple[Integers, Integers]:
     """The first item of each run, and one past its last one, ascending."""

@@ -4,12 +4,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
-from queue import SimpleQueue
-from time import monotonic
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from lightning_memmap.loading.row_source import (
     fixed_fields,
     released_error,
 )
-from lightning_memmap.loading.runs import Read
+from lightning_memmap.loading.runs import Read, scratch_memory
 from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
 from lightning_memmap.loading.variable_rows import joined_rows
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
@@ -33,8 +31,11 @@ from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 _NUM_BUFFERS = 2
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4
-#: How long an end waits for threads that are inside a read. A disk may hang; a program must not.
-_PATIENCE_S = 10.0
+
+#: Scratch memory of each thread.
+_OF_THREAD = threading.local()
+#: The reads of a window, once they are planned.
+_Reads: TypeAlias = Future[list[Future[None]]]
 
 
 class Stream(RowSource):
@@ -90,10 +91,9 @@ class _StreamedEpoch:
         idle: list[StreamMemory],
     ) -> None:
         self._fixed = fixed_fields(layout.fields)
-        self._layout = layout
-        self._windows = windows
-        self._epoch = epoch
+        self._layout, self._windows, self._epoch = layout, windows, epoch
         self._idle = idle
+        #: The window whose rows are fetched, and its memory.
         self._number = windows.number_of(position) - 1
         self._window: StreamMemory | None = None
         self._is_closed = False
@@ -133,147 +133,67 @@ class _StreamedEpoch:
         if self._is_closed:
             return
         self._is_closed = True
+        if os.getpid() == self._process:
+            self._threads.shutdown(cancel_futures=True)
+        # Nobody writes there any more.
+        self._idle.extend(memory for memory, _ in self._coming)
+        if self._window is not None:
+            self._idle.append(self._window)
         self._window = None
-        if self._end():
-            # Nobody writes there any more.
-            self._idle.extend(self._reader.memory[: _NUM_BUFFERS - len(self._idle)])
+        self._coming.clear()
+        del self._idle[_NUM_BUFFERS:]
 
     def _start(self) -> None:
-        numbers = range(self._number + 1, len(self._windows))
         self._process = os.getpid()
-        self._reader = _WindowReader(self._layout, self._windows, self._epoch, numbers, self._idle)
-        self._end: Any = weakref.finalize(self, self._reader.end)
-        self._reader.start()
+        self._threads = ThreadPoolExecutor(
+            _NUM_THREADS,
+            "lightning_memmap window-reader",
+            initializer=_make_scratch,
+            initargs=(self._layout.item_bytes,),
+        )
+        #: The memory of coming windows, which are read.
+        self._coming = deque[tuple[StreamMemory, _Reads]]()
+        for _ in range(min(_NUM_BUFFERS, len(self._windows) - 1 - self._number)):
+            self._read(self._idle.pop() if self._idle else StreamMemory(self._layout))
+
+    def _read(self, memory: StreamMemory) -> None:
+        """Begin to read the next window that is not read yet."""
+        number = self._number + 1 + len(self._coming)
+        if number < len(self._windows):
+            reads = memory.reads(self._windows, self._epoch, number)
+            # One thread plans what all of them read.
+            self._coming.append((memory, self._threads.submit(_planned, self._threads, reads)))
+        else:
+            self._idle.append(memory)
 
     def _window_of(self, number: int) -> StreamMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
         if self._is_closed:
             raise released_error()
         if os.getpid() != self._process:
-            self._start_after_fork()
+            # The threads stayed with the parent, and so did what they had read.
+            self._number -= self._window is not None
+            self._window = None
+            self._start()
         while self._window is None or self._number < number:
             if self._window is not None:
-                self._reader.free.put(self._window)
-                self._window = None
-            found = self._reader.ready.get()
-            if isinstance(found, BaseException):
-                raise found
-            self._window = found
-            self._number += 1
+                used, self._window = self._window, None
+                self._read(used)
+            memory, planned = self._coming[0]
+            for read in planned.result():
+                read.result()
+            self._coming.popleft()
+            self._window, self._number = memory, self._number + 1
         return self._window
 
-    def _start_after_fork(self) -> None:
-        # The threads stayed with the parent, and so did their locks and what they had read.
-        self._end.detach()
-        if self._window is not None:
-            self._idle.append(self._window)
-            self._window = None
-            self._number -= 1
-        self._start()
+
+def _planned(threads: ThreadPoolExecutor, reads: Iterable[Read]) -> list[Future[None]]:
+    return [threads.submit(_scratched, read) for read in reads]
 
 
-@dataclass
-class _Unread:
-    """A window with unfinished reads: ``left`` of them, and those that are yet to be planned."""
-
-    memory: StreamMemory
-    left: int = 0
-    is_planned: bool = False
+def _make_scratch(item_bytes: int) -> None:
+    _OF_THREAD.scratch = scratch_memory(item_bytes)
 
 
-class _WindowReader:
-    """Threads that read windows. The next window is begun while the last reads of one finish."""
-
-    def __init__(
-        self,
-        layout: StreamLayout,
-        windows: ReadWindows,
-        epoch: int,
-        numbers: Sequence[int],
-        idle: list[StreamMemory],
-    ) -> None:
-        #: Memory for windows; None stands for memory yet to be allocated, and wakes a thread at
-        #: the end.
-        self.free: SimpleQueue[StreamMemory | None] = SimpleQueue()
-        #: Windows in their order, or why a thread failed.
-        self.ready: SimpleQueue[StreamMemory | BaseException] = SimpleQueue()
-        #: All memory for windows.
-        self.memory: list[StreamMemory] = []
-        for _ in numbers[:_NUM_BUFFERS]:
-            memory = idle.pop() if idle else None
-            if memory is not None:
-                self.memory.append(memory)
-            self.free.put(memory)
-        self._layout = layout
-        self._windows, self._epoch, self._numbers = windows, epoch, numbers
-        self._unread: deque[_Unread] = deque()
-        self._reads = self._plan_reads()
-        self._is_over = False
-        # The first lock is held while a thread waits for memory. Others still finish reads then.
-        self._next_lock, self._done_lock = threading.Lock(), threading.Lock()
-        self._threads = [
-            # The interpreter would wait for threads that are no daemons before it calls `end`.
-            threading.Thread(target=self._run, name="lightning_memmap window-reader", daemon=True)
-            for _ in range(_NUM_THREADS)
-        ]
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def end(self) -> bool:
-        """End the threads."""
-        self._is_over = True
-        self.free.put(None)
-        self.ready.put(released_error())
-        until = monotonic() + _PATIENCE_S
-        for thread in self._threads:
-            # Garbage may be collected in any thread, in one of these too.
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            return False
-        # It refers to this object, which would not be freed, nor would the memory.
-        self._reads.close()
-        return True
-
-    def _run(self) -> None:
-        """What each thread does."""
-        try:
-            scratch = self._layout.scratch()
-            while (found := self._next()) is not None:
-                window, read = found
-                read(scratch)
-                self._count(window, -1)
-        except BaseException as error:  # Whoever waits for a window must get it.
-            self._is_over = True
-            self.free.put(None)
-            self.ready.put(error)
-
-    def _next(self) -> tuple[_Unread, Read] | None:
-        with self._next_lock:
-            return None if self._is_over else next(self._reads, None)
-
-    def _plan_reads(self) -> Generator[tuple[_Unread, Read], None, None]:
-        for number in self._numbers:
-            memory = self.free.get()
-            if self._is_over:
-                return
-            if memory is None:
-                memory = StreamMemory(self._layout)
-                self.memory.append(memory)
-            window = _Unread(memory)
-            self._unread.append(window)
-            for read in memory.reads(self._windows, self._epoch, number):
-                self._count(window, 1)
-                yield window, read
-            window.is_planned = True
-            self._count(window, 0)
-
-    def _count(self, window: _Unread, more: int) -> None:
-        """Count unfinished reads of a window, and hand over the windows that are complete."""
-        with self._done_lock:
-            window.left += more
-            while self._unread and self._unread[0].is_planned and not self._unread[0].left:
-                self.ready.put(self._unread.popleft().memory)
+def _scratched(read: Read) -> None:
+    read(_OF_THREAD.scratch)

@@ -1,98 +1,104 @@
 """What a stream has in memory of each window of an epoch, and which reads bring it there.
 
-A row is told by its place in the files, and a window over series by the first of its steps: these
-are slots. With windows over series, the steps that several of them have in common are read once,
-and the other fields, which have one value for each series, are copied from the file mapping.
+Items that follow one another in the files do so in memory: rows of one shape and steps of series,
+which are told by their slots, and the items of rows that differ in length. With windows over
+series, the fields that have one value for each series are read in the file mapping.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers, byte_pool
-from lightning_memmap.loading.memory import Columns, Ragged, in_place
-from lightning_memmap.loading.places import Places, SeriesPlaces
+from lightning_memmap.loading.memory import (
+    Columns,
+    Find,
+    Places,
+    Ragged,
+    SeriesPlaces,
+    in_place,
+)
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.loading.row_source import FieldRows, Leaf
-from lightning_memmap.loading.runs import ItemSpace, Read, Runs, scratch_memory
-from lightning_memmap.loading.window_sizes import (
-    largest_of_any,
-    largest_window,
-    largest_window_steps,
-)
+from lightning_memmap.loading.runs import ItemSpace, Read, Runs
+from lightning_memmap.loading.window_sizes import largest_window, largest_window_steps
 from lightning_memmap.sampling import Integers, ReadWindows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
 
 
-class _RaggedMemory:
-    """Items of a window, and where in them the row at each place of the window begins."""
+class _Items:
+    """Items of a window, of files in which they lie at the same places."""
 
-    def __init__(self, rows: ItemRows, space: ItemSpace, num_rows: int) -> None:
-        field = rows.field
-        self._rows, self._space = rows, space
-        self.items = space.allocate(field.item_shape, field.dtype)
-        self._starts = np.zeros(num_rows, np.int64)
-        self._sizes = np.zeros((num_rows, field.num_variable), np.int64)
-        # The memory will be read over.
-        self.column = Ragged(field, self.items, self._at, byte_pool())
+    def __init__(self, space: ItemSpace, kinds: Sequence[tuple[Sequence[int], torch.dtype]]):
+        self._space = space
+        self.memory = [space.allocate(shape, dtype) for shape, dtype in kinds]
+        self.runs = Runs(*np.zeros((3, 1), np.int64))
 
-    def _at(self, places: Integers) -> Located:
-        return Located(self._starts[places], self._sizes[places])
+    def reads(self, found: Located) -> Iterator[Read]:
+        """The reads that bring items to memory."""
+        self.runs = self._space.place(found)
+        yield from self._space.reads(self.runs, self.memory)
 
-    def reads(self, slots: Integers, places: Integers) -> Iterator[Read]:
-        """The reads that bring rows to memory. It is noted here where they go."""
-        found = self._rows.at(slots)
-        runs = self._space.place(found)
-        self._starts[places] = runs.of(found.starts)
-        self._sizes[places] = found.sizes
-        yield from self._space.reads(runs, [self.items])
+    def places(self, slots: Tensor) -> Tensor:
+        """Where items are in memory, by their places in the files."""
+        return torch.from_numpy(self.runs.of(slots.numpy()))
+
+    def rows(self, rows: ItemRows, slots: Integers) -> Located:
+        """Where the items of some rows are in memory."""
+        starts, sizes = rows.at(slots)
+        return Located(self.runs.of(starts), sizes)
 
 
 class StreamMemory:
     """The memory of a window, on the CPU, with undefined content."""
 
     def __init__(self, layout: "StreamLayout") -> None:
-        self._layout = layout
-        self.items, self.ragged = list[Tensor](), list[_RaggedMemory]()
-        self._runs = Runs(*np.zeros((3, 1), np.int64))
-        series, columns = layout.series, list[Tensor | Ragged]()
+        self._layout, series = layout, layout.series
+        #: Rows of one shape, or steps.
+        self.items = _Items(layout.space, layout.kinds)
+        #: The items of rows that differ in length, by the places of their fields.
+        self.ragged = dict[int, _Items]()
+        columns, finds = list[Tensor | Ragged](), list[Find | None]()
+        memory = iter(self.items.memory)
         for index, (field, rows) in enumerate(layout.columns):
-            if index in layout.ragged and isinstance(rows, ItemRows):
-                memory = _RaggedMemory(rows, layout.ragged[index], layout.space.num_items)
-                self.ragged.append(memory)
-                columns.append(memory.column)
-            elif not layout.has_items(index):
-                columns.append(in_place(rows))
+            if index in layout.ragged:
+                of_rows, space = layout.ragged[index]
+                items = _Items(space, [(field.item_shape, field.dtype)])
+                self.ragged[index] = items
+                # The memory will be read over.
+                at = partial(items.rows, of_rows)
+                columns.append(Ragged(field, items.memory[0], at, byte_pool()))
+                finds.append(None)
+            elif series is None:
+                columns.append(next(memory))
+                finds.append(self.items.places)
+            elif layout.is_cut[index]:
+                columns.append(windows_over(next(memory), series.line.length))
+                finds.append(self.items.places)
             else:
-                item = field if series is None else replace(field, shape=field.shape[1:])
-                self.items.append(layout.space.allocate(item.item_shape, field.dtype))
-                columns.append(
-                    self.items[-1]
-                    if series is None
-                    else windows_over(self.items[-1], series.line.length)
-                )
-        self._columns = Columns(columns, torch.device("cpu"), series, layout.is_cut)
+                columns.append(in_place(rows))
+                finds.append(series.rows_of)
+        self._columns = Columns(columns, torch.device("cpu"), finds)
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once."""
-        space = self._layout.space
-        self._runs = runs = space.place(self._layout.located(windows, epoch, number))
-        yield from space.reads(runs, self.items)
+        yield from self.items.reads(self._layout.located(windows, epoch, number))
         if self.ragged:
-            counts = runs.ends - runs.begins
-            shifts = np.repeat(runs.begins - (np.cumsum(counts) - counts), counts)
+            begins, ends = self.items.runs.begins, self.items.runs.ends
+            counts = ends - begins
+            shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
             slots = shifts + np.arange(len(shifts))
-            for each in self.ragged:
-                yield from each.reads(slots, runs.of(slots))
+            for index, items in self.ragged.items():
+                yield from items.reads(self._layout.ragged[index][0].at(slots))
 
     def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
         """Copy rows into a batch."""
-        return self._columns.take(torch.from_numpy(self._runs.of(slots.numpy())), slots, out)
+        return self._columns.take(slots, out)
 
 
 class StreamLayout:
@@ -126,44 +132,36 @@ class StreamLayout:
         # Re-striped rows and index views lie apart, and are read with what is between them.
         is_apart = series is None and places.starts is None and places.slots is None
         count = 0 if is_apart else count
-        self.is_cut = [series is not None and series.is_cut(field) for field, _ in columns]
-        #: The fields as batches have them.
-        self.batched = [
+        self.is_cut = [
+            series is not None and field.name in series.line.fields for field, _ in columns
+        ]
+        #: What batches have of the fields that have one shape: that of an item.
+        self.kinds = list[tuple[Sequence[int], torch.dtype]]()
+        #: By the place of a field whose rows differ in length: these, and room for their items.
+        self.ragged = dict[int, tuple[ItemRows, ItemSpace]]()
+        read = list[RowFile | None]()
+        for index, ((field, rows), file) in enumerate(zip(columns, files, strict=True)):
+            if series is None and isinstance(rows, ItemRows):
+                items = largest_window(rows, places, held, windows)
+                self.ragged[index] = rows, ItemSpace(field.name, [file], items, count)
+            elif series is None or self.is_cut[index]:
+                shape = field.shape if series is None else field.shape[1:]
+                self.kinds.append(([size for size in shape if size is not None], field.dtype))
+                read.append(file)
+        #: Room for the rows that have one shape, or for steps.
+        self.space = ItemSpace(columns[0][0].name, read, most, count)
+        batched = [
             field.windowed(series.line.length) if series is not None and cut else field
             for (field, _), cut in zip(columns, self.is_cut, strict=True)
         ]
-        largest_items = largest_window if windows.has_runs else largest_of_any
-        #: By the place of a field whose rows differ in length and are read, room for its items.
-        self.ragged = {
-            index: ItemSpace(
-                field.name, [file], largest_items(rows, places, held, windows.longest), count
-            )
-            for index, ((field, rows), file) in enumerate(zip(columns, files, strict=True))
-            if series is None and isinstance(rows, ItemRows)
-        }
-        chosen = [file for index, file in enumerate(files) if self.has_items(index)]
-        #: Room for the rows that have one shape, or for steps.
-        self.space = ItemSpace(columns[0][0].name, chosen, most, count)
-
-    def has_items(self, index: int) -> bool:
-        """Whether a field has a row of one shape, or a step, at each place."""
-        return index not in self.ragged if self.series is None else self.is_cut[index]
-
-    @property
-    def fields(self) -> list[FieldRows]:
-        """Shape of one row and dtype of each field."""
-        return [(field.shape, field.dtype) for field in self.batched]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields, on average over the store where rows differ."""
-        found = [field.row_bytes for field in self.batched if not field.num_variable]
-        ragged = [rows for index, (_, rows) in enumerate(self.columns) if index in self.ragged]
-        return sum(found) + sum(
-            -(-rows.items.nbytes // len(rows.index))
-            for rows in ragged
-            if isinstance(rows, ItemRows)
-        )
+        #: Shape of one row and dtype of each field.
+        self.fields: list[FieldRows] = [(field.shape, field.dtype) for field in batched]
+        #: Bytes of one row over all fields, on average over the store where rows differ.
+        self.row_bytes = sum(field.row_bytes for field in batched if not field.num_variable)
+        for rows, _ in self.ragged.values():
+            self.row_bytes += -(-rows.items.nbytes // len(rows.index))
+        #: The largest item, which scratch memory of a read must hold.
+        self.item_bytes = max((field.item_bytes for field in batched), default=1)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where rows are in the files, if these came again for each block."""
@@ -171,10 +169,6 @@ class StreamLayout:
         for number, here in windows.parts(positions):
             found[here] += number * self.num_slots
         return found
-
-    def scratch(self) -> memoryview:
-        """Scratch memory for the reads of one thread; see `scratch_memory`."""
-        return scratch_memory(max((each.item_bytes for each in self.batched), default=1))
 
     def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
         """The items of a window in the files: the first of each run, and their number."""
@@ -190,20 +184,6 @@ class StreamLayout:
             return Located(firsts[counts > 0], counts[counts > 0, None])
         rows = distinct(self._places.of(*windows.offsets(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
-
-    def share_used(self, windows: ReadWindows) -> float:
-        """Estimate the share of the bytes read that is used, from the first window."""
-        found = self.located(windows, 0, 0)
-        if self.series is None:
-            # As if rows that differ in length did not.
-            return self.space.share_used(found, max(1, self.row_bytes))
-        # In dataset order, neighbours belong to all shards in turn.
-        line, pool = self.series.line, self._pool
-        part = len(self._held) / pool.num_shards if pool.is_striped else 1.0
-        used = min(1.0, part * line.length / line.stride)
-        pairs = zip(self.columns, self.is_cut, strict=True)
-        sizes = [field.step_bytes for (field, _), is_cut in pairs if is_cut]
-        return used * self.space.share_used(found, max([1, *sizes]))
 
 
 def located_steps(

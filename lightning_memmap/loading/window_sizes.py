@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lightning_memmap.loading.places import Places
+from lightning_memmap.loading.memory import Places
 from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.store.open_columns import ItemRows
 
@@ -18,8 +18,13 @@ _LOOKUP_ROWS = 2**18
 _MAX_RUNS = 3
 
 
-def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], window: int) -> int:
+def largest_window(
+    rows: ItemRows, places: Places, shards: Sequence[int], windows: ReadWindows
+) -> int:
     """How many items the rows of a window have at most, wherever it begins."""
+    window = windows.longest
+    if not windows.has_runs:
+        return sum(_longest(rows, places, shard, window) for shard in shards)
 
     def in_one_run(shard: int, edges: Integers) -> Integers:
         size = int(edges[-1])
@@ -36,17 +41,14 @@ def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], window
     return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
 
 
-def largest_of_any(rows: ItemRows, places: Places, shards: Sequence[int], window: int) -> int:
-    """How many items as many rows of each shard have at most, whichever they are."""
-    total = 0
-    for shard in shards:
-        longest = np.zeros(0, np.int64)
-        for lengths in _lengths(rows, places, shard):
-            longest = np.append(longest, lengths)
-            if len(longest) > window:
-                longest = np.partition(longest, -window)[-window:]
-        total += int(longest.sum())
-    return total
+def _longest(rows: ItemRows, places: Places, shard: int, count: int) -> int:
+    """How many items so many rows of a shard have at most, whichever they are."""
+    longest = np.zeros(0, np.int64)
+    for lengths in _lengths(rows, places, shard):
+        longest = np.append(longest, lengths)
+        if len(longest) > count:
+            longest = np.partition(longest, -count)[-count:]
+    return int(longest.sum())
 
 
 def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:

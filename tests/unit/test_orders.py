@@ -67,7 +67,6 @@ def steps_of(loader: SuperBatchLoader, epoch: int) -> list[list[Any]]:
     return [windows_in(batch, 8) if "value" in batch else rows_of(batch) for batch in batches]
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("window", [None, 1, 3, 1000])
 @pytest.mark.parametrize("name", ORDERS)
 def test_rows_are_the_same_on_any_number_of_devices_and_processes_wherever_they_live(
@@ -98,7 +97,6 @@ def test_rows_are_the_same_on_any_number_of_devices_and_processes_wherever_they_
     assert steps_of(alone, 0) != steps_of(alone, 1)
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("residency", ["mmap", "stream"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_epoch_is_resumed_after_any_step_on_another_number_of_devices(
@@ -148,7 +146,6 @@ def test_checkpoint_of_another_order_is_refused(
         next(iter(second))
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", ORDERS)
 def test_tables_of_an_order_are_used_by_one_thread_at_a_time(

@@ -354,7 +354,6 @@ def labelled(path: Path, **options: Any) -> MemmapDataModule:
     return set_up(make_data(path, train_dataset=Labelled(90), **options))
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. . bytes of the store")
 @pytest.mark.parametrize("residency", ["auto", "device", "stream"])
 def test_random_split_trains_and_validates_on_one_store(tmp_path: Path, residency: str) -> None:
     data = labelled(

@@ -14,26 +14,16 @@ from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading import runs
 from lightning_memmap.loading.window_sizes import LOOKUP_BYTES
-from lightning_memmap.sampling import Mixture, Weighted
+from lightning_memmap.sampling import Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
-from tests.rows import NumberedRows, read_in_blocks
+from tests.rows import read_in_blocks
 from tests.unit.test_mixture import epoch_of, make_data, set_up
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stores")
-
-
-def test_draws_that_lie_far_apart_are_warned_of(tmp_path: Path) -> None:
-    few = Weighted(np.ones(2000), num_samples=200)
-    with pytest.warns(UserWarning, match="10 bytes of the store .*num_samples"):
-        set_up(
-            MemmapDataModule(
-                NumberedRows(2000), store_dir=tmp_path, sampler=few, residency="stream"
-            )
-        )
 
 
 @pytest.mark.parametrize("block_bytes", [1, 512, 4096])
@@ -46,7 +36,6 @@ def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
     assert epoch_of(data) == expected
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.parametrize("gap_bytes", [8, 2**17])
 def test_one_read_has_rows_of_several_files_and_what_lies_between(
     stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int

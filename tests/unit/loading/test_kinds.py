@@ -41,7 +41,6 @@ FORMS_OF_ITEMS: list[dict[str, Any]] = [
 Make = Callable[..., SuperBatchLoader]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store"),
     pytest.mark.filterwarnings("ignore:the train rows are in .* shards"),
 ]
 

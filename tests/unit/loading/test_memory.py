@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.memory import Columns, Memory
-from lightning_memmap.loading.places import Places
+from lightning_memmap.loading.memory import Columns, Memory, Places
 from lightning_memmap.loading.row_source import EpochRows
 from tests.rows import CPU, pool_of
 

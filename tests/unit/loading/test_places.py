@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.loading import places
-from lightning_memmap.loading.places import Places
+from lightning_memmap.loading import memory
+from lightning_memmap.loading.memory import Places
 from lightning_memmap.sampling import (
     Integers,
     JoinedRows,
@@ -73,5 +73,5 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     assert found.dtype == np.int64
     assert found.tolist() == expected.tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "TABLE_ROWS", 0)
+        patch.setattr(memory, "TABLE_ROWS", 0)
         assert found_at.locate(sampler, epoch, positions).tolist() == expected.tolist()

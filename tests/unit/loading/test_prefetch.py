@@ -253,7 +253,7 @@ class TestStreams:
         operators = Operators(device)
         with operators:
             for source in loader._rows.sources:
-                for tensor in source.columns.dense.tensors:
+                for tensor in source.columns.tensors:
                     tensor.mul_(1)
         for _ in uses(loader, operators):
             pass

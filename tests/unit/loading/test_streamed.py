@@ -19,16 +19,13 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
-    load_split,
 )
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.store import Store, build_store
 from tests.preloaded import END_WHOLLY, run
 from tests.rows import (
     CPU,
     NumberedRows,
     StridedRows,
-    chosen_of,
     epoch_rows,
     loader_over,
     make_loader,
@@ -289,17 +286,6 @@ class TestFailures:
         build_store(NumberedRows(400, 3), path, num_shards=4, overwrite=True, progress=False)
         with pytest.raises(StoreError, match="replaced or removed meanwhile"):
             make_split(store, residency="stream")
-
-    def test_rows_that_lie_apart_are_warned_of(self, numbered_store: Stores) -> None:
-        store, subset, topology = numbered_store(400, 24), StridedRows(1, 3), DataTopology((CPU,))
-        plan = plan_placement(
-            {"train": SplitSize.of("train", store.manifest, topology, chosen_of(store, subset))},
-            topology,
-            "stream",
-            budget_bytes={CPU: 2**40},
-        ).splits["train"]
-        with pytest.warns(UserWarning, match=r"residency='stream': 3 bytes of the store at"):
-            load_split(store, topology, plan)
 
 
 def link_of(name: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading.places import Places
+from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamMemory
@@ -84,8 +84,8 @@ class TestMemory:
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
         places = Places(pool, pool.begins)
-        most = largest_window(rows, places, held, min(window, pool.longest))
         sampler, found = ShuffledSampler(pool, seed, window), [0]
+        most = largest_window(rows, places, held, ReadWindows(sampler, window))
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
@@ -109,12 +109,13 @@ class TestMemory:
         pool = make_split(store).pool
         column = store.columns[0]
         assert isinstance(column, ItemRows)
-        largest = largest_window(column, Places.in_store(store, pool), range(4), 100)
+        windows = ReadWindows(ShuffledSampler(pool, 0, 100), 100)
+        largest = largest_window(column, Places.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        memory = StreamMemory(source.layout).ragged[0].items.nbytes
+        memory = StreamMemory(source.layout).ragged[0].memory[0].nbytes
         # Blocks at both ends of each run come on top.
         assert largest <= memory < largest + 3 * 4 * 3 * 4096
 
@@ -131,7 +132,7 @@ class TestMemory:
         def plan(window: int) -> int:
             measure = partial(largest_window_bytes, store)
             size = SplitSize.of("train", store.manifest, topology, window=window, measure=measure)
-            plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_600_000})
+            plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_530_000})
             return size.window_bytes
 
         # All long rows are in one window, however short it is, and twice they fit.

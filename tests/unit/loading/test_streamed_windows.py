@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.loading.places import SeriesPlaces
+from lightning_memmap.loading.memory import SeriesPlaces
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory, located_steps
 from lightning_memmap.loading.window_sizes import largest_window_steps
@@ -126,7 +126,6 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:residency='stream'. .* bytes of the store")
 @pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
 @given(
     setup=setups(),
@@ -202,7 +201,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     (source,) = loader._rows.sources
     assert isinstance(source, Stream)
     layout = source.layout
-    steps = StreamMemory(layout).items[0]
+    steps = StreamMemory(layout).items.memory[0]
     # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
@@ -226,14 +225,6 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
         assert data.placement is not None
         window = data.placement.splits["train"].size.window
         assert 0.98 * 2**29 < window * 24 * stride * 2 < 1.02 * 2**29
-
-
-def test_rows_of_processes_that_have_few_windows_each_are_warned_of(
-    stores: dict[str, Store],
-) -> None:
-    options: dict[str, Any] = {"residency": "stream", "shuffle": False, "window": 3, "size": 12}
-    with pytest.warns(UserWarning, match=r"4 bytes of the store .* for each one that is used"):
-        make_window_loader(stores["few"], Windows(3, 1), **options)
 
 
 def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
