@@ -50,7 +50,7 @@ from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.probes import first_sample
+from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.journal import Journal, PartInUseError, journal_name
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
-from lightning_memmap.store.probes import Probes, probe_rows, take_probes
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.range_writer import RangeWriter, write_dataset
 from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import recognise
+from lightning_memmap.store.samples import Probes, probe_rows, take_probes
 from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream

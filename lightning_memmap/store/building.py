@@ -37,9 +37,9 @@ from lightning_memmap.store.files import (
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.journal import Journal, PartInUseError, num_listed
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest, check_files
-from lightning_memmap.store.probes import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.ranges import merge_ranges, missing_ranges
+from lightning_memmap.store.samples import hash_row, probe_rows, random_dataset_error
 from lightning_memmap.store.workers import exit_if_orphaned, threads
 
 #: What a build needs on the disk beside the rows: its plan, its journal, the manifest.

@@ -40,8 +40,8 @@ from lightning_memmap.store.directory import (
 )
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
-from lightning_memmap.store.probes import Prober, Probes
 from lightning_memmap.store.range_writer import JOURNAL_INTERVAL_S, writer_of
+from lightning_memmap.store.samples import Prober, Probes
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import Workers
 

@@ -7,7 +7,7 @@ import sys
 import types
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Annotated, Any
@@ -29,7 +29,8 @@ MAX_TEXT_LENGTH = 1024
 #: dataset.
 _KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
 _PLAIN_TYPES = {int, float, str, bool, types.NoneType}
-_MAX_DEPTH, _MAX_PARTS, _MAX_ITEMS = 8, 512, 2**20
+_MAX_PARTS, _MAX_ITEMS = 512, 2**20
+_REST = "the rest of it"
 #: Arrays are hashed whole until this many bytes have been hashed, and in pieces from then on.
 _MAX_HASHED_BYTES = 2**26
 _NUM_PIECES, _PIECE_BYTES = 64, 2**20
@@ -57,8 +58,8 @@ class Fingerprint:
         """Take the identity of a dataset, which has a length or is iterated over."""
         reader = _Reader()
         if not is_stream(dataset):
-            reader.parts["its length"] = str(len(dataset))
-        reader.read(dataset, "", 0)
+            reader.parts["the length"] = str(len(dataset))
+        reader.read(dataset)
         return cls(reader.parts, given)
 
     def difference(self, other: "Fingerprint") -> str | None:
@@ -96,53 +97,38 @@ def check_given(given: str | None, name: str = "fingerprint") -> None:
 
 def _is_private(name: str) -> bool:
     """Whether a part is that of a private attribute, which may come and go."""
-    return name.startswith("attribute ") and name.split(" ")[1].rpartition(".")[2].startswith("_")
+    return name.startswith("attribute _")
 
 
-@dataclass
 class _Reader:
     """Collects the parts of a dataset, and of the datasets in it."""
 
-    parts: dict[str, str] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
-    objects: dict[int, Any] = field(default_factory=dict)
-    bytes_left: int = _MAX_HASHED_BYTES
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self._datasets: dict[int, Any] = {}
+        #: What is being described, kept alive, so that no other object gets the same id.
+        self._objects: dict[int, Any] = {}
+        self._bytes_left = _MAX_HASHED_BYTES
 
-    def read(self, dataset: Any, prefix: str, depth: int) -> None:
-        """Add the parts of a dataset, which so many others contain."""
-        if id(dataset) in self.seen:
-            return
-        self.seen.add(id(dataset))
-        # Without its module, whose name depends on whether the file is run or imported.
-        kind = type(dataset)
-        self._add(f"class of {prefix[:-1]}" if prefix else "its class", kind.__qualname__)
-        for base in kind.__mro__:
-            if (source := _source(base)) is not None:
-                self._add(f"source of class {base.__qualname__}", _digest(source.encode()))
-        if isinstance(dataset, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
-            self._add("its items", self._encode(dataset))
-        elif (file := _file_of(dataset)) is not None:
-            self._add("its file", self._encode(file))
-        for name, value in islice(_settled_attributes(dataset).items(), _MAX_PARTS):
-            self._read_attribute(f"{prefix}{name}", value, depth)
-
-    def _read_attribute(self, name: str, value: Any, depth: int) -> None:
-        within = value if isinstance(value, (list, tuple)) and len(value) <= 64 else ()
-        if depth < _MAX_DEPTH and isinstance(value, Dataset):
-            self.read(value, f"{name}.", depth + 1)
-        elif within and depth < _MAX_DEPTH and all(isinstance(item, Dataset) for item in within):
-            for index, item in enumerate(within):
-                self.read(item, f"{name}.{index}.", depth + 1)
-        else:
-            self._add(f"attribute {name}", self._encode(value))
-            if isinstance(value, (str, os.PathLike)) and (state := _file_state(value)):
-                self._add(f"the file of attribute {name}", state)
+    def read(self, dataset: Any, path: str = "") -> None:
+        """Add the parts of a dataset, which others hold as the attribute at a path."""
+        self._datasets[id(dataset)] = dataset
+        for name, value in islice(_parts_of(dataset).items(), _MAX_PARTS):
+            within = {"": value}
+            if isinstance(value, (list, tuple)) and 0 < len(value) <= 64:
+                within = {f".{index}": each for index, each in enumerate(value)}
+            if not all(isinstance(each, Dataset) for each in within.values()):
+                self._add(f"{name} of {path}" if path else name, self._encode(value))
+                continue
+            attribute = name.removeprefix("attribute ")
+            for suffix, each in within.items():
+                if id(each) not in self._datasets:
+                    self.read(each, f"{path}.{attribute}{suffix}".lstrip("."))
 
     def _add(self, name: str, text: str) -> None:
-        name, text = (part[: MAX_TEXT_LENGTH // 2] for part in (name, text))
-        if len(self.parts) >= _MAX_PARTS and name not in self.parts:
-            name, text = "the rest of it", self.parts.get("the rest of it", "") + text
-            text = _digest(text.encode())
+        name = name[: MAX_TEXT_LENGTH // 2]
+        if len(self.parts) >= _MAX_PARTS:
+            name, text = _REST, _digest((self.parts.get(_REST, "") + text).encode())
         self.parts[name] = text
 
     def _encode(self, value: Any) -> str:
@@ -150,7 +136,7 @@ class _Reader:
             value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
         encode = partial(msgspec.msgpack.encode, enc_hook=self._describe, order="deterministic")
         for as_pairs in (False, True):
-            self.objects.clear()
+            self._objects = {**self._datasets}
             try:
                 return _digest(encode(_pairs(value) if as_pairs else value))
             except TypeError:  # A dict has keys that are not text: they cannot be sorted.
@@ -178,38 +164,60 @@ class _Reader:
             return repr(value)
         if (file := _file_of(value)) is not None:
             return file
-        if isinstance(value, Dataset):
-            within = _Reader()
-            within.read(value, "", _MAX_DEPTH)
-            return within.parts
-        if callable(getattr(value, "close", None)):
+        if callable(getattr(value, "close", None)) and not isinstance(value, Dataset):
             return None  # Whether a file is already open must not matter.
-        return self._describe_object(value)
-
-    def _describe_object(self, value: Any) -> Any:
-        """A function by its code, another object by its attributes."""
-        kind = value if hasattr(value, "__qualname__") else type(value)
-        name = f"type {kind.__qualname__}"
         if isinstance(value, partial):
-            return _pairs([name, value.func, value.args, value.keywords])
-        known = (kind.__module__ or "").partition(".")[0] in _KNOWN_MODULES
-        if id(value) in self.objects or known or isinstance(value, type):
-            return name
-        self.objects[id(value)] = value  # Kept alive, so that no other object gets the same id.
+            return _pairs([value.func, value.args, value.keywords])
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        is_plain = isinstance(value, type) or (_is_known(kind) and not isinstance(value, Dataset))
+        if is_plain or id(value) in self._objects:
+            return kind.__qualname__
+        self._objects[id(value)] = value
         if isinstance(value, types.FunctionType):
             held = [cell.cell_contents for cell in value.__closure__ or ()]
             code = value.__code__
-            return _pairs([name, code.co_code, code.co_consts, value.__defaults__, held])
-        return _pairs([name, _settled_attributes(value)])
+            return _pairs(
+                [kind.__qualname__, code.co_code, code.co_consts, value.__defaults__, held]
+            )
+        return _pairs([kind.__qualname__, _parts_of(value)])
 
     def _hash(self, data: NDArray[np.uint8]) -> str:
-        if len(data) <= self.bytes_left:
-            self.bytes_left -= len(data)
+        if len(data) <= self._bytes_left:
+            self._bytes_left -= len(data)
             return _digest(data.data)
         digest, last = xxhash.xxh3_64(), max(0, len(data) - _PIECE_BYTES)
         for start in np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist():
             digest.update(data[start : start + _PIECE_BYTES].data)
         return digest.hexdigest()
+
+
+def _parts_of(value: Any) -> dict[str, Any]:
+    """What an object is: its class, what it holds, and the state of the files that it names."""
+    kind = type(value)
+    # Without its module, whose name depends on whether the file is run or imported.
+    parts: dict[str, Any] = {"the class": kind.__qualname__}
+    for base in kind.__mro__:
+        if (source := _source(base)) is not None:
+            parts[f"the source of class {base.__qualname__}"] = source
+    if isinstance(value, (list, tuple, dict, deque, array, Tensor, np.ndarray)):
+        parts["the items"] = value
+    elif (file := _file_of(value)) is not None:
+        parts["the file"] = file
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    for name in names:
+        kept = inspect.getattr_static(value, name, None)
+        if isinstance(kept, types.MemberDescriptorType):
+            kept = getattr(value, name, None)
+        is_empty = isinstance(kept, (list, dict, set, deque)) and not kept
+        if name.startswith("_") and (is_empty or not isinstance(kept, _SETTLED_TYPES)):
+            continue  # A file, or a cache, that is still to be opened or filled.
+        parts[f"attribute {name}"] = kept
+        if isinstance(kept, (str, os.PathLike)) and (state := _file_state(kept)):
+            parts[f"the file of attribute {name}"] = state
+    return parts
 
 
 def _pairs(value: Any) -> Any:
@@ -221,33 +229,18 @@ def _pairs(value: Any) -> Any:
     return value
 
 
-def _settled_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, except private ones that may be made only when needed."""
-    names = dict.fromkeys(getattr(value, "__dict__", ()))
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
-    found = {name: inspect.getattr_static(value, name, None) for name in names}
-    for name, kept in found.items():
-        if isinstance(kept, types.MemberDescriptorType):
-            found[name] = getattr(value, name, None)
-    return {name: kept for name, kept in found.items() if not name.startswith("_") or _is_set(kept)}
-
-
-def _is_set(value: Any) -> bool:
-    """Whether a private attribute is no file, and no cache that is still to be filled."""
-    is_empty = isinstance(value, (list, dict, set, deque)) and not value
-    return isinstance(value, _SETTLED_TYPES) and not is_empty
-
-
 def _digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def _is_known(kind: Any) -> bool:
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] in _KNOWN_MODULES
 
 
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str | None:
     """The source text of a class, kept: to find it parses the whole file."""
-    if kind.__module__.partition(".")[0] in _KNOWN_MODULES:
+    if _is_known(kind):
         return None
     try:
         return inspect.getsource(kind)

@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_memmap.sampling import (
     WindowedRows,
 )
 from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.shards import firsts_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
@@ -40,29 +41,25 @@ class JoinedStore(Store):
     """Several open stores of the same fields as one."""
 
     def __init__(self, path: Path, stores: Mapping[str, Store]) -> None:
-        parts = list(stores.values())
         _check_alike(stores)
-        first = parts[0].manifest
-        self._names = tuple(stores)
-        self.parts = parts
-        total = sum(part.num_rows for part in parts)
-        #: How far the rows of each store lie behind those of the store before, beyond its rows.
-        self._shifts = _shifts(first.schema.fields, [part.num_rows for part in parts])
-        self._rows = self.rows()
-        shards = Shards(total, max(part.num_shards for part in parts))
-        # Of a store at a URL, all shards are fetched.
-        opened = [part.provide(None, range(part.num_shards)) for part in parts]
-        manifests = tuple(part.manifest for part in parts)
-        manifest = JoinedManifest(
-            **{**vars(first), "shards": shards, "parts": manifests, "rows": self._rows}
-        )
-        #: The files of each field: see `Store.row_files`.
-        self._files: dict[str, list[tuple[Path, int, int]]] = {}
-        columns = zip(first.schema.fields, *opened, strict=True)
+        self._names, self.parts = tuple(stores), list(stores.values())
+        self._rows, first = self.rows(), self.parts[0].manifest
+        total = sum(part.num_rows for part in self.parts)
+        shards = Shards(total, max(part.num_shards for part in self.parts))
+        #: Where the rows of each store begin in memory.
+        self._begins = self._begins_of([part.num_rows for part in self.parts])
         self._shards = _InMemory(
             total, shards.num_shards, places=lambda rows: self.in_memory(self._rows.places(rows))
         )
-        joined = [self._joined(field, each, index) for index, (field, *each) in enumerate(columns)]
+        #: The files of each field: see `Store.row_files`.
+        self._files: dict[str, list[tuple[Path, int, int]]] = {}
+        # Of a store at a URL, all shards are fetched.
+        opened = [part.provide(None, range(part.num_shards)) for part in self.parts]
+        joined = [self._joined(*each) for each in enumerate(zip(*opened, strict=True))]
+        parts = tuple(part.manifest for part in self.parts)
+        manifest = JoinedManifest(
+            **{**vars(first), "shards": shards, "parts": parts, "rows": self._rows}
+        )
         super().__init__(path, manifest, joined)
 
     @override
@@ -82,7 +79,7 @@ class JoinedStore(Store):
 
     @override
     def in_memory(self, locations: Integers) -> Integers:
-        return locations + self._shifts[self._rows.stores_of(locations)]
+        return locations + (self._begins - self._rows.firsts)[self._rows.stores_of(locations)]
 
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
@@ -91,41 +88,34 @@ class JoinedStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return JoinedStore, (self.path, dict(zip(self._names, self.parts, strict=True)))
 
-    def _files_of(self, index: int, begins: Integers) -> list[tuple[Path, int, int]]:
-        """The files of a field, as each store gives them, and where they begin in memory."""
-        files = [
-            (path, begin, size)
-            for part, begin in zip(self.parts, begins.tolist(), strict=True)
-            for path, _, size in part.row_files(part.manifest.columns[index])
-        ]
-        self._files[self.parts[0].schema.fields[index].name] = files
-        return files
+    def _begins_of(self, sizes: Sequence[int]) -> Integers:
+        """Where rows, or items, of each store begin, behind a gap: each field with a page."""
+        fields = self.parts[0].schema.fields
+        unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
+        return firsts_of((np.array(sizes, np.int64) // unit + 1) * unit)
 
-    def _joined(self, field: Field, columns: Sequence[OpenColumn], index: int) -> OpenColumn:
-        firsts = self._rows.firsts + self._shifts
-        variable = [column for column in columns if isinstance(column, ItemRows)]
-        if not variable:
-            files = self._files_of(index, firsts * field.row_bytes)
-            num_rows = int(firsts[-1]) + self.parts[-1].num_rows
-            return _JoinedRows(self._shards, _map(field, files, num_rows))
-        # The same once more, for the items: fields of as many items have them at the same places.
-        unit = replace(field, shape=field.item_shape)
-        sizes = [len(column.items) for column in variable]
-        begins = (
-            np.cumsum(sizes, dtype=np.int64)
-            - np.array(sizes)
-            + _shifts(self.parts[0].schema.fields, sizes)
-        )
-        files = self._files_of(index, begins * field.item_bytes)
-        items = _map(unit, files, int(begins[-1]) + sizes[-1])
-        pieces = []
-        for number, (column, begin) in enumerate(zip(variable, begins, strict=True)):
-            # Behind the last row of the store before, empty rows up to where this one begins.
-            width = column.index.shape[1]
-            gap = np.zeros((int(np.diff(self._shifts, prepend=0)[number]), width), np.int64)
-            gap[:, 0] = begin
-            pieces += [gap, column.index + np.eye(1, width, dtype=np.int64) * begin]
-        return ItemRows(field, self._shards, items, np.concatenate(pieces))
+    def _joined(self, index: int, columns: Sequence[OpenColumn]) -> OpenColumn:
+        """One field of all stores."""
+        field = self.parts[0].schema.fields[index]
+        ragged = [column for column in columns if isinstance(column, ItemRows)]
+        sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
+        begins = self._begins_of(sizes)
+        files = self._files[field.name] = [
+            (path, begin * field.item_bytes, num_bytes)
+            for part, begin in zip(self.parts, begins.tolist(), strict=True)
+            for path, _, num_bytes in part.row_files(part.manifest.columns[index])
+        ]
+        items = _map(field, files, int(begins[-1]) + sizes[-1])
+        if not ragged:
+            return _JoinedRows(self._shards, items)
+        num_rows = int(self._begins[-1]) + self.parts[-1].num_rows
+        ends = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
+        for column, row, begin in zip(ragged, self._begins.tolist(), begins.tolist(), strict=True):
+            # The first row begins where the last one of the gap ends.
+            ends[max(0, row - 1), 0] = begin
+            ends[row : row + len(column.index)] = column.index
+            ends[row : row + len(column.index), 0] += begin
+        return ItemRows(field, self._shards, items, ends)
 
 
 @dataclass(frozen=True)
@@ -176,18 +166,6 @@ class _JoinedRows(MappedRows):
     @override
     def row(self, row: int) -> Tensor:
         return self.fetch(np.array([row]))[0]
-
-
-def _shifts(fields: Sequence[Field], sizes: Sequence[int]) -> Integers:
-    """How many rows more than those before it lie before each part in memory."""
-    # A part begins at a multiple of so many rows that each field begins with a page.
-    unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
-    shifts, first, total = [], 0, 0
-    for size in sizes:
-        shifts.append(first - total)
-        total += size
-        first = (first + size) // unit * unit + unit
-    return np.array(shifts, np.int64)
 
 
 def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:

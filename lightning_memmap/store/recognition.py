@@ -7,27 +7,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Values
-from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import OpenColumn
-from lightning_memmap.store.probes import NUM_PROBES, hash_row
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.ranges import RowRanges
-from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
+from lightning_memmap.store.samples import (
+    NUM_PROBES,
+    hash_row,
+    read_samples,
+    stack_rows,
+)
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import run_tasks
 
-_MAX_RANGE_ROWS = 4096
-_FIRST_ROW_S = 0.1
 #: Rows that are compared at once.
 _MAX_PIECE_ROWS, _PIECE_BYTES = 256, 2**20
 _log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ def check_briefly(
     else:
         probes = store.manifest.probes
         work = partial(_check_probe, dataset, store)
-        run_tasks(work, probes, min(num_workers, len(probes)), lambda nothing: None)
+        run_tasks(work, probes, min(num_workers, len(probes)), lambda num_rows: None)
 
 
 def recognise(
@@ -125,12 +123,28 @@ def _check_first_rows(store: StoredRows, stream: Any) -> None:
     _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
 
 
+def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
+    if is_stream(dataset):
+        _check_length(store, _compare_samples(store, samples_of(dataset)))
+        return
+    rows, step = range(store.manifest.num_rows), _piece_rows(store)
+    pieces = (rows[first : first + step] for first in range(0, len(rows), step))
+    with progress("comparing", len(rows), store.manifest.row_bytes) as advance:
+        run_tasks(partial(_compare_rows, dataset, store), pieces, num_workers, advance)
+
+
+def _compare_rows(dataset: Any, store: StoredRows, rows: range) -> int:
+    """Compare rows of a dataset with those of a store. Returns their number."""
+    _compare(store, rows, read_samples(dataset, rows))
+    return len(rows)
+
+
 def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows, samples = 0, iter(samples)
     while piece := list(islice(samples, _piece_rows(store))):
         _check_length(store, max(num_rows + len(piece), store.manifest.num_rows))
-        _check_rows(store, num_rows, piece)
+        _compare(store, range(num_rows, num_rows + len(piece)), piece)
         num_rows += len(piece)
     return num_rows
 
@@ -139,50 +153,37 @@ def _piece_rows(store: StoredRows) -> int:
     return max(1, min(_MAX_PIECE_ROWS, _PIECE_BYTES // max(1, store.manifest.row_bytes)))
 
 
-def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
-    if is_stream(dataset):
-        _check_length(store, _compare_samples(store, samples_of(dataset)))
-        return
-    num_rows, num_compared = store.manifest.num_rows, 0
-    with progress("comparing", num_rows, store.manifest.row_bytes) as advance:
-        ranges = RowRanges(
-            [range(num_rows)],
-            max_rows=_MAX_RANGE_ROWS,
-            num_workers=num_workers,
-            row_s=_FIRST_ROW_S,
-            advance=advance,
-        )
-
-        def receive(outcome: tuple[range, float]) -> None:
-            nonlocal num_compared
-            ranges.note(*outcome)
-            num_compared += len(outcome[0])
-
-        run_tasks(partial(_check_range, dataset, store), ranges, num_workers, receive)
-    assert num_compared == num_rows
+def _compare(store: StoredRows, rows: range, samples: Sequence[Any]) -> None:
+    """Compare samples with rows of a store."""
+    columns = zip(store.manifest.schema.fields, store.columns, strict=True)
+    leaves = _leaves(store, rows, samples)
+    for (field, column), found in zip(columns, zip(*leaves, strict=True), strict=True):
+        stored = column.fetch(np.asarray(rows, np.int64))
+        for row, one, other in zip(rows, found, stored, strict=True):
+            if hash_row([one]) != hash_row([other]):
+                raise _other_row(store, row, f", in field {field.name!r}")
 
 
-def _check_rows(store: StoredRows, first: int, samples: Sequence[Any]) -> None:
-    """Compare samples with the rows of a store from a row on."""
-    rows = np.arange(first, first + len(samples), dtype=np.int64)
-    stacked = _stacked(store, rows, samples)
-    for field, values, column in zip(
-        store.manifest.schema.fields, stacked, store.columns, strict=True
-    ):
-        for row, one, other in zip(rows.tolist(), values.rows(), column.fetch(rows), strict=True):
-            if one.shape != other.shape or not np.array_equal(leaf_bytes(one), leaf_bytes(other)):
-                raise _other_dataset(
-                    store,
-                    f"row {row} of the dataset differs from the stored row, in field"
-                    f" {field.name!r}",
-                )
+def _check_probe(dataset: Any, store: StoredRows, probe: tuple[int, str]) -> int:
+    """Compare the hash of a row with that of a store, of which no row is read."""
+    row, expected = probe
+    rows = range(row, row + 1)
+    if hash_row(_leaves(store, rows, read_samples(dataset, rows))[0]) != expected:
+        raise _other_row(store, row)
+    return 1
 
 
-def _stacked(store: StoredRows, rows: Integers, samples: Sequence[Any]) -> list[Values]:
+def _leaves(store: StoredRows, rows: range, samples: Sequence[Any]) -> list[tuple[Tensor, ...]]:
+    """The leaves of samples, row by row, as the store would have them."""
     try:
-        return stack_rows(samples, rows, store.manifest.schema)
+        stacked = stack_rows(samples, rows, store.manifest.schema)
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
+    return list(zip(*(values.rows() for values in stacked), strict=True))
+
+
+def _other_row(store: StoredRows, row: int, where: str = "") -> DatasetError:
+    return _other_dataset(store, f"row {row} of the dataset differs from the stored row{where}")
 
 
 def _other_dataset(store: StoredRows, found: str) -> DatasetError:
@@ -191,21 +192,3 @@ def _other_dataset(store: StoredRows, found: str) -> DatasetError:
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
         " `store_dir`, or give no dataset to use the store as it is"
     )
-
-
-def _check_probe(dataset: Any, store: StoredRows, probe: tuple[int, str]) -> None:
-    """Compare the schema and the hash of a row with those of a store."""
-    row, expected = probe
-    sample = read_sample(dataset, row)
-    leaves = [next(values.rows()) for values in _stacked(store, np.array([row]), [sample])]
-    if hash_row(leaves) != expected:
-        raise _other_dataset(store, f"row {row} of the dataset differs from the stored row")
-
-
-def _check_range(dataset: Any, store: StoredRows, rows: range) -> tuple[range, float]:
-    """Compare a range of rows with those of a store. Returns it, and the seconds."""
-    start, step = perf_counter(), _piece_rows(store)
-    for first in range(0, len(rows), step):
-        some = rows[first : first + step]
-        _check_rows(store, some.start, read_samples(dataset, some))
-    return rows, perf_counter() - start

@@ -1,11 +1,21 @@
-"""Samples of a dataset: read by row, and checked against the schema of a store."""
+"""Samples of a dataset: read by row, and checked against the schema of a store.
 
-from collections.abc import Callable, Mapping, Sequence
+Probe rows are a few of them, which identify a dataset, and show whether it is random.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from itertools import islice
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -13,7 +23,12 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Form, Schema, Values, read_forms
 from lightning_memmap.schema.fields import field_name
+from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.workers import Workers, run_tasks
 
+NUM_PROBES = 8
+#: The most rows that are read to find out what a list consists of that is empty in the first ones.
+MAX_PROBES = 1024
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
     " convert it in the dataset"
@@ -24,8 +39,10 @@ def read_sample(dataset: Any, row: int) -> Any:
     """Read one sample of a dataset."""
     try:
         return dataset[row]
+    except SchemaError as error:  # Of a table.
+        raise SchemaError(f"row {row}, {error}") from error
     except Exception as error:
-        raise _raised(row, error) from error
+        raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
 
 
 def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
@@ -36,14 +53,21 @@ def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
             many = dataset.__getitems__(numbers)
             if isinstance(many, (list, tuple)) and len(many) == len(numbers):
                 return many
-    samples: list[Any] = []
-    try:
-        for row in numbers:
-            sample = dataset[row]
-            samples.append(sample)
-    except Exception as error:
-        raise _raised(numbers[len(samples)], error) from error
-    return samples
+    return [read_sample(dataset, row) for row in numbers]
+
+
+def first_sample(dataset: Any, num_workers: int) -> Any:
+    """Read the first sample of a dataset: where worker processes read it, in one of them."""
+    if num_workers:
+        pickled = list[bytes]()
+        with suppress(Exception):  # Its class may be one that cannot be sent.
+            run_tasks(partial(_pickled, dataset), [0], 1, pickled.append)
+            return pickle.loads(pickled[0])
+    return read_sample(dataset, 0)
+
+
+def _pickled(dataset: Any, row: int) -> bytes:
+    return pickle.dumps(read_sample(dataset, row))
 
 
 def _gives_many(dataset: Any) -> bool:
@@ -55,12 +79,6 @@ def _gives_many(dataset: Any) -> bool:
     owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
     many, one = owners
     return many is not object and issubclass(many, one)
-
-
-def _raised(row: int, error: Exception) -> Exception:
-    if isinstance(error, SchemaError):  # Of a table.
-        return SchemaError(f"row {row}, {error}")
-    return DatasetError(f"the dataset raised at row {row}: {describe_error(error)}")
 
 
 def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Mapping[str, Form]) -> Schema:
@@ -75,12 +93,9 @@ def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Mapping[str
             if schema is not None and isinstance(error, MismatchError):
                 flatten_row(sample, row, schema, lambda: samples[0])
                 raise
-            raise _at_row(row, error, is_bare=not _has_names(sample)) from error
+            has_names = isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
+            raise _at_row(row, error, is_bare=not has_names) from error
     raise AssertionError("the samples have a schema")
-
-
-def _has_names(sample: Any) -> bool:
-    return isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
 
 
 def _at_row(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:
@@ -137,6 +152,112 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
     return f"Where rows {what}, that must be declared: variable={argument}"
 
 
-def read_row(dataset: Any, row: int, schema: Schema) -> list[Tensor]:
-    """Read the leaves of one row: `read_sample`, then `flatten_row`."""
-    return flatten_row(read_sample(dataset, row), row, schema)
+def find_schema(
+    samples: list[Any],
+    rows: list[int],
+    forms: Mapping[str, Form],
+    more: Iterator[tuple[int, Any]],
+) -> Schema:
+    """The schema of samples, with more of them where these do not show what has some names."""
+    schema = infer_schema(samples, rows, forms)
+    # As many as there are: all are looked at again.
+    while schema.unknown.keys() & forms.keys() and (new := list(islice(more, len(samples)))):
+        rows += [row for row, _ in new]
+        samples += [sample for _, sample in new]
+        schema = infer_schema(samples, rows, forms)
+    if not schema.fields:
+        raise SchemaError(
+            f"the {len(rows)} rows that were read first hold no tensor, array or number: empty"
+            " lists and None have no dtype; give arrays, or add a field that has values"
+        )
+    for name, what in schema.unknown.items():
+        if name in forms or what == "None":
+            raise SchemaError(
+                f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
+                " that its dtype is not known: give arrays in place of lists, such as"
+                " numpy.array(values, numpy.int64); where it may be None, let more rows be read"
+                f" with variable={{{name!r}: 'nullable'}}, or leave it out of the samples"
+            )
+    return schema
+
+
+def probe_rows(num_rows: int) -> list[int]:
+    """Choose the probe rows of a dataset: spread over it, the first and the last row among them."""
+    return sorted(set(np.linspace(0, num_rows - 1, NUM_PROBES).astype(np.int64).tolist()))
+
+
+def hash_row(leaves: Sequence[Tensor | np.ndarray]) -> str:
+    """Hash a row, given as leaves on the CPU: XXH3 of the shapes and bytes of all of them."""
+    digest = xxhash.xxh3_64()
+    for leaf in leaves:
+        # Otherwise ("ab", "c") would be ("a", "bc").
+        digest.update(np.array([leaf.ndim, *leaf.shape], np.int64).data)
+        # True may be any byte but 0, as in images of one bit, and is 1 in a copy.
+        is_bool = leaf.dtype in (torch.bool, np.bool_)
+        digest.update(leaf_bytes(leaf & True if is_bool else leaf).data)
+    return digest.hexdigest()
+
+
+class Probes(NamedTuple):
+    """Rows that were the same in two reads, and what they show of the others."""
+
+    schema: Schema
+    digests: tuple[tuple[int, str], ...]
+    """Row and hash of each; see `hash_row`."""
+    row_s: float
+    """Seconds that reading a row takes."""
+    row_bytes: int
+    """Bytes of the largest one over all fields."""
+    typical_bytes: float
+    """Bytes of one, as the median."""
+
+
+def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+    """Read each probe row twice and hash it. The schema is found with some forms, or given."""
+    found = list[Probes]()
+    workers.run(partial(Prober, forms=forms), [num_rows], found.append)
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Reads each probe row of a dataset of so many rows twice; see `take_probes`."""
+
+    dataset: Any
+    forms: Mapping[str, Form] | Schema
+
+    def __call__(self, num_rows: int) -> Probes:
+        """Read them."""
+        rows, durations = probe_rows(num_rows), list[float]()
+        samples = list[Any]()
+        for row in rows:
+            start = perf_counter()
+            samples.append(read_sample(self.dataset, row))
+            durations.append(perf_counter() - start)
+        schema = self.forms
+        if not isinstance(schema, Schema):
+            spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
+            others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+            more = ((row, read_sample(self.dataset, row)) for row in others)
+            schema = find_schema(list(samples), list(rows), schema, more)
+        digests, sizes = [], list[int]()
+        for row, sample in zip(rows, samples, strict=True):
+            leaves = flatten_row(sample, row, schema)
+            again = flatten_row(read_sample(self.dataset, row), row, schema)
+            for field, one, other in zip(schema.fields, leaves, again, strict=True):
+                if hash_row([one]) != hash_row([other]):
+                    raise random_dataset_error(row, field.name)
+            digests.append((row, hash_row(leaves)))
+            sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
+        return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
+
+
+def random_dataset_error(row: int, field: str) -> DatasetError:
+    """Make the error for a dataset whose rows change from read to read."""
+    return DatasetError(
+        f"row {row}, field {field!r}: two reads of the same row differ, so the dataset is"
+        " random, and a store would freeze its augmentation; or it gives arrays that it later"
+        " overwrites. Take the random part out of the dataset and pass it as `transform=`, where"
+        " it runs on every batch (`lightning_memmap.transforms.PerSample` adapts a per-sample"
+        " callable); give copies of arrays that are used again"
+    )

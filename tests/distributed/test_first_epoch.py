@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_memmap.store import verify_store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.distributed.harness import ROOT, TIMEOUT_S, launch
 from tests.distributed.scenarios.first_epoch import ROWS
 from tests.preloaded import python

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.parity.first_epoch_program import ROWS, train
 from tests.preloaded import python
 

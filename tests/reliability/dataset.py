@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.store import Store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Numbered
 
 

@@ -23,9 +23,8 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Form, Values
 from lightning_memmap.schema.values import join_values
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.probes import MAX_PROBES, NUM_PROBES, find_schema, hash_row
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import stack_rows
+from lightning_memmap.store.samples import MAX_PROBES, NUM_PROBES, find_schema, hash_row, stack_rows
 
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
@@ -99,7 +98,7 @@ class Spool:
         """All rows are equally far."""
 
     def hash_row(self, row: int) -> str:
-        """Hash a row; see `lightning_memmap.store.probes.hash_row`."""
+        """Hash a row; see `lightning_memmap.store.samples.hash_row`."""
         return hash_row([next(each.rows()) for each in self.read(range(row, row + 1))])
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.store.growing import Serving
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.command_line import CommandLine
 from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
 from tests.preloaded import python
 from tests.unit.store.layout import is_empty, names_in

@@ -20,7 +20,7 @@ from lightning_memmap.store import build_store, open_store, range_writer, verify
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store import workers as workers_module
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import Workers
 from tests.datasets import Counting, Numbered, Replaced, holds
 from tests.unit.store.build_server import Build, BuildServer, killed

@@ -59,83 +59,64 @@ def adding(number: int) -> Any:
     return lambda row: row + number
 
 
+#: Attributes that differ.
+ATTRIBUTES: dict[str, tuple[Any, Any]] = {
+    "array": (np.zeros(3), np.array([0, 0, 1.0])),
+    "texts": (np.array(["a", "bc"], object), np.array(["ab", "c"], object)),
+    "dtype": (np.zeros(3, "<i4"), np.zeros(3, "<f4")),
+    "path": (Path("/a"), Path("/b")),
+    "nested": ({"size": [1, {2: (3, None)}]}, {"size": [1, {2: (3, 4)}]}),
+    "bytes": (b"a", b"b"),
+    "memory": (memoryview(b"ab"), memoryview(b"ac")),
+    "type": (None, torch.nn.ReLU()),
+    "keys": ({np.int64(1): 1}, {np.int64(2): 1}),
+    "deque": (deque([1, {2: 3}]), deque([1, {2: 4}])),
+    "packed": (array("q", [1]), array("q", [2])),
+    "object": (Slotted([1]), Slotted([2])),
+    "partial": (partial(max, 1), partial(max, 2)),
+    "code": (lambda row: row, lambda row: -row),
+    "default": (lambda row, by=1: row * by, lambda row, by=2: row * by),
+    "closure": (adding(1), adding(2)),
+    "method": (Path().exists, Path().is_dir),
+    "datasets by name": ({"a": Numbered(3)}, {"a": Numbered(3, 1)}),
+}
 CHANGED: dict[str, tuple[Any, Any, str]] = {
-    "length": (Numbered(10), Numbered(11), "its length"),
+    "length": (Numbered(10), Numbered(11), "the length"),
     "number": (Numbered(10), Numbered(10, 1), "attribute version"),
-    "class": (Numbered(10), Wrapped(Numbered(10)), "its class"),
-    "within": (Wrapped(Numbered(10)), Wrapped(Numbered(10, 1)), "attribute dataset.version"),
+    "class": (Numbered(10), Wrapped(Numbered(10)), "the class"),
+    "within": (Wrapped(Numbered(9)), Wrapped(Numbered(9, 1)), "attribute version of dataset"),
     "subset": (Subset(Numbered(9), [1, 2]), Subset(Numbered(9), [1, 3]), "attribute indices"),
     "concatenated": (
         ConcatDataset([Numbered(2), Numbered(2)]),
         ConcatDataset([Numbered(2), Numbered(2, 1)]),
-        "attribute datasets.1.version",
+        "attribute version of datasets.1",
     ),
     "tensors": (
         TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 3])),
         TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 4])),
         "attribute tensors",
     ),
-    "array": (Holder(a=np.zeros(3)), Holder(a=np.array([0, 0, 1.0])), "attribute a"),
-    "array of objects": (
-        Holder(a=np.array(["x", None])),
-        Holder(a=np.array(["y", None])),
-        "attribute a",
-    ),
-    "array of texts": (
-        Holder(a=np.array(["a", "bc"], object)),
-        Holder(a=np.array(["ab", "c"], object)),
-        "attribute a",
-    ),
-    "dtype": (Holder(a=np.zeros(3, "<i4")), Holder(a=np.zeros(3, "<f4")), "attribute a"),
-    "path": (Holder(root=Path("/a")), Holder(root=Path("/b")), "attribute root"),
-    "private text": (Holder(_root="a"), Holder(_root="b"), "attribute _root"),
-    "nested": (
-        Holder(options={"size": [1, {2: (3, None)}]}),
-        Holder(options={"size": [1, {2: (3, 4)}]}),
-        "attribute options",
-    ),
-    "bytes": (Holder(key=b"a"), Holder(key=b"b"), "attribute key"),
-    "type": (Holder(transform=None), Holder(transform=torch.nn.ReLU()), "attribute transform"),
-    "private list": (Holder(_labels=[1, 2]), Holder(_labels=[1, 3]), "attribute _labels"),
-    "private dict": (Holder(_a={(0, 0): 1}), Holder(_a={(0, 0): 2}), "attribute _a"),
-    "keys": (Holder(a={np.int64(1): 1}), Holder(a={np.int64(2): 1}), "attribute a"),
-    "deque": (Holder(a=deque([1, {2: 3}])), Holder(a=deque([1, {2: 4}])), "attribute a"),
-    "packed": (Holder(a=array("q", [1])), Holder(a=array("q", [2])), "attribute a"),
-    "object": (
-        Holder(a=Slotted([1])),
-        Holder(a=Slotted([2])),
-        "attribute a",
-    ),
-    "function of the class": (Holder(a=partial(max, 1)), Holder(a=partial(max, 2)), "attribute a"),
+    "private": (Holder(_labels=[1, 2]), Holder(_labels=[1, 3]), "attribute _labels"),
     "slots": (Slotted([1]), Slotted([2]), "attribute labels"),
-    "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "its items"),
-    "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "its items"),
+    "bare tensor": (torch.zeros(3), torch.tensor([0, 0, 1.0]), "the items"),
+    "list": ([{"x": torch.zeros(2)}], [{"x": torch.ones(2)}], "the items"),
 }
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (lambda row: row, lambda row: -row),
-        (lambda row, by=1: row * by, lambda row, by=2: row * by),
-        (adding(1), adding(2)),
-        (memoryview(b"ab"), memoryview(b"ac")),
-    ],
-)
-def test_fingerprint_of_another_function_or_memory_differs(one: Any, other: Any) -> None:
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_fingerprint_of_another_attribute_differs(kind: str) -> None:
+    one, other = ATTRIBUTES[kind]
     assert change(Holder(a=one), Holder(a=other)) == "attribute a changed"
     assert change(Holder(a=one), Holder(a=one)) is None
 
 
-def test_fingerprint_of_a_file_named_from_the_working_directory_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("labels.npy").write_bytes(b"one")
-    one = Fingerprint.of(Holder(path="labels.npy"))
-    Path("labels.npy").write_bytes(b"three")
-    changed = one.difference(Fingerprint.of(Holder(path="labels.npy")))
-    assert changed == "the file of attribute path changed"
+@pytest.mark.parametrize("kind", CHANGED)
+def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
+    one, other, name = CHANGED[kind]
+    found = change(one, other)
+    assert found is not None
+    assert name in found.removesuffix(" changed").split(" and ")[0].split(", ")
+    assert change(one, pickle.loads(pickle.dumps(one))) is None
 
 
 def test_fingerprint_of_sets_is_the_same_in_every_process() -> None:
@@ -164,15 +145,6 @@ def test_fingerprint_of_objects_that_hold_each_other_ends() -> None:
     assert change(Holder(a=one), Holder(a=one)) is None
 
 
-@pytest.mark.parametrize("kind", CHANGED)
-def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
-    one, other, name = CHANGED[kind]
-    found = change(one, other)
-    assert found is not None
-    assert name in found.removesuffix(" changed").split(" and ")[0].split(", ")
-    assert change(one, pickle.loads(pickle.dumps(one))) is None
-
-
 def test_fingerprint_of_a_changed_class_names_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +159,19 @@ def test_fingerprint_of_a_changed_class_names_its_source(
         )
         kinds.append(__import__(name).Rows)
     before, after = kinds
-    assert change(before(), after()) == "source of class Rows changed"
+    assert change(before(), after()) == "the source of class Rows changed"
     # An edit elsewhere in the same file does not concern the dataset.
     text = (tmp_path / "before.py").read_text().replace("unrelated", "irrelevant")
     (tmp_path / "again.py").write_text(text)
     assert change(before(), __import__("again").Rows()) is None
 
 
-def test_fingerprint_of_a_file_that_was_written_again_names_it(tmp_path: Path) -> None:
-    path = tmp_path / "labels.csv"
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_fingerprint_of_a_file_that_was_written_again_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("labels.csv") if is_relative else tmp_path / "labels.csv"
     path.write_text("1,2,3")
     dataset = Holder(labels=str(path), root=str(tmp_path), split="train")
     before = Fingerprint.of(dataset)
@@ -203,7 +179,7 @@ def test_fingerprint_of_a_file_that_was_written_again_names_it(tmp_path: Path) -
     assert before.difference(Fingerprint.of(dataset)) is None
     path.write_text("1,2,4")
     os.utime(path, ns=(1, 1))
-    assert before.difference(Fingerprint.of(dataset)) == ("the file of attribute labels changed")
+    assert before.difference(Fingerprint.of(dataset)) == "the file of attribute labels changed"
 
 
 def test_fingerprint_is_not_changed_by_what_reading_leaves_behind(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataset": Numbered(40)}, "its length"),
+        ({"dataset": Numbered(40)}, "the length"),
         ({"dataset": Numbered(30, 1)}, "attribute version changed"),
         ({"num_shards": 5}, "it has num_shards=24, and this one num_shards=5"),
         ({"part": (1, 3)}, "it has num_parts=2, and this one num_parts=3"),

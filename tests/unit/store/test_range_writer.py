@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memmap.store import build_store, range_writer
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Wrapped, holds
 
 _PATIENCE_S = 60.0

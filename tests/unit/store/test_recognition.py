@@ -19,7 +19,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import build_store, open_store, range_writer, verify_store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
 from tests.unit.store.layout import building_path, files_of, names_in
@@ -239,7 +239,7 @@ def test_rebuild_of_another_identity_with_the_same_rows_compares_them_once(
         build(dataset, tmp_path)
         assert len(dataset.rows) == num_read
     (line,) = caplog.messages
-    assert "its class" in line
+    assert "the class" in line
     assert "All 3,000 rows are compared" in line
     assert "give a fingerprint of your own" in line
     assert verify_store(tmp_path / "s") == []

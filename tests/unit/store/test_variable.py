@@ -17,7 +17,7 @@ from lightning_memmap.loading import FormedCollate
 from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
-from lightning_memmap.store.probes import probe_rows
+from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
 from tests.datasets import Counting, Ragged, Replaced, Wrapped
 from tests.unit.store.layout import names_in
