@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.data import extract_batch_size
 from rich import get_console
 from rich.table import Table
@@ -112,7 +111,9 @@ class RunSummary(L.Callback):
     def _print(self, trainer: L.Trainer, stage: str) -> None:
         # On every rank, because a metric that is computed here for the first time synchronises.
         metrics = dict(trainer.callback_metrics)
-        _print_table(self._table(stage, metrics))
+        if trainer.is_global_zero:
+            # The console of Lightning's rich progress bar: another one would disturb the bar.
+            get_console().print(self._table(stage, metrics))
 
     def _table(self, stage: str, metrics: Mapping[str, Tensor]) -> Table:
         table = Table(title="Run summary", title_justify="left", show_header=False)
@@ -173,9 +174,3 @@ def _now_s(trainer: L.Trainer) -> float:
     if trainer.strategy.root_device.type != "cpu":
         torch.accelerator.synchronize(trainer.strategy.root_device)
     return perf_counter()
-
-
-@rank_zero_only
-def _print_table(table: Table) -> None:
-    # The console of Lightning's rich progress bar: printing to another one would disturb the bar.
-    get_console().print(table)

@@ -52,14 +52,8 @@ from lightning_memmap.strategies._fsdp2_wrap import (
 #: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
 #: the processes that it is sharded over.
 _SHARDED: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
-#: By the Trainer's precision, what units compute in; None for the dtype of their parameters.
-_COMPUTE_DTYPES = {
-    "32-true": None,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": None,
-    "16-true": None,
-    "64-true": None,
-}
+#: What the Trainer's precision may be.
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
 
 
 class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
@@ -190,15 +184,15 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             )
 
     def _compute_dtype(self) -> torch.dtype | None:
-        """What units compute in, by the Trainer's precision; a ValueError for an unknown one."""
+        """What units compute in, if not in the dtype of their parameters."""
         plugin = self.precision_plugin
         known = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
-        if type(plugin) not in known or plugin.precision not in _COMPUTE_DTYPES:
+        if type(plugin) not in known or plugin.precision not in _PRECISIONS:
             raise ValueError(
                 f"Trainer(precision={plugin.precision!r}): memmap_fsdp2 does not support"
-                f" {type(plugin).__name__}; choose one of {', '.join(_COMPUTE_DTYPES)}"
+                f" {type(plugin).__name__}; choose one of {', '.join(_PRECISIONS)}"
             )
-        return _COMPUTE_DTYPES[plugin.precision]
+        return torch.bfloat16 if plugin.precision == "bf16-mixed" else None
 
     @contextmanager
     @override

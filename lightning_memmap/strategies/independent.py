@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from rich import get_console
 from typing_extensions import override
 
-from lightning_memmap.errors import MemberError
+from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import OneNode, started_in_several
@@ -232,8 +232,8 @@ class IndependentStrategy(OneNode):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if num_members is not None and num_members < 1:
-            raise ValueError(f"num_members={num_members}: at least 1; omit it for one per device")
+        if num_members is not None:
+            check_integer("num_members", num_members, 1, "at least 1; omit it for one per device")
         #: Set by the Trainer.
         self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
