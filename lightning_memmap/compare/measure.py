@@ -30,8 +30,7 @@ from lightning_memmap.compare.memory import (
 from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, hash_batch
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.loading.nested import named_leaves
-from lightning_memmap.loading.variable_leaves import dense_tensors
+from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.placement import DataTopology, data_parallel_rank
 
 _ACTIONS = {

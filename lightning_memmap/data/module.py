@@ -24,7 +24,6 @@ from lightning_memmap.data.options import (
     DataOptions,
     Option,
     OptionAttributes,
-    without_loader_options,
 )
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import Planner, SetUp
@@ -168,7 +167,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         ValueError: An argument is out of range, or two of them exclude each other.
     """
 
-    @without_loader_options
     def __init__(
         self,
         train_dataset: AnyDataset | dict[str, AnyDataset | None] | None = None,
@@ -302,17 +300,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @override
     def __str__(self) -> str:
-        """The rows of each split that is set up, in the form of Lightning's own data modules."""
-        lines = []
-        for kind, name in zip(SPLITS, ("Train", "Validation", "Test", "Predict"), strict=True):
-            sizes = []
-            for split in self._splits_of(kind):
-                rows = self._rows.get(split)
-                sizes.append("None" if rows is None else f"size={rows.pool.num_rows}")
-            if kind != "train" and has_several(self.datasets[kind]):
-                sizes = [f"{number}. {size}" for number, size in enumerate(sizes, 1)]
-            lines.append(f"{{{name} dataloader: {' ; '.join(sizes)}}}")
-        return "\n".join(lines)
+        """The rows of each split that is set up."""
+        rows = {split: each.pool.num_rows for split, each in self._rows.items()}
+        return f"{type(self).__name__}(rows={rows})"
 
     @property
     def _split_stores(self) -> SplitStores:

@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import msgspec
 
 from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
-from lightning_memmap.errors import with_article
 from lightning_memmap.loading import BatchLoader, SuperBatchLoader
-from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.loading.state import Count, LoaderState
+
+
+class _Saved(msgspec.Struct):
+    """The state of a data module."""
+
+    train: Any = None
+    num_trained: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -22,18 +29,14 @@ class Resume:
     @classmethod
     def read(cls, state: object) -> "Resume | None":
         """Check what is loaded for a data module. Subclasses may have added to it."""
-        if not isinstance(state, Mapping):
+        try:
+            read = msgspec.convert(state, _Saved)
+        except msgspec.ValidationError as error:
             raise ValueError(
-                f"the state of the data module is {with_article(type(state).__name__)}: give"
-                " load_state_dict the dict that state_dict has returned"
-            )
-        num_trained = state.get("num_trained")
-        if num_trained is not None and not (type(num_trained) is int and num_trained >= 0):
-            raise ValueError(
-                f"the state of the data module has num_trained={num_trained!r}, which is no number"
-                " of batches: resume from a checkpoint that this version has written"
-            )
-        return cls(LoaderState.read(state["train"]), num_trained) if "train" in state else None
+                f"the state of the data module cannot be loaded: {error}: give load_state_dict the"
+                " dict that state_dict has returned"
+            ) from error
+        return None if read.train is None else cls(LoaderState.read(read.train), read.num_trained)
 
     def as_dict(self) -> dict[str, Any]:
         """What `read` has read."""

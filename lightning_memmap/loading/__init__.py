@@ -2,12 +2,12 @@
 
 split            the sources of a split, made for its placement
 row_source       what a source is: memory, or a stream
-memory           rows in the file mapping, or copied (places)
-stream           rows read window by window (stream_layout, window_sizes, runs, row_file)
-fetch            the rows of coming steps (steps, buffers, device_streams)
+memory           rows in the file mapping, or copied, and where each of them is
+stream           rows read window by window (stream_layout, runs, row_file)
+fetch            the rows of coming steps (buffers, device_streams)
 decoding         images of the next step are decoded while a step is used (image_decoder)
 variable_rows    rows that differ in length, not copied yet: padded, jagged or listed
-variable_batch   nests a batch, each field in its form (variable_leaves)
+variable_batch   nests a batch, each field in its form
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (nested)
 loader           super-batches in an order, or assembled (state, prefetch)

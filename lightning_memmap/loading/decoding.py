@@ -18,8 +18,7 @@ from lightning_memmap.images import ImageError
 from lightning_memmap.loading.buffers import BufferPool, Buffers
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.row_source import released_error
-from lightning_memmap.loading.steps import Fetched
+from lightning_memmap.loading.row_source import Fetched, released_error
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Sampler
 

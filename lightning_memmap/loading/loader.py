@@ -8,6 +8,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -15,10 +16,9 @@ from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import prefetched
-from lightning_memmap.loading.row_source import released_error
+from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.loading.steps import Fetched, Steps
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement import DataTopology
@@ -121,12 +121,12 @@ class SuperBatchLoader:
         steps, counts = self._delivered
         if counts is not None and self._progress is not None:
             steps -= self._progress.num_untrained(counts)
-        began = replace(self._began, skipped=self.skipped)
+        began = msgspec.structs.replace(self._began, skipped=self.skipped)
         if steps <= began.steps:
             return began.as_dict()
         schedule = self._schedule(began.position, began.epoch)
         _, position = schedule.bounds(steps - began.steps - 1)
-        return replace(began, position=position, steps=steps).as_dict()
+        return msgspec.structs.replace(began, position=position, steps=steps).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood, if the next iteration is of the same epoch."""
@@ -212,7 +212,12 @@ class SuperBatchLoader:
 
     def _state_at_start(self) -> LoaderState:
         order = self.order
-        return LoaderState(order.identity, order.num_positions, self.seed, self._epoch)
+        return LoaderState(
+            sampler=order.identity,
+            num_positions=order.num_positions,
+            seed=self.seed,
+            epoch=self._epoch,
+        )
 
     def _start(self) -> LoaderState:
         """Where the epoch begins: at its first row, or where a saved loader stood."""

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_memmap.loading.device_streams import SideStreams
-from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.variable_leaves import dense_tensors
 
 
 class _Ready(NamedTuple):

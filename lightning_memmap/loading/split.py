@@ -18,9 +18,9 @@ from lightning_memmap.loading.memory import (
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import StreamLayout
-from lightning_memmap.loading.window_sizes import (
+from lightning_memmap.loading.stream_layout import (
     LOOKUP_BYTES,
+    StreamLayout,
     largest_window,
     largest_window_steps,
 )

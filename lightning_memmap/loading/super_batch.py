@@ -14,19 +14,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.loading.nested import named_leaves, rebuilt
+from lightning_memmap.loading.nested import (
+    dense_tensors,
+    interleaved,
+    is_on,
+    is_variable,
+    named_leaves,
+    rebuilt,
+    sent_leaf,
+)
 from lightning_memmap.loading.transform import (
     BatchTransform,
     DeviceTransform,
     OnSuperBatch,
     check_callable,
-)
-from lightning_memmap.loading.variable_leaves import (
-    dense_tensors,
-    interleaved,
-    is_on,
-    is_variable,
-    sent_leaf,
 )
 from lightning_memmap.loading.variable_rows import VariableRows, send_rows
 from lightning_memmap.schema import RowList

@@ -1,17 +1,9 @@
 """Placement: where each shard lives, and whether it fits.
 
-topology  the data devices, and where batches are assembled
-budgets   how much memory shards may take
-plan      which shard lives where
-table     the plan for people
+topology  the data devices, how much memory shards may take, where batches are assembled
+plan      which shard lives where, decided and as a table
 """
 
-from lightning_memmap.placement.budgets import (
-    check_device,
-    check_memory_fraction,
-    device_budgets,
-    free_bytes,
-)
 from lightning_memmap.placement.plan import (
     HeldShards,
     Placement,
@@ -19,12 +11,16 @@ from lightning_memmap.placement.plan import (
     SplitPlacement,
     SplitSize,
     check_residency,
+    placement_table,
     plan_placement,
 )
-from lightning_memmap.placement.table import placement_table
 from lightning_memmap.placement.topology import (
     DataTopology,
+    check_device,
+    check_memory_fraction,
     data_parallel_rank,
+    device_budgets,
+    free_bytes,
     local_processes,
     topology_of,
 )

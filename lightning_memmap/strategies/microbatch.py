@@ -15,8 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memmap.loading.nested import named_leaves, rebuilt
-from lightning_memmap.loading.variable_leaves import interleaved, is_variable
+from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
 
 _WITH_ROWS = (Tensor, TensorDictBase)
 

@@ -281,13 +281,6 @@ def test_options_that_do_not_fit_are_refused(
         make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
 
 
-def test_options_that_fit_are_accepted(tmp_path: Path) -> None:
-    strategy = FSDP2Strategy(replicate_size=2, reshard_after_forward=2, reduce_dtype="bfloat16")
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=8)
-    assert trainer.strategy is strategy
-    assert (trainer.world_size, trainer.precision) == (8, "32-true")
-
-
 def test_default_units_are_the_items_of_the_largest_list() -> None:
     blocks = nn.ModuleList(Block() for _ in range(3))
     module = nn.Module()

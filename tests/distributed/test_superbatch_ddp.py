@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.distributed.harness import global_batches, launch, mean_losses
@@ -55,25 +54,6 @@ def test_groups_of_devices_are_processes_and_train_as_one(
         "rows": ROWS,
     }
     assert_as_one_process(launch(FIT, tmp_path, processes=processes, **options), one_process)
-
-
-@pytest.mark.parametrize(
-    ("group", "line"),
-    [
-        (1, "4 processes train, each from the rows of 1 data device"),
-        (2, "2 processes train, each from the rows of 2 data devices"),
-    ],
-)
-def test_start_says_how_many_processes_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, line: str
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("lightning_memmap.strategies.superbatch_ddp.rank_zero_info", said.append)
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: None)
-    strategy = SuperBatchDDPStrategy(data_devices_per_process=group)
-    make_trainer(tmp_path, strategy=strategy, devices=4)
-    strategy.setup_environment()
-    assert said == [f"memmap_superbatch_ddp: {line}"]
 
 
 def test_two_nodes_by_torchrun_train_as_one(tmp_path: Path, one_process: dict[str, Any]) -> None:

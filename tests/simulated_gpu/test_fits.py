@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.placement import budgets
+from lightning_memmap.placement import topology
 from lightning_memmap.strategies import (
     DataParallelStrategy,
     LocalModelParallelStrategy,
@@ -228,7 +228,7 @@ def test_shards_of_a_device_in_several_places_have_the_bits_of_the_cpu(
     tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch, host_bytes: int
 ) -> None:
     """A budget of some shards: the others stay in host memory, or in the mapping."""
-    monkeypatch.setattr(budgets, "available_bytes", lambda: host_bytes)
+    monkeypatch.setattr(topology, "available_bytes", lambda: host_bytes)
     options: dict[str, Any] = {"residency": "auto", "memory_fraction": 2e-6}
     check(tmp_path, SuperBatchStrategy, transform=noisy, **options)
 

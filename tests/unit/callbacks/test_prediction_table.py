@@ -243,10 +243,6 @@ class TestStructure:
         assert not [*store.files.glob("*.tmp")]
         assert verify_store(store.path) == []
 
-    def test_predictions_of_bfloat16_keep_their_dtype(self, tmp_path: Path) -> None:
-        store = predict(tmp_path, precision="bf16-true")
-        assert [field.dtype for field in store.schema.fields] == [torch.int64, torch.bfloat16]
-
     def test_predictions_that_need_gradients_are_stored(self, tmp_path: Path) -> None:
         def differentiate(batch: Any, _: int) -> Tensor:
             with torch.enable_grad():

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
 from lightning_memmap.loading import Padded, SuperBatch
-from lightning_memmap.placement import budgets
+from lightning_memmap.placement import topology
 from lightning_memmap.sampling import ShuffledSampler, default_window
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, joined, take_steps
@@ -147,7 +147,7 @@ class TestArguments:
         data.prepare_data()
         num_bytes = open_store(data.store_directory / "train").manifest.num_bytes
         num_bytes += open_store(data.store_directory / "val").manifest.num_bytes
-        monkeypatch.setattr(budgets, "available_bytes", lambda: 3 * num_bytes)
+        monkeypatch.setattr(topology, "available_bytes", lambda: 3 * num_bytes)
         for num_processes, fits in ((3, True), (4, False)):
             strategy = SingleDeviceStrategy("cpu")
             monkeypatch.setattr(strategy, "num_processes", num_processes, raising=False)

@@ -10,8 +10,7 @@ import torch
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, device_streams, load_split
 from lightning_memmap.loading.device_streams import upload
-from lightning_memmap.loading.nested import named_leaves, rebuilt
-from lightning_memmap.loading.variable_leaves import dense_tensors, sent_leaf
+from lightning_memmap.loading.nested import dense_tensors, named_leaves, rebuilt, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
-from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
 from lightning_memmap.loading.variable_batch import NumberedCollate
-from lightning_memmap.loading.variable_leaves import dense_tensors, is_on, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows

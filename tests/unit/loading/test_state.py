@@ -28,22 +28,16 @@ STATE = {
     "steps": 2,
 }
 #: What is changed, and what the error says of it.
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"position": -3}, r"position=-3: it must be a whole number, 0 or more"),
-    ({"position": 98}, r"position=98: it must be within num_positions=97"),
-    ({"position": "16"}, r"position='16': it must be a whole number"),
-    ({"position": 16.0}, r"position=16\.0: it must be a whole number"),
-    ({"position": True}, r"position=True: it must be a whole number"),
-    ({"position": None}, r"position=None: it must be a whole number"),
-    ({"epoch": -1}, r"epoch=-1: it must be a whole number, 0 or more"),
+WRONG: list[tuple[Any, str]] = [
+    ({"position": -3}, r"int` >= 0 - at `\$\.position`"),
+    ({"position": 98}, r"position=98 of num_positions=97"),
+    *(({"position": wrong}, r"Expected `int`.*\$\.position") for wrong in ("16", 16.5, True, None)),
     ({"steps": 17}, r"steps=17: each step has at least one of the position=16 rows"),
     ({"steps": 0}, r"steps=0: each step has at least one"),
-    ({"num_positions": 15}, r"position=16: it must be within num_positions=15"),
-    ({"num_positions": [97]}, r"num_positions=\[97\]: it must be a whole number"),
-    ({"seed": "x"}, r"seed='x': it must be a whole number"),
-    ({"sampler": 1}, r"sampler=1: it is not the identity of a sampler"),
-    ({"sampler": {"shards": 3}}, r"sampler=.*shards.*: it is not the identity of a sampler"),
-    ({"weights": 1}, r"it has weights, which this version of lightning_memmap does not know"),
+    ({"num_positions": 15}, r"position=16 of num_positions=15"),
+    ({"sampler": 1}, r"Expected `object`.*\$\.sampler"),
+    ({"sampler": {"shards": 3}}, r"Expected `object`.*\$\.shards"),
+    ({"weights": 1}, r"unknown field `weights`"),
 ]
 #: Another order, and what the error of the epoch says of it.
 OTHER_ORDERS: list[tuple[dict[str, Any], str]] = [
@@ -77,17 +71,12 @@ def test_state_with_a_wrong_value_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("state", "found"), [(None, "a NoneType"), ([], "a list"), ("state", "a str"), (3, "an int")]
+    "state", [None, [], "state", {k: v for k, v in STATE.items() if k != "seed"}]
 )
-def test_state_that_is_no_dict_is_refused(numbered_store: Stores, state: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=rf"it is {found}, not a dict"):
-        make_loader(numbered_store(97, 24)).load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", STATE)
-def test_state_that_lacks_a_key_is_refused(numbered_store: Stores, name: str) -> None:
-    state = {key: value for key, value in STATE.items() if key != name}
-    with pytest.raises(ValueError, match=f"it lacks {name}"):
+def test_state_that_is_no_dict_or_lacks_a_key_is_refused(
+    numbered_store: Stores, state: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"Expected `object`|missing required field `seed`"):
         make_loader(numbered_store(97, 24)).load_state_dict(state)
 
 
@@ -110,7 +99,7 @@ def name_in_error(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if f"{name}=" not in str(error):
+        if f"{name}=" not in str(error) and f"$.{name}" not in str(error):
             raise AssertionError(f"{name} is not named") from error
         raise
 
@@ -120,7 +109,7 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
     for each in (loader, other):
         list(take_steps(each, 2))
     before = loader.state_dict()
-    with pytest.raises(ValueError, match="position=-1"):
+    with pytest.raises(ValueError, match=r"\$\.position"):
         loader.load_state_dict({**before, "position": -1})
     assert loader.state_dict() == before
     assert epoch_rows(loader) == epoch_rows(other)
@@ -129,11 +118,11 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ([], "the state of the data module is a list"),
-        ({"train": {**STATE, "position": -3}}, "position=-3"),
-        ({"train": 3}, "it is an int, not a dict"),
-        ({"num_trained": -1}, "num_trained=-1, which is no number of batches"),
-        ({"num_trained": True}, "num_trained=True, which is no number of batches"),
+        ([], "the state of the data module cannot be loaded"),
+        ({"train": {**STATE, "position": -3}}, "position"),
+        ({"train": 3}, "Expected `object`"),
+        ({"num_trained": -1}, "num_trained"),
+        ({"num_trained": True}, "num_trained"),
     ],
 )
 def test_state_of_a_data_module_that_is_wrong_is_refused(state: Any, words: str) -> None:

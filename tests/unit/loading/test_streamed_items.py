@@ -16,8 +16,7 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import StreamMemory
-from lightning_memmap.loading.window_sizes import LOOKUP_BYTES, largest_window
+from lightning_memmap.loading.stream_layout import LOOKUP_BYTES, StreamMemory, largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     Pool,

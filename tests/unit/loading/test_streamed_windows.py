@@ -16,8 +16,12 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.memory import SeriesPlaces
 from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory, located_steps
-from lightning_memmap.loading.window_sizes import largest_window_steps
+from lightning_memmap.loading.stream_layout import (
+    StreamLayout,
+    StreamMemory,
+    largest_window_steps,
+    located_steps,
+)
 from lightning_memmap.sampling import (
     Bucketed,
     Pool,

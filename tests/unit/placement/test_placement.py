@@ -18,12 +18,13 @@ from lightning_memmap.placement import (
     Placement,
     Residency,
     SplitSize,
-    budgets,
     check_device,
     device_budgets,
+    free_bytes,
     local_processes,
     placement_table,
     plan_placement,
+    topology,
 )
 from lightning_memmap.sampling import Integers, Pool, Shards, shard_rows
 from lightning_memmap.sizes import format_bytes, parse_bytes
@@ -252,9 +253,9 @@ class TestBudgets:
         self, free: int, fraction: float, processes: int
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(budgets, "available_bytes", lambda: free)
-            budget = budgets.device_budgets((CPU, CPU), fraction, processes)[CPU]
-            alone = budgets.device_budgets((), fraction)[CPU]
+            patch.setattr(topology, "available_bytes", lambda: free)
+            budget = device_budgets((CPU, CPU), fraction, processes)[CPU]
+            alone = device_budgets((), fraction)[CPU]
         assert budget * processes <= alone <= free * fraction
         assert budget * processes > alone - processes
 
@@ -268,9 +269,9 @@ class TestBudgets:
             memory_allocated=lambda device: 300,
         )
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-        assert budgets.free_bytes(torch.device("xpu", 1)) == 1200
+        assert free_bytes(torch.device("xpu", 1)) == 1200
         with pytest.raises(ValueError, match="there are: cpu, xpu:0, xpu:1"):
-            budgets.free_bytes(torch.device("xpu", 2))
+            free_bytes(torch.device("xpu", 2))
 
     def test_run_of_several_processes_says_how_many_share_the_machine(self) -> None:
         for strategy, expected in (
