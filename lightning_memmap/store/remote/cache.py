@@ -57,6 +57,8 @@ _IN_USE = ".in_use"
 _ROOM_BYTES = 2**20
 #: A fetch of fewer bytes shows no progress.
 _SHOWN_BYTES = 64 * 2**20
+#: How long a fetch that is stopped may take to end.
+_PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -255,6 +257,8 @@ class _Fetching(Supply):
     @override
     def close(self) -> None:
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
         self._stop, self._thread, self._error = Event(), None, None
 
 
