@@ -44,7 +44,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     default_window,
 )
-from lightning_memmap.sampling.factory import made_sampler
+from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed

@@ -22,7 +22,7 @@ from lightning_memmap.sampling import default_shards
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.table import TableBuild, TableWriter, check_place
+from lightning_memmap.store.writing import TableBuild, TableWriter, check_place
 
 
 class PredictionTable(BasePredictionWriter):

@@ -1,7 +1,7 @@
 """``lightning-memmap rows``: the rows of any step, looked up without any data being loaded."""
 
 import json as json_format
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,33 +64,10 @@ class RowsOptions:
             raise ValueError(f"show={self.show!r} with json=True: give one of the two")
 
 
-@dataclass(frozen=True)
-class DeviceRows:
-    """The rows that one data device gives in a step."""
-
-    device: int
-    rank: int
-    rows: list[Any]
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The rows of a step."""
-
-    epoch: int
-    step: int
-    first: int
-    last: int
-    rows: list[Any]
-    devices: list[DeviceRows]
-    run_step: int
-    is_skipped: bool
-
-
 def step_rows(
     data: MemmapDataModule, order: Sampler, topology: DataTopology, epoch: int, step: int
-) -> StepRows:
-    """The rows of a step of an epoch, whether it is left out or not."""
+) -> dict[str, Any]:
+    """The rows of a step of an epoch, whether it is left out or not, and of each data device."""
     count = topology.num_data_devices
     size = data.batch_size * count
     schedule = BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
@@ -98,14 +75,24 @@ def step_rows(
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
     found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
-    devices = [
-        DeviceRows(device, device % topology.size, found[(device - first) % count :: count])
-        for device in range(count)
-    ]
     skipped = SkippedSteps().adding(steps_to_skip(data.skip_steps), schedule).of_epoch(epoch)
-    is_skipped = any(begin <= first < end for begin, end in skipped)
-    run_step = epoch * len(schedule) + step
-    return StepRows(epoch, step, first, last, found, devices, run_step, is_skipped)
+    return {
+        "epoch": epoch,
+        "step": step,
+        "first": first,
+        "last": last,
+        "rows": found,
+        "devices": [
+            {
+                "device": device,
+                "rank": device % topology.size,
+                "rows": found[(device - first) % count :: count],
+            }
+            for device in range(count)
+        ],
+        "run_step": epoch * len(schedule) + step,
+        "is_skipped": any(begin <= first < end for begin, end in skipped),
+    }
 
 
 def rows_parser() -> BriefParser:
@@ -139,26 +126,27 @@ def rows(args: list[str]) -> int:
         print_error(error)
         return 2
     if question.json:
-        print(json_format.dumps(asdict(step)))
+        print(json_format.dumps(step))
         return 0
     console = Console(markup=False)
     console.print(_title(order, step), soft_wrap=True)
     table = Table()
     for name in ("data device", "rank", "rows"):
         table.add_column(name, overflow="fold")
-    for each in step.devices:
-        table.add_row(str(each.device), str(each.rank), " ".join(map(_name, each.rows)))
+    for each in step["devices"]:
+        table.add_row(str(each["device"]), str(each["rank"]), " ".join(map(_name, each["rows"])))
     console.print(table)
     if question.show is not None:
         console.print(question.show, soft_wrap=True)
     return 0
 
 
-def _title(order: Sampler, step: StepRows) -> str:
-    left_out = ", left out by skip_steps" if step.is_skipped else ""
+def _title(order: Sampler, step: dict[str, Any]) -> str:
+    left_out = ", left out by skip_steps" if step["is_skipped"] else ""
     return (
-        f"epoch {step.epoch}, step {step.step}: positions {step.first} to {step.last - 1} of"
-        f" {order.num_positions}, {type(order).__name__}; step {step.run_step} of the run{left_out}"
+        f"epoch {step['epoch']}, step {step['step']}: positions {step['first']} to"
+        f" {step['last'] - 1} of {order.num_positions}, {type(order).__name__};"
+        f" step {step['run_step']} of the run{left_out}"
     )
 
 
@@ -167,15 +155,15 @@ def _name(row: Any) -> str:
     return f"{_name(row[0])}:{row[1]}" if isinstance(row, list) else str(row)
 
 
-def _write_page(path: Path, store: Store, order: Sampler, step: StepRows) -> None:
+def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) -> None:
     names = [
-        f"row {_name(row)}, data device {position % len(step.devices)}"
-        for position, row in enumerate(step.rows, step.first)
+        f"row {_name(row)}, data device {position % len(step['devices'])}"
+        for position, row in enumerate(step["rows"], step["first"])
     ]
-    rows = order.dataset_rows(step.epoch, range(step.first, step.last))
+    rows = order.dataset_rows(step["epoch"], range(step["first"], step["last"]))
     values = values_of(store, order.pool.rows.stored_rows(rows).tolist())
     samples = [*zip(names, values, strict=True)]
-    title = f"Epoch {step.epoch}, step {step.step}"
+    title = f"Epoch {step['epoch']}, step {step['step']}"
     path.parent.mkdir(parents=True, exist_ok=True)
     section = Section(title, [_title(order, step), store.location], samples)
     path.write_text(render_page("samples.html", sections=[section]), encoding="utf-8")

@@ -30,13 +30,11 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.building import rows_of_unfinished
-from lightning_memmap.store.checksums import hashed_bytes
-from lightning_memmap.store.directory import KEY
+from lightning_memmap.store.directory import KEY, unknown_files
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, check_path, place_of
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.store.verify import unknown_files
 from lightning_memmap.tables import printable, render_page
 
 #: The most letters of the names of classes.
@@ -185,7 +183,7 @@ def _verify(path: str) -> int:
         try:
             if isinstance(store, Exception):
                 raise store
-            with show_progress("verifying", hashed_bytes(store.manifest.columns), 1) as advance:
+            with show_progress("verifying", sum(store.manifest.file_bytes.values()), 1) as advance:
                 damages = verify_store(store.location, advance=advance)
         except (MemmapError, OSError) as error:
             print_error(error)

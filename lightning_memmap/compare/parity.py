@@ -14,13 +14,20 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_memmap.compare.memory import batches_of
 from lightning_memmap.compare.metrics import Rank, shares_of
-from lightning_memmap.loading import Padded, RowList
+from lightning_memmap.loading import Padded, RowList, SuperBatch
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.transform import takes_generator
+from lightning_memmap.strategies.microbatch import MicroBatches
 
 MODULUS = 2**64
+
+
+def batches_of(batch: Any) -> list[Any]:
+    """The batches in what a callback receives as a batch."""
+    if isinstance(batch, SuperBatch):
+        return batch.batches
+    return batch.parts if isinstance(batch, MicroBatches) else [batch]
 
 
 def hash_batch(batch: Any) -> int:

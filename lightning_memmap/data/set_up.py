@@ -17,7 +17,7 @@ from lightning_memmap.placement import (
     plan_placement,
 )
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
-from lightning_memmap.sampling.factory import made_sampler
+from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed

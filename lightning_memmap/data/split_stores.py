@@ -13,7 +13,6 @@ from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, nearest
 from lightning_memmap.sampling import Integers, Rows, Selection
-from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.directory import is_store, stores_within
@@ -199,7 +198,7 @@ class SplitStores:
             return store.chosen([self._subset(part, each) for part, each in pairs])
         return store.rows(self._subset(split, store))
 
-    def _subset(self, split: str, store: Store) -> Integers | Numbers | None:
+    def _subset(self, split: str, store: Store) -> Integers | None:
         selection = self.options.selection(split)
         if selection is None:
             return None

@@ -23,7 +23,7 @@ from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
-from lightning_memmap.sampling.differences import difference_of
+from lightning_memmap.sampling.identity import difference_of
 from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import SkippedSteps
 
@@ -156,8 +156,6 @@ class SuperBatchLoader:
 
     def assembled(self, device: torch.device, prefetch: int = 0) -> "SuperBatchLoader":
         """The same loader with batches that are assembled on a device."""
-        if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch}: the steps made ready ahead, 0 for none")
         loader = copy.copy(self)
         loader.device, loader.prefetch = device, prefetch
         return loader
@@ -226,7 +224,7 @@ class SuperBatchLoader:
             self._check_order(saved, start)
             start = saved
         pieces = self._schedule(start.position, start.epoch).pieces
-        left = min((piece.last - piece.first for piece in pieces), default=0)
+        left = min((piece.edge(len(piece)) - piece.first for piece in pieces), default=0)
         num_devices = self._rows.topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(

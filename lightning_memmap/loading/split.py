@@ -183,5 +183,5 @@ def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[np.asarray(pool.rows_of(shard), np.int64) % stored.num_shards] = True
+        found[pool.rows_of(shard) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]

@@ -30,14 +30,8 @@ class DataTopology:
     def __post_init__(self) -> None:
         if not self.data_devices:
             raise ValueError("data_devices=(): at least one device must hold the data")
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank={self.rank}: outside the {self.size} processes")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: the steps made ready ahead, 0 for none")
-        if self.num_local_processes < 1:
-            raise ValueError(
-                f"num_local_processes={self.num_local_processes}: at least 1, for this process"
-            )
 
     @property
     def num_data_devices(self) -> int:

@@ -2,34 +2,44 @@
 
 Integers only: no file, no tensor, no device.
 
-    shards        how rows are divided into shards, and how these lie in files
-    rows          what is ordered: rows of a store, some of them, of several stores, windows
+    rows          what is ordered: rows of a store, some of them, of several stores, windows; and
+                  how these are divided into shards
     pool          which rows each shard has
-    sampler       an order: draws from the pool, permutes, arranges; dataset order, and shuffled
+    sampler       an order: draws from the pool, permutes, arranges; dataset order, and shuffled;
+                  and what makes one
     weighted, bucketed, mixture, curriculum
                   the other orders, each with what makes it of a user's options
-    factory       what all these makers have in common
     permutations  the order within shards, from random bits
     selection     which rows of which store each split has
-    schedule      how an epoch is divided into steps
-    windows       how an epoch is divided into what is read from disk at once
-    identity      what tells orders from each other
-    differences   in which way two of them differ, in words
+    schedule      how an epoch is divided into steps, and into what is read from disk at once
+    identity      what tells orders from each other, also in words
 """
 
 from lightning_memmap.sampling.bucketed import Bucketed
 from lightning_memmap.sampling.curriculum import Curriculum
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.pool import Pool, spans_of
-from lightning_memmap.sampling.rows import JoinedRows, Rows, StoreRows, WindowedRows
+from lightning_memmap.sampling.rows import (
+    Integers,
+    JoinedRows,
+    Rows,
+    Shards,
+    StoreRows,
+    WindowedRows,
+    default_shards,
+    divisors,
+    shard_rows,
+    striping,
+)
 from lightning_memmap.sampling.sampler import (
+    Fields,
     Sampler,
+    SamplerFactory,
     SequentialSampler,
     ShuffledSampler,
     derive_seed,
 )
-from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.sampling.schedule import BatchSchedule, ReadWindows, default_window
 from lightning_memmap.sampling.selection import (
     Holdout,
     KFold,
@@ -38,16 +48,7 @@ from lightning_memmap.sampling.selection import (
     Selection,
     Subset,
 )
-from lightning_memmap.sampling.shards import (
-    Integers,
-    Shards,
-    default_shards,
-    divisors,
-    shard_rows,
-    striping,
-)
 from lightning_memmap.sampling.weighted import Weighted
-from lightning_memmap.sampling.windows import ReadWindows, default_window
 
 __all__ = [
     "BatchSchedule",

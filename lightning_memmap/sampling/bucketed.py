@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import call_text, check_integer
-from lightning_memmap.sampling.factory import Fields, SamplerFactory, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.sampling.shards import Integers, Shards
+from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, one_by_row
 
 #: Buckets that are exchanged with each other, at least.
 _GROUP = 4

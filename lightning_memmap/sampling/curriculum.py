@@ -9,10 +9,15 @@ import numpy as np
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import call_text
-from lightning_memmap.sampling.factory import Fields, SamplerFactory, made_sampler
 from lightning_memmap.sampling.pool import Pool, united
-from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
-from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    ShuffledSampler,
+    made_sampler,
+)
 
 #: What makes a sampler; None for rows that are shuffled. In this form and at this place,
 #: jsonargparse writes it as null into a config that it prints.

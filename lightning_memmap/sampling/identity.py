@@ -1,15 +1,30 @@
-"""Identities: what tells a value that decides the order of rows from any other."""
+"""Identities: what tells a value that decides the order of rows from any other, and in words."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from typing_extensions import override
 
-#: Numbers that are hashed at once.
-_HASHED = 2**17
+#: From what says most to what says least. All other names come first.
+_VAGUE = ("sampler", "", "num_positions", "num_rows", "length", "digest")
+_REMEDIES = {
+    "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
+    "num_positions": "the num_samples and the rows of the checkpoint",
+    "positions of sets": "the shares, num_samples and training sets of the checkpoint",
+    "global_batch": "the batch size and the number of devices of the checkpoint",
+    "num_rows": "the dataset, subset and windows of the checkpoint",
+    "stores": "the training sets of the checkpoint",
+    "subset": "the subset of the checkpoint",
+    "windows": "the windows of the checkpoint",
+    "digest": "the rows, shares, weights and lengths of the checkpoint",
+}
+#: In place of what an order lacks.
+_LACKING = "nothing"
+#: Digits of a digest that are shown.
+_DIGITS = 8
 
 
 @runtime_checkable
@@ -36,11 +51,6 @@ class Numbers:
         """The length and a digest of the content."""
         return {"length": len(self), "digest": self.digest}
 
-    def at(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The numbers at some places."""
-        found: NDArray[Any] = self.array[index]
-        return found
-
     def __len__(self) -> int:
         return len(self.array)
 
@@ -54,31 +64,69 @@ class Numbers:
         return f"{type(self).__name__}({len(self)} of digest {self.digest[:8]})"
 
 
-class Repeating(Numbers):
-    """The numbers below a limit that leave some remainders, ascending: none of them is kept."""
-
-    def __init__(self, limit: int, divisor: int, remainders: Sequence[int]) -> None:
-        self._divisor, self._remainders = divisor, np.array(sorted(remainders), np.int64)
-        rounds, more = divmod(limit, divisor)
-        self._length = rounds * len(remainders) + int((self._remainders < more).sum())
-        # That of the array.
-        digest = xxhash.xxh3_128(f"{self._remainders.dtype.str} {(self._length,)} ".encode())
-        for first in range(0, self._length, _HASHED):
-            numbers = self.at(np.arange(first, min(first + _HASHED, self._length)))
-            digest.update(np.ascontiguousarray(numbers).data)
-        self.digest = digest.hexdigest()
-
-    @override
-    def at(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        rounds = index // len(self._remainders)
-        found: NDArray[np.int64] = self._remainders[index - rounds * len(self._remainders)]
-        return found + rounds * self._divisor
-
-    @override
-    def __len__(self) -> int:
-        return self._length
-
-
 def identity_of(value: Any) -> Any:
     """A value as a checkpoint holds it."""
     return value.identity if isinstance(value, Identified) else value
+
+
+class Difference(NamedTuple):
+    """One difference between the order of a checkpoint and the present one."""
+
+    #: What differs, such as ``seed``, ``windows.length`` or ``stages[5].sampler``.
+    name: str
+    #: Its value in the checkpoint.
+    saved: str
+    #: Its present value.
+    now: str
+    #: What to resume with.
+    remedy: str
+
+
+def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
+    """Find the difference of two orders that says most to the user."""
+    found = min(_differences(saved, now), key=_vagueness, default=None)
+    if found is None:
+        return None
+    path, one, other = found
+    name = _name(path)
+    known = {
+        **_REMEDIES,
+        "num_shards": f"num_shards={one} and a number of data devices that divides it",
+    }
+    return Difference(name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}"))
+
+
+def _differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    for key in dict.fromkeys([*one, *other]):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differences(a, b, (*path, key))
+        elif a != b:
+            # None may be the value of an option.
+            lacking = _LACKING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
+            yield (*path, key), lacking if a is None else a, lacking if b is None else b
+
+
+def _vagueness(difference: tuple[tuple[str, ...], Any, Any]) -> int:
+    path, one, other = difference
+    is_lacking = one in (None, _LACKING) or other in (None, _LACKING)
+    is_one_sided = is_lacking and path[-1] != "shuffle_window"
+    name = "" if is_one_sided else path[-1]
+    is_windows = path[-2:] == ("windows", "length")
+    return _VAGUE.index(name) if name in _VAGUE and not is_windows else -1
+
+
+def _name(path: tuple[str, ...]) -> str:
+    names = ".".join(name for name in path if name != "shards")
+    return re.sub(r"\.epoch (\d+)", r"[\1]", names)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        is_digest = isinstance(value, str) and len(value) == 32
+        return str(value)[:_DIGITS] if is_digest else str(value)
+    if "sampler" in value:
+        return str(value["sampler"])
+    return f"({', '.join(f'{key}={_text(each)}' for key, each in value.items())})"

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
@@ -11,15 +10,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer, check_number
-from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.rows import JoinedRows, WindowedRows
-from lightning_memmap.sampling.sampler import DrawnSampler
-from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
+from lightning_memmap.sampling.rows import Integers, JoinedRows, WindowedRows, firsts_of, shard_rows
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory
 
-#: Where the points of a set lie is one of so many fractions of their distance.
-_FRACTIONS = 2**32
 #: The fractions of its multiples are spread evenly, however many of them follow one another.
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -121,7 +116,8 @@ class Mixture(SamplerFactory):
                     " batches, by num_samples and batch_size"
                 )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
-        return MixtureSampler(sets.pool_of(pool), seed, sets=sets)
+        kind = MixtureSampler if batch is None else ByBatchSampler
+        return kind(sets.pool_of(pool), seed, sets=sets)
 
 
 def _rounded(numbers: NDArray[np.float64], total: int) -> list[int]:
@@ -133,35 +129,19 @@ def _rounded(numbers: NDArray[np.float64], total: int) -> list[int]:
     return counts
 
 
-class _Piece(NamedTuple):
-    """What a shard has of a set."""
-
-    shard: int
-    set: int
-    #: Those of the set that the shard has.
-    positions: range
-    #: The rows of the set, in the order of the files, from which they are drawn.
-    rows: range
-
-
-class _Stretches(NamedTuple):
-    """Rows of a set that follow one another in a shard, which are read round after round."""
+class _Pieces(NamedTuple):
+    """What shards have of sets, shard after shard: int64 of shape (pieces,) each."""
 
     shard: Integers
     set: Integers
-    #: The offset of the first row in the shard, how many rows there are, and where epoch 0 begins.
-    first: Integers
-    num: Integers
-    start: Integers
-    #: How far an epoch reads on: a whole number, and a part of the size of the set.
-    whole: Integers
-    part: Integers
-    #: The first position of the set in the shard, and one past its last one.
+    #: The positions of the set that the shard has, and one past the last one.
     begin: Integers
     end: Integers
-    #: The positions before the end of the stretch, where points lie not further than this one.
-    upto: Integers
-    point: Integers
+    #: The rows of the set from which they are drawn, in the order of the files.
+    first: Integers
+    last: Integers
+    #: The offset of the first row in the shard.
+    offset: Integers
 
 
 @dataclass(frozen=True)
@@ -183,31 +163,24 @@ class Sets:
         found = {} if self.global_batch is None else {"global_batch": self.global_batch}
         return {**found, "positions of sets": str(self.counts)}
 
-    def shard_counts(self, num_shards: int) -> Integers:
-        """The positions that each shard has of each set, int64 of shape (C, sets)."""
-        total, ends = sum(self.counts), np.cumsum(self.counts)
-        if self.global_batch is None:
-            order = self.shards_on_line(num_shards)
-            lengths = shard_rows(total, num_shards)[order]
-            lasts = np.cumsum(lengths)[:, None]
-            firsts = lasts - lengths[:, None]
-            overlaps: Integers = np.minimum(lasts, ends) - np.maximum(firsts, ends - self.counts)
-            return np.maximum(overlaps, 0)[order.argsort()]
-        found = np.zeros((num_shards, len(self.counts)), np.int64)
-        begins = self.batch_begins(num_shards)
-        sets = self.sets_of_batches(begins)
-        rounds, more = divmod(self.global_batch, num_shards)
-        for begin in np.unique(begins):
-            # A batch has a row more of the shards that follow the one that it begins at.
-            of_sets = np.bincount(sets[begins == begin], minlength=len(ends))
-            has_more = (np.arange(num_shards) - begin) % num_shards < more
-            found += (rounds + has_more)[:, None] * of_sets
-        return found
-
-    def shards_on_line(self, num_shards: int) -> Integers:
-        """The shards in the order of their pieces of the line."""
+    def _on_line(self, num_shards: int) -> tuple[Integers, Integers]:
+        """The shards in the order of their pieces, and the positions that each has of each set."""
         shards = np.arange(num_shards)
-        return shards if self.global_batch is not None else (shards * _GOLDEN % 1).argsort()
+        if self.global_batch is None:
+            shards = (shards * _GOLDEN % 1).argsort()
+            edges = np.append(0, np.cumsum(shard_rows(sum(self.counts), num_shards)[shards]))
+            ends = np.append(0, np.cumsum(self.counts))
+            overlaps = np.minimum.outer(edges[1:], ends[1:]) - np.maximum.outer(
+                edges[:-1], ends[:-1]
+            )
+            return shards, np.maximum(overlaps, 0)
+        begins = self.batch_begins(num_shards)
+        num_batches = np.zeros((num_shards, len(self.counts)), np.int64)
+        np.add.at(num_batches, (begins, self.sets_of_batches(begins)), 1)
+        rounds, more = divmod(self.global_batch, num_shards)
+        # A batch has a row more of the shards that follow the one that it begins at.
+        has_more = np.subtract.outer(shards, shards) % num_shards < more
+        return shards, (rounds + has_more) @ num_batches
 
     def batch_begins(self, num_shards: int) -> Integers:
         """The shard that each batch of an epoch begins at."""
@@ -226,29 +199,27 @@ class Sets:
         found[np.lexsort((begins,) if keys is None else (keys, begins))] = evenly
         return found
 
-    def pieces(self, num_shards: int) -> list[_Piece]:
-        """What shards have, shard after shard, and set after set."""
-        shard_counts = self.shard_counts(num_shards)
-        order = self.shards_on_line(num_shards)
-        firsts = np.cumsum(shard_counts[order], axis=0)[order.argsort()] - shard_counts
-        pieces = []
-        for shard, number in np.argwhere(shard_counts).tolist():
-            size, count = self.sizes[number], self.counts[number]
-            first = int(firsts[shard, number])
-            positions = range(first, first + int(shard_counts[shard, number]))
-            # Row r has the positions from r * count / size on.
-            rows = range(positions.start * size // count, -(-positions.stop * size // count))
-            pieces.append(_Piece(shard, number, positions, rows))
-        return pieces
+    def pieces(self, num_shards: int) -> _Pieces:
+        """What shards have."""
+        order, on_line = self._on_line(num_shards)
+        ends, counts = (each[order.argsort()] for each in (np.cumsum(on_line, axis=0), on_line))
+        shard, number = np.nonzero(counts)
+        begin, end = (ends - counts)[shard, number], ends[shard, number]
+        # Of any size, and so exact. Row r has the positions from r * count / size on.
+        sizes, totals = (np.array(each, object)[number] for each in (self.sizes, self.counts))
+        first = (begin * sizes // totals).astype(np.int64)
+        last = (-(-end * sizes // totals)).astype(np.int64)
+        before = firsts_of(last - first)
+        offset = before - before[np.searchsorted(shard, shard)]
+        return _Pieces(shard, number, begin, end, first, last, offset)
 
     def pool_of(self, pool: Pool) -> Pool:
         """The shards that have these pieces of the rows of a pool."""
-        pieces, firsts = self.pieces(pool.num_shards), firsts_of(np.array(self.sizes, np.int64))
-        lengths = np.array([len(piece.rows) for piece in pieces], np.int64)
-        homes = [piece.shard for piece in pieces]
-        sizes = np.bincount(homes, lengths, pool.num_shards).astype(np.int64)
+        pieces = self.pieces(pool.num_shards)
+        lengths = pieces.last - pieces.first
+        sizes = np.bincount(pieces.shard, lengths, pool.num_shards).astype(np.int64)
         begins = firsts_of(lengths)
-        shifts = np.array([firsts[p.set] + p.rows.start for p in pieces], np.int64) - begins
+        shifts = firsts_of(np.array(self.sizes))[pieces.set] + pieces.first - begins
         # Pieces that follow one another in the files are one run.
         is_new = np.diff(shifts, prepend=shifts[0] - 1) != 0
         counts = shard_rows(sum(self.counts), pool.num_shards)
@@ -256,89 +227,78 @@ class Sets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSampler(DrawnSampler):
+class MixtureSampler(Sampler):
     """Several sets in given shares, each of which is read on and on."""
 
     # A shard reads its piece of a set round after round, and an epoch goes on where the last one
-    # ended. A row on a cut comes in both shards: as often as points at a distance of one, from a
-    # random offset on, lie on its part of the line of positions (see weighted.py). So each row of a
-    # set comes as often as the positions of the set, divided by its rows, rounded up or down.
+    # ended. The first and the last row of a piece may be in other shards too: they come as often as
+    # points at a distance of one, from a random offset on, lie on their part of the line of
+    # positions (see weighted.py). So each row of a set comes as often as the positions of the set,
+    # divided by its rows, rounded up or down.
 
     sets: Sets
 
-    def _stretches(self) -> Integers:
-        """The stretches of all shards, as `_Stretches`: int64 of shape (columns, stretches)."""
-        pieces, found = self.sets.pieces(self.num_shards), list[tuple[int, ...]]()
-        ends = [0] * self.num_shards
-        # Where a piece begins is random, and the same in each epoch.
-        begins = random_bits(self.seed, 0, 1).random_raw(len(pieces)).tolist()
-        for (shard, number, positions, rows), begin in zip(pieces, begins, strict=True):
-            size, count = self.sets.sizes[number], self.sets.counts[number]
-            # The first and the last row by themselves: they may be in other shards too.
-            inner = {min(rows.start + 1, rows.stop), max(rows.stop - 1, rows.start)}
-            for row, end in pairwise(sorted({rows.start, *inner, rows.stop})):
-                num, first = end - row, ends[shard] + row - rows.start
-                # Point p of the set is before the end of row r at p < r * count / size.
-                upto, part = divmod(end * count, size)
-                point = (part * _FRACTIONS - 1) // size
-                if end == rows.stop:
-                    upto, point = positions.stop, -1
-                edges = positions.start, positions.stop, upto, point
-                each = divmod(num * count, size)
-                found.append((shard, number, first, num, begin % num, *each, *edges))
-            ends[shard] += len(rows)
-        stretches: Integers = np.array(found, np.int64).T
-        return stretches
+    @override
+    def draw(self, epoch: int, shard: int) -> Integers:
+        return self.draws(epoch, np.array([shard])).ravel()
 
-    def _of_shards(self, shards: Integers) -> "_Stretches":
-        """The stretches of some shards, shard after shard."""
+    def _of_shards(self, shards: Integers) -> tuple[_Pieces, NDArray[np.uint64]]:
+        """The pieces of some shards, shard after shard, and a random number for each."""
+
+        def make() -> tuple[_Pieces, NDArray[np.uint64]]:
+            pieces = self.sets.pieces(self.num_shards)
+            return pieces, random_bits(self.seed, 0, 1).random_raw(len(pieces.set))
+
         with self._tables.lock:
-            found = self._tables.get("stretches", 0, self._stretches)
-        begins, ends = (np.searchsorted(found[0], shards, side) for side in ("left", "right"))
-        which = [np.arange(*edges) for edges in zip(begins, ends, strict=True)]
-        return _Stretches(*found[:, np.concatenate(which)])
-
-    def _points(self, epoch: int) -> Integers:
-        """Where the points of each set lie."""
-        raw = random_bits(self.seed, epoch).random_raw(len(self.sets.counts))
-        points: Integers = (raw % np.uint64(_FRACTIONS)).astype(np.int64)
-        return points
+            pieces, numbers = self._tables.get("pieces", 0, make)
+        begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
+        which = np.concatenate([np.arange(*edges) for edges in zip(begins, ends, strict=True)])
+        return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
     def draws(self, epoch: int, shards: Integers) -> Integers:
-        found, points = self._of_shards(shards), self._points(epoch)
-        ends = found.upto + (points[found.set] <= found.point)
-        ends = np.clip(ends, found.begin, found.end)
-        is_first = (np.diff(found.set, prepend=-1) != 0) | (np.diff(found.shard, prepend=-1) != 0)
-        counts = ends - np.where(is_first, found.begin, np.roll(ends, 1))
-        # Round after round over the rows; the epochs before had so many.
-        sizes = np.array(self.sets.sizes)[found.set]
-        before = epoch * found.whole + epoch * found.part // sizes
-        starts = (found.start + before) % found.num
-        rounds = np.where(counts > 0, -(-(starts + counts) // found.num), 0)
-        which = np.repeat(np.arange(len(rounds)), rounds)
-        number = np.arange(len(which)) - np.repeat(np.cumsum(rounds) - rounds, rounds)
-        skipped = np.where(number == 0, starts[which], 0)
-        lengths = np.minimum(found.num[which], (starts + counts)[which] - number * found.num[which])
-        lengths -= skipped
-        shifts = found.first[which] + skipped - (np.cumsum(lengths) - lengths)
-        rows: Integers = np.repeat(shifts, lengths)
-        rows += np.arange(len(rows))
-        return rows.reshape(len(shards), len(rows) // len(shards))
+        (_, number, begin, end, first, last, offset), random = self._of_shards(shards)
+        sizes, totals = (np.array(e, object)[number] for e in (self.sets.sizes, self.sets.counts))
+        # Point k of a set is at k * size + point, on a line where row r begins at r * count.
+        points = random_bits(self.seed, epoch).random_raw(len(self.sets.sizes))[number] % sizes
 
-    @override
-    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
-        found = super()._offsets_of(epoch, shards)
-        if self.sets.global_batch is None:
-            return found
-        pairs = zip(shards.tolist(), found, strict=True)
-        return np.stack([self.arrange(epoch, shard, each) for shard, each in pairs])
+        def points_before(row: Integers) -> Integers:
+            found = (-((points - row * totals) // sizes)).astype(np.int64)
+            clipped: Integers = np.clip(found, begin, end)
+            return clipped
+
+        inner = points_before(first + 1)
+        edges = np.stack([begin, inner, np.maximum(inner, points_before(last - 1)), end], axis=1)
+        # The first row of each piece, all that are in no other shard, and the last one.
+        counts, one = np.diff(edges).ravel(), np.ones_like(first)
+        between = np.maximum(1, last - first - 2)
+        rows = np.stack([offset, offset + 1, offset + last - first - 1], axis=1).ravel()
+        nums = np.stack([one, between, one], axis=1).ravel()
+        starts = np.zeros((len(first), 3), np.int64)
+        # The epochs before had so many.
+        starts[:, 1] = (random + epoch * between * totals // sizes) % between
+        return _read_on(rows, nums, starts.ravel(), counts).reshape(len(shards), -1)
+
+
+def _read_on(rows: Integers, nums: Integers, starts: Integers, counts: Integers) -> Integers:
+    """So many rows of several stretches, each read round after round from one of its rows on."""
+    ends = starts + counts
+    num_rounds = np.where(counts > 0, -(-ends // nums), 0)
+    which = np.repeat(np.arange(len(rows)), num_rounds)
+    passed = (np.arange(len(which)) - firsts_of(num_rounds)[which]) * nums[which]
+    begins = np.maximum(starts[which], passed)
+    lengths = np.minimum(ends[which], passed + nums[which]) - begins
+    found: Integers = np.repeat(rows[which] + begins - passed - firsts_of(lengths), lengths)
+    found += np.arange(len(found))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByBatchSampler(MixtureSampler):
+    """The same with all rows of a global batch of one set."""
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
-        if (global_batch := self.sets.global_batch) is None:
-            return offsets
-
         def make() -> Integers:
             begins = self.sets.batch_begins(self.num_shards)
             keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
@@ -346,11 +306,12 @@ class MixtureSampler(DrawnSampler):
 
         with self._tables.lock:
             sets = self._tables.get("batches", epoch, make)
-        held = self._of_shards(np.array([shard]))
-        of_rows = held.set[np.searchsorted(held.first, offsets, side="right") - 1]
+        held, _ = self._of_shards(np.array([shard]))
+        assert self.sets.global_batch is not None
+        of_rows = held.set[np.searchsorted(held.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         found = np.empty_like(offsets)
         # The rows of a set come to the positions of its batches, as they are permuted.
-        of_positions = sets[positions // global_batch].argsort(kind="stable")
+        of_positions = sets[positions // self.sets.global_batch].argsort(kind="stable")
         found[of_positions] = offsets[of_rows.argsort(kind="stable")]
         return found

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.rows import Integers
 
 Digits = NDArray[np.uint32]
 

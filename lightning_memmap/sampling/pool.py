@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Rows, StoreRows, WindowedRows
-from lightning_memmap.sampling.shards import Integers, Shards, firsts_of, shard_rows
+from lightning_memmap.sampling.rows import (
+    Integers,
+    Rows,
+    Shards,
+    StoreRows,
+    WindowedRows,
+    firsts_of,
+    shard_rows,
+)
 
 #: Windows that are located at once.
 _BLOCK_WINDOWS = 2**18
@@ -176,11 +183,8 @@ class Pool:
         """The same as numbers in the whole dataset."""
         return self.rows.dataset_rows(self.numbers(shards, offsets))
 
-    def rows_of(self, shard: int) -> range | Integers:
+    def rows_of(self, shard: int) -> Integers:
         """The dataset rows of one shard, in its order."""
-        is_plain = isinstance(self.rows, StoreRows) and self.rows.is_in_files
-        if is_plain and self.chosen is None and self.is_striped:
-            return self._striping.rows_of(shard)
         return self.dataset_rows(*self.offsets_of(shard))
 
     def offsets_of(self, shard: int) -> tuple[Integers, Integers]:

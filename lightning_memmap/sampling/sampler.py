@@ -6,28 +6,29 @@ strategy and device count. An order says which row of the shard it is, in three 
 rows of the shard, permutes them, and arranges them. All tables are the order's own.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from threading import Lock
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
+from lightning_memmap.errors import is_refused_call
 from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
-    columns_of,
     every,
     permuted,
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.rows import Integers
 
 MAX_SEED = 2**63 - 1
 #: Epochs whose tables are kept: a stream reads the next one ahead.
@@ -133,18 +134,18 @@ class Sampler(Identified):
         """
         return np.arange(self.pool.sizes[shard], dtype=np.int64)
 
+    def draws(self, epoch: int, shards: Integers) -> Integers:
+        """The same for shards that have as many positions, of shape (shards, positions)."""
+        return self._stacked("draw", epoch, shards)
+
     def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        return self._permuted(epoch, np.array([shard]), drawn[None]).ravel()
-
-    def _permuted(self, epoch: int, shards: Integers, drawn: Integers) -> Integers:
-        """The same for shards that have as many positions, of shape (shards, positions)."""
-        index = columns_of(self._permutation(epoch), shards, drawn.shape[1])
-        index += np.arange(0, drawn.size, drawn.shape[1])[:, None]
-        found: Integers = drawn.ravel().take(index)
-        return found
+        zero = np.zeros(1, np.int64)
+        index = self._permutation(epoch).grid(0, len(drawn) - 1, zero + shard, zero)
+        permuted: Integers = drawn[index]
+        return permuted
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         """The same as they come."""
@@ -179,16 +180,31 @@ class Sampler(Identified):
             int64 of shape ((last + 1 - first) * S,), row by row. Undefined behind the last
             position.
         """
-        found = self._drawn(epoch, shards)[every(shards), first : last + 1]
+        table = self._table(epoch, shards)
+        if self._is_arranged:
+            found = table[every(shards), first : last + 1].T
+        else:
+            begins = shards * table.shape[1]
+            index = self._permutation(epoch).grid(first, last, shards, begins)
+            # No index is outside: "wrap" is the fastest mode.
+            found = table.ravel().take(index, mode="wrap").reshape(-1, len(shards))
         grid = np.empty((last + 1 - first, len(shards)), np.int64)
-        np.add(found.T, starts, out=grid)
+        np.add(found, starts, out=grid)
         return grid.ravel()
 
-    def _drawn(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        """The table of an epoch, filled for some shards."""
+    @property
+    def _is_arranged(self) -> bool:
+        """Whether tables have the rows as they come, and not as they are drawn."""
+        return any(
+            getattr(type(self), name) is not getattr(Sampler, name)
+            for name in ("permute", "arrange", "offsets")
+        )
+
+    def _table(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        """The rows of an epoch by shard, filled for some shards."""
         tables = self._tables
         with tables.lock:
-            drawn = tables.get("offsets", epoch, lambda: _Drawn(self.pool))
+            drawn = tables.get("table", epoch, lambda: _Drawn(self.pool))
             missing = shards[~drawn.has[shards]]
         counts = self.pool.counts[missing]
         for count in np.unique(counts[counts > 0]).tolist():
@@ -197,22 +213,27 @@ class Sampler(Identified):
             step = max(1, _TOGETHER // max(count, self.pool.longest))
             for begin in range(0, len(alike), step):
                 some = alike[begin : begin + step]
+                found = (
+                    self._stacked("offsets", epoch, some)
+                    if self._is_arranged
+                    else self.draws(epoch, some)
+                )
                 # At once: a thread that reads blocks may look up what another one draws again.
-                drawn.offsets[every(some), :count] = self._offsets_of(epoch, some)
+                drawn.offsets[every(some), :count] = found
                 drawn.has[some] = True
         return drawn.offsets
 
-    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
-        """The same as `offsets` of shards that have as many, of shape (shards, positions)."""
+    def _stacked(self, name: str, epoch: int, shards: Integers) -> Integers:
+        """What a method returns for some shards, once it is seen to be offsets within these."""
         found = list[NDArray[Any]]()
         for shard in shards.tolist():
-            found.append(np.asarray(self.offsets(epoch, shard)))
+            found.append(np.asarray(getattr(self, name)(epoch, shard)))
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
             is_right = found[-1].shape == (count,) and found[-1].dtype.kind in "iu"
             # A negative number is a huge one without a sign.
             if not is_right or found[-1].view(f"u{found[-1].itemsize}").max() >= size:
                 raise ValueError(
-                    f"sampler: {type(self).__name__}.offsets(epoch={epoch}, shard={shard}) returned"
+                    f"sampler: {type(self).__name__}.{name}(epoch={epoch}, shard={shard}) returned"
                     f" {found[-1]!r}: return {count} integers from 0 to {size - 1}, the offset"
                     " within the shard of the row at each of its positions"
                 )
@@ -350,23 +371,6 @@ class Sampler(Identified):
 
 
 @dataclass(frozen=True)
-class DrawnSampler(Sampler):
-    """An order that draws the rows of several shards at once."""
-
-    @abstractmethod
-    def draws(self, epoch: int, shards: Integers) -> Integers:
-        """The same as `draw` for shards that have as many positions, (shards, positions)."""
-
-    @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard])).ravel()
-
-    @override
-    def _offsets_of(self, epoch: int, shards: Integers) -> Integers:
-        return self._permuted(epoch, shards, self.draws(epoch, shards))
-
-
-@dataclass(frozen=True)
 class SequentialSampler(Sampler):
     """Keeps the rows in dataset order.
 
@@ -442,7 +446,123 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
 
 
-def check_sampler(sampler: object, pool: Pool) -> Sampler:
+class Fields(Protocol):
+    """The fields of a dataset, which a sampler or a selection may look up. A store is one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+
+    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
+        """The value of a field of each row.
+
+        Args:
+            field: Name of a field with one value in each row.
+            rows: The rows, int64 of shape (N,); by default all, in dataset order.
+
+        Returns:
+            An array of shape (N,).
+
+        Raises:
+            ValueError: There is no such field, its rows have more than one value, or the field is
+                None in one of the rows; see `given`.
+        """
+
+    def given(self, field: str) -> NDArray[np.bool_]:
+        """In which rows a field has a value.
+
+        Args:
+            field: Name of a field.
+
+        Returns:
+            Of shape (num_rows,), in dataset order: False where it is None.
+
+        Raises:
+            ValueError: There is no such field.
+        """
+
+    def lengths(self, field: str) -> Integers:
+        """The length of each row of a field whose rows differ in length. No value is read.
+
+        Args:
+            field: Name of such a field.
+
+        Returns:
+            The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
+
+        Raises:
+            ValueError: There is no such field, or its rows have one length.
+        """
+
+
+class SamplerFactory(ABC):
+    """Makes a sampler that needs fields of the dataset, for ``MemmapDataModule(sampler=...)``.
+
+    If it needs none, a function of the pool and the seed will do.
+    """
+
+    #: The names of the training stores that it mixes; empty for one store without a name.
+    stores: tuple[str, ...] = ()
+    #: Whether the order depends on the rows of a global batch; see `Pool`.
+    by_batch: bool = False
+
+    @abstractmethod
+    def make(self, pool: Pool, seed: int, fields: Fields) -> Sampler:
+        """Make the sampler. It must not depend on anything else, such as the process.
+
+        Args:
+            pool: The training rows, and the shards that they are divided into.
+            seed: Seed of the order.
+            fields: The fields of the dataset.
+
+        Returns:
+            A sampler over this pool, or over a pool of other shards of its rows.
+        """
+
+
+def one_by_row(name: str, given: Any, num_rows: int) -> NDArray[Any]:
+    """What is given for each row of a dataset, of shape (num_rows,)."""
+    found = np.asarray(given)
+    if found.shape != (num_rows,):
+        raise ValueError(
+            f"{name} of shape {found.shape}, and the dataset has {num_rows} rows: give one for"
+            " each, or the name of a field"
+        )
+    return found
+
+
+def made_sampler(
+    maker: SamplerFactory | Callable[[Pool, int], Sampler],
+    pool: Pool,
+    seed: int,
+    fields: Fields,
+    block: int | None = None,
+) -> Sampler:
+    """Have a sampler made, and check it."""
+    make = partial(maker.make, fields=fields) if isinstance(maker, SamplerFactory) else maker
+    try:
+        sampler = make(pool, seed)
+    except TypeError as error:
+        if not is_refused_call(error):
+            raise
+        raise TypeError(
+            f"sampler={maker!r}: it cannot be called with the pool of rows and the seed"
+            f" ({error}): give a function of these two that returns a sampler, or Weighted(...)"
+        ) from error
+    _check_sampler(sampler, pool)
+    if block is None:
+        return sampler
+    found = sampler.in_blocks(block)
+    if found.block != block and not found.is_sequential:
+        raise ValueError(
+            f"shuffle_window={block}, and {type(sampler).__name__} decides itself how rows come:"
+            " let it draw rows, and leave permuting them to its base class; or leave shuffle_window"
+            " out, and use residency='mmap' or 'host' rather than 'stream'"
+        )
+    return found
+
+
+def _check_sampler(sampler: object, pool: Pool) -> None:
     """Check a sampler that the package does not know. One shard of it is drawn."""
     name = type(sampler).__name__
     is_over = isinstance(sampler, Sampler) and sampler.pool.identity == pool.identity
@@ -473,4 +593,3 @@ def check_sampler(sampler: object, pool: Pool) -> Sampler:
         ) from error
     if not (offsets.shape == (1,) and 0 <= offsets[0] < sampler.pool.sizes[0]):
         raise ValueError(f"sampler: {name}.grid returned {offsets!r}, which are not in shard 0")
-    return sampler

@@ -1,4 +1,8 @@
-"""How an epoch is divided into steps, and the steps of a run that are left out."""
+"""How an epoch is divided: into steps, some of which a run may leave out, and into windows.
+
+A window is the positions of some consecutive rounds over the shards, which are read from disk at
+once. The rows of one shard in it are long runs of a file, or lie near each other there.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -7,9 +11,15 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import Sampler
+
+#: Bytes of a window over all shards if the user gives no number: 21 MiB of each of 24 shards.
+DEFAULT_WINDOW_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -21,29 +31,25 @@ class Piece:
     num_full: int
     tail: tuple[int, ...] = ()
 
-    @property
-    def last(self) -> int:
-        """One past the last position."""
-        return self.first + self.num_full * self.global_batch + sum(self.tail)
-
     def __len__(self) -> int:
         return self.num_full + len(self.tail)
 
+    def edge(self, step: int) -> int:
+        """The first position of a step of this piece, or one past the last one."""
+        full = min(step, self.num_full)
+        return self.first + full * self.global_batch + sum(self.tail[: step - full])
+
     def bounds(self, step: int) -> tuple[int, int]:
         """First and one-past-last position of a step of this piece."""
-        return self.upto(step).last, self.upto(step + 1).last
-
-    def upto(self, step: int) -> "Piece":
-        """The steps before this one."""
-        num_full = min(step, self.num_full)
-        return replace(self, num_full=num_full, tail=self.tail[: step - num_full])
+        return self.edge(step), self.edge(step + 1)
 
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
         full = min((position - self.first) // self.global_batch, self.num_full)
-        steps = range(full, full + 1 + (len(self.tail) if full == self.num_full else 0))
-        pieces = map(self.upto, steps)
-        return next((piece for piece in pieces if piece.last == position), None)
+        for step in range(full, len(self) + 1 if full == self.num_full else full + 1):
+            if self.edge(step) == position:
+                return replace(self, num_full=full, tail=self.tail[: step - full])
+        return None
 
 
 @dataclass(frozen=True)
@@ -217,3 +223,62 @@ def _no_step_left(epoch: int, count: int) -> ValueError:
         f" to {(epoch + 1) * count - 1} of the run: leave some of them in, or resume from a"
         " checkpoint of a later epoch"
     )
+
+
+def default_window(num_shards: int, row_bytes: float) -> int:
+    """Rows of a shard in a window. Depends on the store alone: the same on every machine."""
+    return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
+
+
+@dataclass(frozen=True)
+class ReadWindows:
+    """The windows of a sampler's epochs."""
+
+    sampler: Sampler
+    rows: int
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether a window has the same offsets of each shard, in runs of consecutive ones."""
+        return self.sampler.is_sequential or self.sampler.block_runs(0, 0) is not None
+
+    def __len__(self) -> int:
+        return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
+
+    @property
+    def longest(self) -> int:
+        """Positions of a shard in the longest window."""
+        return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
+
+    def number_of(self, position: int) -> int:
+        """The window of a position."""
+        return position // (self.sampler.num_shards * self.rows)
+
+    def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
+        """Divide positions by windows."""
+        size = self.rows * self.sampler.num_shards
+        edges = (positions[0], positions[-1]) if positions else (0, -1)
+        for number in range(edges[0] // size, edges[1] // size + 1):
+            first, last = (
+                max(0, -(-(edge - positions.start) // positions.step))
+                for edge in (number * size, (number + 1) * size)
+            )
+            yield number, slice(first, last)
+
+    def runs(self, epoch: int, number: int) -> list[range]:
+        """The offsets of a window, the same in each shard, in runs of consecutive ones."""
+        if not self.sampler.is_sequential:
+            runs = self.sampler.block_runs(epoch, number)
+            assert runs is not None, f"{self.sampler} has no runs"
+            return runs
+        return [range(number * self.rows, min((number + 1) * self.rows, self.sampler.pool.longest))]
+
+    def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
+        """The rows that a window has of some shards, for any sampler."""
+        first = number * self.rows
+        last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
+        found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))
+        grid = found.reshape(-1, len(held))
+        rounds = np.arange(first, last, dtype=np.int64)[:, None]
+        wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
+        return np.broadcast_to(held, grid.shape)[wanted], grid[wanted]

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
-from lightning_memmap.sampling.factory import Fields
-from lightning_memmap.sampling.identity import Numbers, Repeating
 from lightning_memmap.sampling.permutations import random_bits
-from lightning_memmap.sampling.sampler import check_seed
-from lightning_memmap.sampling.shards import Integers
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import Fields, check_seed
 
 #: The part of the random bits of a seed from which rows are divided; orders use the lower ones.
 _BITS = 2**63
@@ -40,7 +38,7 @@ class Selection(ABC):
         return split
 
     @abstractmethod
-    def subset(self, split: str, member: int, fields: Fields) -> Integers | Numbers:
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
         """The rows of a split.
 
         Args:
@@ -49,8 +47,7 @@ class Selection(ABC):
             fields: The fields of its store.
 
         Returns:
-            Their numbers in the dataset, in the order that they are to have: int64, each once; or
-            `Numbers`, which may be computed.
+            Their numbers in the dataset, in the order that they are to have: int64, each once.
 
         Raises:
             ValueError: There are no such rows.
@@ -137,8 +134,9 @@ class Parts(Selection):
         return call_text("Parts", num_parts=self.num_members)
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> Numbers:
-        return _repeating(fields.num_rows, self._num_parts, [member], split)
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
+        mask = np.arange(fields.num_rows) % self._num_parts == member
+        return chosen_rows(mask, fields.num_rows, f"subset of {split}")
 
 
 class _HoldingOut(Selection):
@@ -155,7 +153,7 @@ class _HoldingOut(Selection):
         return "train" if split == "val" else split
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> Integers | Numbers:
+    def subset(self, split: str, member: int, fields: Fields) -> Integers:
         held_out = np.zeros(fields.num_rows, np.bool_)
         held_out[self._held_out(member, fields)] = True
         rows = held_out if split == "val" else ~held_out
@@ -330,27 +328,8 @@ class KFold(_HoldingOut):
         return call_text("KFold", **found, stratify=self._stratify, seed=self._seed)
 
     @override
-    def subset(self, split: str, member: int, fields: Fields) -> Integers | Numbers:
-        if self._shuffle or self._stratify is not None:
-            return super().subset(split, member, fields)
-        folds = [fold for fold in range(self._num_folds) if (fold == member) == (split == "val")]
-        return _repeating(fields.num_rows, self._num_folds, folds, split)
-
-    @override
     def _held_out(self, member: int, fields: Fields) -> Integers:
         return self._dealt(fields, self._shuffle)[member :: self._num_folds]
-
-
-def _repeating(num_rows: int, divisor: int, remainders: Sequence[int], split: str) -> Numbers:
-    """The rows that leave some remainders, at least one."""
-    found = Repeating(num_rows, divisor, remainders)
-    if not len(found):
-        raise _no_row(f"subset of {split}")
-    return found
-
-
-def _no_row(what: str) -> ValueError:
-    return ValueError(f"{what}: it has no row; a split has at least one")
 
 
 def chosen_rows(given: Any, num_rows: int, what: str) -> Integers:
@@ -363,7 +342,7 @@ def chosen_rows(given: Any, num_rows: int, what: str) -> Integers:
             raise ValueError(f"{what}: a mask of {len(found)} entries for {num_rows} rows")
         found = np.flatnonzero(found)
     if not len(found):
-        raise _no_row(what)
+        raise ValueError(f"{what}: it has no row; a split has at least one")
     if not np.issubdtype(found.dtype, np.integer):
         raise TypeError(f"{what}: an array of {found.dtype}; give numbers of rows, or a mask")
     rows = found.astype(np.int64)

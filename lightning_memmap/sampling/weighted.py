@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import call_text, check_integer
-from lightning_memmap.sampling.factory import Fields, SamplerFactory, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
@@ -18,8 +17,8 @@ from lightning_memmap.sampling.permutations import (
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.sampler import DrawnSampler
-from lightning_memmap.sampling.shards import Integers, firsts_of, shard_rows
+from lightning_memmap.sampling.rows import Integers, firsts_of, shard_rows
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, one_by_row
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
@@ -42,32 +41,22 @@ class Weighted(SamplerFactory):
             array or a sequence. Or the name of a field: where it has floating-point values, they
             are the weights. Otherwise they are classes, and all classes come equally often. It must
             not be None in a row to draw from.
-        num_samples: Positions of an epoch; by default as many as there are rows, or without
-            replacement, as there are rows with a weight.
-        replacement: Whether a row may come more than once in an epoch. If not, a row that would
-            comes exactly once, and the others share the rest.
+        num_samples: Positions of an epoch; by default as many as there are rows.
 
     Raises:
-        TypeError: ``num_samples`` is not an integer, or ``replacement`` not a bool.
+        TypeError: ``num_samples`` is not an integer.
         ValueError: ``num_samples`` is below 1.
     """
 
-    def __init__(
-        self, weights: Any, num_samples: int | None = None, replacement: bool = True
-    ) -> None:
+    def __init__(self, weights: Any, num_samples: int | None = None) -> None:
         if num_samples is not None:
             reason = "at least 1 position of an epoch"
             num_samples = check_integer("num_samples", num_samples, 1, reason)
-        if not isinstance(replacement, bool):
-            raise TypeError(f"replacement={replacement!r}: give True or False")
-        self.weights, self.num_samples, self.replacement = weights, num_samples, replacement
+        self.weights, self.num_samples = weights, num_samples
 
     @override
     def __repr__(self) -> str:
-        count = self.num_samples
-        return call_text(
-            "Weighted", weights=self.weights, num_samples=count, replacement=self.replacement
-        )
+        return call_text("Weighted", weights=self.weights, num_samples=self.num_samples)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
@@ -79,22 +68,12 @@ class Weighted(SamplerFactory):
                 all are zero; or ``num_samples`` is out of range.
         """
         weights = self._weights(pool.dataset_rows(*pool.all_offsets()), fields)
-        num_weighted = int(np.count_nonzero(weights))
-        if not num_weighted:
+        if not weights.any():
             raise ValueError("Weighted: all weights of the training rows are 0")
-        default = pool.num_rows if self.replacement else num_weighted
-        count = default if self.num_samples is None else self.num_samples
+        count = pool.num_rows if self.num_samples is None else self.num_samples
         if count > _MAX_POSITIONS:
             raise ValueError(f"num_samples={count}: an epoch has 2**40 positions at most")
-        if not self.replacement and count > num_weighted:
-            raise ValueError(
-                f"Weighted: num_samples={count} without replacement, and {num_weighted} rows have a"
-                " weight: give fewer, or replacement=True"
-            )
-        if self.replacement:
-            lengths = _in_units(weights * (count / weights.sum()), count, count)
-        else:
-            lengths = _in_units(_at_most_once(weights, count), count, 1)
+        lengths = _in_units(weights * (count / weights.sum()), count)
         return WeightedSampler(_cut(pool, lengths, count), seed, lengths=Numbers(lengths))
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
@@ -121,7 +100,7 @@ class Weighted(SamplerFactory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedSampler(DrawnSampler):
+class WeightedSampler(Sampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order."""
 
     # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
@@ -145,10 +124,13 @@ class WeightedSampler(DrawnSampler):
         lengths[0, 0] += (1 << unit_bits) - 1 - point
         ends = lengths.ravel().cumsum()
         ends >>= unit_bits
-        # Before the row of a point come as many rows as end at this point or before it.
-        rows = np.bincount(ends)[:-1].cumsum()
-        found = order.ravel().take(rows).reshape(len(shards), -1)
+        times = np.diff(ends, prepend=0)
+        found = order.ravel().repeat(times).reshape(len(shards), -1)
         return np.sort(found) if self.shuffle_window is not None else found
+
+    @override
+    def draw(self, epoch: int, shard: int) -> Integers:
+        return self.draws(epoch, np.array([shard])).ravel()
 
     def _orders(self, epoch: int, shards: Integers) -> Integers:
         """The rows of shards permuted, of shape (shards, n); those that a shard lacks anywhere."""
@@ -211,31 +193,11 @@ def _unit_bits(num_positions: int) -> int:
     return _LINE_BITS - num_positions.bit_length()
 
 
-def _in_units(expected: NDArray[np.float64], num_positions: int, most: float) -> Integers:
-    """Lengths in units that add up to the line exactly, none of them above ``most``."""
+def _in_units(expected: NDArray[np.float64], num_positions: int) -> Integers:
+    """Lengths in units that add up to the line exactly."""
     unit_bits = _unit_bits(num_positions)
     units = np.floor(expected * 2.0**unit_bits).astype(np.int64)
     units[(units == 0) & (expected > 0)] = 1
-    missing = (num_positions << unit_bits) - int(units.sum())
-    limit = min(2**_LINE_BITS, int(most * 2**unit_bits)) if missing > 0 else 1
-    # Rounding is made good where there is room: by far less than 2**-20 of a position.
-    rows = np.flatnonzero((units > 0) & (units != int(most * 2**unit_bits)))
-    room = np.minimum(np.abs(limit - units[rows]), abs(missing))
-    units[rows] += np.sign(missing) * np.clip(abs(missing) - (np.cumsum(room) - room), 0, room)
+    # Rounding is made good by the longest row: by far less than 2**-20 of a position.
+    units[units.argmax()] += (num_positions << unit_bits) - int(units.sum())
     return units
-
-
-def _at_most_once(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """How often rows are expected to come, if none comes twice: their weights, limited to once."""
-    expected = np.zeros_like(weights)
-    free, left = weights > 0, count
-    while left > 0:
-        share: NDArray[np.float64] = weights * free * (left / weights[free].sum())
-        is_over = share >= 1
-        if not is_over.any():
-            expected += share
-            return expected
-        expected[is_over] = 1
-        free &= ~is_over
-        left = count - int(expected.sum())
-    return expected

@@ -9,8 +9,7 @@ length. What is None in some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
-from lightning_memmap.schema.build import Masked
-from lightning_memmap.schema.fields import DTYPES, Field
+from lightning_memmap.schema.fields import DTYPES, Field, RowList, Values
 from lightning_memmap.schema.forms import (
     Decode,
     FetchedRows,
@@ -22,11 +21,9 @@ from lightning_memmap.schema.forms import (
     Windows,
     read_forms,
 )
-from lightning_memmap.schema.leaves import RowList
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import read_schema
-from lightning_memmap.schema.structure import Node
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema.structure import Masked, Node
 
 __all__ = [
     "DTYPES",

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
+from lightning_memmap.schema.fields import Field, RowList, dtype_name, field_name, where
 from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.kinds import Mask, is_missing
-from lightning_memmap.schema.leaves import (
-    describe_leaf,
-    describe_rows,
-    numbers_array,
-    numbers_dtype,
-)
+from lightning_memmap.schema.kinds import Mask, is_missing, to_array
+from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
     LEAF,
@@ -125,7 +120,7 @@ class _Inference:
         """The field of lists of numbers of one dtype; None where they have other things."""
         dtypes, name = set(map(numbers_dtype, lists)), field_name(path)
         if len(dtypes) == 1 and None not in dtypes:
-            return describe_leaf(name, numbers_array(name, lists[:1]))
+            return describe_leaf(name, lists[0])
         numbers = {numbers_dtype([value]) for value in chain.from_iterable(lists)}
         if None in numbers or (None in dtypes and not must_agree):
             return None
@@ -203,3 +198,47 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
         )
     mask = Field(name, torch.bool, (), Mask())
     return Node("optional", (), (node, LEAF)), [*fields, mask]
+
+
+def describe_leaf(name: str, leaf: Any) -> Field:
+    """Describe the field that a leaf of a sample, or a list of numbers, belongs to."""
+    try:
+        array, kind = to_array(numbers_array([leaf]) if type(leaf) is list else leaf)
+        return Field(name, array_dtype(array), kind.shape or tuple(array.shape), kind)
+    except SchemaError as error:
+        raise SchemaError(f"field {name!r}: {error}") from error
+
+
+def describe_rows(name: str, leaf: Any) -> Field:
+    """Describe the field whose rows a leaf of a batch holds."""
+    rows, wrong = rows_apart(leaf), None
+    if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is not torch.jagged:
+        wrong = (
+            f"a nested tensor of layout {leaf.layout}: make it with"
+            " torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
+    elif rows is not None:
+        if rows and (first := describe_leaf(name, rows[0])).shape:
+            return replace(first, shape=(None, *first.shape[1:]))
+        wrong = (
+            "a list of numbers: give a tensor of one number for each row" if rows
+            else "no rows: give one for each row of the batch"
+        )  # fmt: skip
+    elif not isinstance(leaf, Tensor):
+        wrong = (
+            f"{type(leaf).__name__}; give tensors whose first dimension is the rows of the batch,"
+            " and a lightning_memmap.loading.RowList of text, or of rows that differ in length"
+        )
+    elif not leaf.ndim:
+        wrong = "a tensor without dimensions; its first dimension must be the rows of the batch"
+    if wrong is not None:
+        raise SchemaError(f"field {name!r}: found {wrong}")
+    found = describe_leaf(name, leaf)
+    return replace(found, shape=found.shape[1:])
+
+
+def rows_apart(leaf: Any) -> list[Any] | None:
+    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor."""
+    if isinstance(leaf, Tensor):
+        return list(leaf.unbind()) if leaf.is_nested else None
+    return leaf if isinstance(leaf, RowList) else None

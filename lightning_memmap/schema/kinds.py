@@ -1,6 +1,6 @@
 """Kinds: what the rows of a field mean, beyond their dtype and shape.
 
-A new kind is a class here and its place in `AnyKind` and `_READERS`.
+A new kind is a class here, its place in `AnyKind`, and its leaves in `to_array`.
 """
 
 import datetime
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import SchemaError, StoreError, with_article
+from lightning_memmap.errors import SchemaError, with_article
 
 #: Of the numbers of Python itself. A bool is an int too.
 FROM_PYTHON: dict[type, np.dtype[Any]] = {
@@ -62,20 +62,6 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 class Numbers(Kind, frozen=True):
     """Tensors, arrays, numbers and bools."""
 
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """A tensor, an array or a number."""
-        if isinstance(leaf, Tensor):
-            check_dense(name, leaf)
-            leaf = leaf.detach()
-            if leaf.is_conj() or leaf.is_neg():
-                leaf = leaf.resolve_conj().resolve_neg()
-            return leaf.cpu(), cls()
-        if isinstance(leaf, (np.ndarray, np.generic)):
-            return np.asarray(leaf), cls()
-        dtype = python_dtype(type(leaf))
-        return None if dtype is None else (number_array(name, leaf, dtype), cls())
-
     @override
     def takes(self, other: Kind) -> bool:
         return isinstance(other, Numbers)
@@ -96,32 +82,17 @@ class Text(Kind, frozen=True):
     #: The types that are encoded without another look.
     types: ClassVar[set[type]] = {str, np.str_}
 
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """A string or a path, as UTF-8."""
-        if not isinstance(leaf, (str, PurePath)):
-            return None
-        return np.frombuffer(cls.encode(str(leaf)), np.uint8), cls()
-
     @staticmethod
     def encode(text: Any) -> bytes:
         """The bytes of a text."""
         return text.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
 
-    def decode(self, name: str, data: bytes) -> Any:
-        """What a store gives back for the bytes of a row, which have not been checked."""
-        if not self.many:
-            return self._decode(name, data)
-        try:
-            return [self._decode(name, text) for text in split_texts(data)]
-        except ValueError as error:
-            raise _damaged(name, f"a row is not a list of texts ({error})") from None
+    def decode(self, data: bytes) -> Any:
+        """What a store gives back for the bytes of a row; a ValueError where they are none."""
+        return list(map(self._decode, split_texts(data))) if self.many else self._decode(data)
 
-    def _decode(self, name: str, data: bytes) -> Any:
-        try:
-            return data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise _damaged(name, f"a row is not UTF-8 ({error.reason})") from None
+    def _decode(self, data: bytes) -> Any:
+        return data.decode("utf-8", "surrogatepass")
 
     @override
     def __str__(self) -> str:
@@ -133,20 +104,13 @@ class Bytes(Text, frozen=True):
 
     types = {bytes, bytearray, np.bytes_}
 
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """Bytes, as uint8."""
-        return (
-            (np.frombuffer(leaf, np.uint8), cls()) if isinstance(leaf, (bytes, bytearray)) else None
-        )
-
     @override
     @staticmethod
     def encode(text: Any) -> bytes:
         return text  # type: ignore[no-any-return]
 
     @override
-    def _decode(self, name: str, data: bytes) -> Any:
+    def _decode(self, data: bytes) -> Any:
         return data
 
 
@@ -157,32 +121,6 @@ class Duration(Kind, frozen=True):
 
     dtype = torch.int64
     _numpy: ClassVar[str] = "timedelta64"
-
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """A date, a time or a duration, as int64."""
-        zoned = False
-        if isinstance(leaf, (datetime.date, datetime.timedelta)):
-            zoned = isinstance(leaf, datetime.datetime) and leaf.tzinfo is not None
-            leaf = _numpy_time(name, leaf)
-        if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype.kind not in "mM":
-            return None
-        times = np.asarray(leaf)
-        unit, count = np.datetime_data(times.dtype)
-        if unit not in Unit.__args__ or count != 1:  # type: ignore[attr-defined]
-            raise SchemaError(
-                f"field {name!r}: found times of dtype {times.dtype}: convert them to a unit of"
-                " numpy, such as with astype('datetime64[us]') or astype('timedelta64[us]')"
-            )
-        if np.isnat(times).any():
-            raise SchemaError(
-                f"field {name!r}: found NaT in an array, for which there is no integer: give a mask"
-                " beside it, or leave the row out"
-                if times.ndim
-                else f"field {name!r}: found NaT"
-            )
-        kind = Time(unit, zoned) if times.dtype.kind == "M" else Duration(unit)  # type: ignore[arg-type]
-        return times.astype(times.dtype.newbyteorder("=")).view(np.int64), kind
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -222,30 +160,6 @@ class Image(Kind, frozen=True):
     # It is printed, and may come from a stranger.
     mode: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9;]{1,16}\Z")]
 
-    @classmethod
-    def read(cls, name: str, leaf: Any) -> "tuple[Array, AnyKind] | None":
-        """An image of Pillow, as its pixels."""
-        pillow = sys.modules.get("PIL.Image")
-        if pillow is None or not isinstance(leaf, pillow.Image):
-            return None
-        if leaf.mode in ("P", "PA"):
-            raise SchemaError(
-                f"field {name!r}: found an image of mode {leaf.mode!r}, whose palette would be"
-                " lost. For its colours give image.convert('RGB'), or 'RGBA' where it has"
-                " transparency; for its palette indices, such as class labels,"
-                " numpy.asarray(image)"
-            )
-        try:
-            pixels = np.asarray(leaf)
-        except Exception as error:  # Files are decoded here; each format has its own errors.
-            raise SchemaError(
-                f"field {name!r}: the image cannot be read: {type(error).__name__}: {error}"
-            ) from error
-        found = (
-            pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
-        )
-        return found, cls(leaf.mode)
-
     @override
     def __str__(self) -> str:
         return f"{self.mode} image"
@@ -253,33 +167,46 @@ class Image(Kind, frozen=True):
 
 AnyKind = Numbers | Mask | Text | Bytes | Duration | Time | Image
 NUMBERS = Numbers()
-#: Each gives a leaf of its kind as a dense CPU array, and what it is, and None for any other leaf.
-#: In the order in which they are asked: numpy's strings and times are its scalars too.
-_READERS = (Text.read, Bytes.read, Duration.read, Numbers.read, Image.read)
 
 
-def to_array(name: str, leaf: Any) -> tuple[Array, AnyKind]:
-    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it."""
+def to_array(leaf: Any) -> tuple[Array, AnyKind]:
+    """Convert a leaf to a dense CPU tensor or numpy array, which may share memory with it, and say
+    what it is. An error does not name the field."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise SchemaError(
-            f"field {name!r}: found a masked array, whose mask would be lost: give filled() and"
-            " the mask as two arrays"
+            "found a masked array, whose mask would be lost: give filled() and the mask as two"
+            " arrays"
         )
     # Before numbers and text, which members of an enum may be as well.
     if isinstance(leaf, enum.Enum):
         raise SchemaError(
-            f"field {name!r}: found {leaf!r}, a member of an enum, whose class a store does not"
-            " keep: give its .value or its .name in the dataset"
+            f"found {leaf!r}, a member of an enum, whose class a store does not keep: give its"
+            " .value or its .name in the dataset"
         )
-    for read in _READERS:
-        if (found := read(name, leaf)) is not None:
-            return found
+    # Before arrays: numpy's strings are its scalars too.
+    if isinstance(leaf, (str, PurePath)):
+        return np.frombuffer(Text.encode(str(leaf)), np.uint8), Text()
+    if isinstance(leaf, (bytes, bytearray)):
+        return np.frombuffer(leaf, np.uint8), Bytes()
+    if isinstance(leaf, Tensor):
+        check_dense(leaf)
+        return leaf.detach().resolve_conj().resolve_neg().cpu(), NUMBERS
+    if isinstance(leaf, (datetime.date, datetime.timedelta)):
+        zone = leaf.tzinfo if isinstance(leaf, datetime.datetime) else None
+        return _times(_numpy_time(leaf), utc=zone is not None)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        array = np.asarray(leaf)
+        return _times(array) if array.dtype.kind in "mM" else (array, NUMBERS)
+    if (dtype := python_dtype(type(leaf))) is not None:
+        return number_array(leaf, dtype), NUMBERS
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(leaf, pillow.Image):
+        return _pixels(leaf), Image(leaf.mode)
     if is_missing(leaf):
-        raise SchemaError(f"field {name!r}: found {leaf}")
+        raise SchemaError(f"found {leaf}")
     raise SchemaError(
-        f"field {name!r}: found {type(leaf).__name__}, which cannot be stored; give a tensor, a"
-        " numpy array, a PIL image, a number, a bool, a str, bytes, a date, a datetime or a"
-        " timedelta"
+        f"found {type(leaf).__name__}, which cannot be stored; give a tensor, a numpy array, a PIL"
+        " image, a number, a bool, a str, bytes, a date, a datetime or a timedelta"
     )
 
 
@@ -293,7 +220,7 @@ def is_missing(value: Any) -> bool:
     return kind.__name__ in ("NAType", "NaTType") and kind.__module__.startswith("pandas.")
 
 
-def check_dense(name: str, leaf: Tensor) -> None:
+def check_dense(leaf: Tensor) -> None:
     """Check that a tensor has a value in each place, and nothing else."""
     if leaf.is_nested:
         found, remedy = "a nested tensor", "pad it to one shape"
@@ -308,7 +235,7 @@ def check_dense(name: str, leaf: Tensor) -> None:
         found, remedy = with_article(type(leaf).__name__), "give what it holds as plain tensors"
     else:
         return
-    raise SchemaError(f"field {name!r}: found {found}; only dense tensors are stored: {remedy}")
+    raise SchemaError(f"found {found}; only dense tensors are stored: {remedy}")
 
 
 def python_dtype(kind: type) -> np.dtype[Any] | None:
@@ -316,18 +243,33 @@ def python_dtype(kind: type) -> np.dtype[Any] | None:
     return next((dtype for base, dtype in FROM_PYTHON.items() if issubclass(kind, base)), None)
 
 
-def number_array(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """Numbers of Python as an array."""
     try:
         return np.asarray(value, dtype)
     except OverflowError:
         raise SchemaError(
-            f"field {name!r}: found an integer that does not fit into {dtype}: give it as a float,"
-            " or split it into several"
+            f"found an integer that does not fit into {dtype}: give it as a float, or split it into"
+            " several"
         ) from None
 
 
-def _numpy_time(name: str, time: Any) -> Any:
+def _times(times: np.ndarray, *, utc: bool = False) -> tuple[Array, AnyKind]:
+    """Times of numpy as int64."""
+    unit, count = np.datetime_data(times.dtype)
+    if unit not in Unit.__args__ or count != 1:  # type: ignore[attr-defined]
+        raise SchemaError(
+            f"found times of dtype {times.dtype}: convert them to a unit of numpy, such as with"
+            " astype('datetime64[us]') or astype('timedelta64[us]')"
+        )
+    if np.isnat(times).any():
+        way_out = ", for which there is no integer: give a mask beside it, or leave the row out"
+        raise SchemaError(f"found NaT{f' in an array{way_out}' * bool(times.ndim)}")
+    kind = Time(unit, utc) if times.dtype.kind == "M" else Duration(unit)  # type: ignore[arg-type]
+    return times.astype(times.dtype.newbyteorder("=")).view(np.int64), kind
+
+
+def _numpy_time(time: Any) -> np.ndarray:
     """A time of Python or pandas as one of numpy, in UTC."""
     if hasattr(time, "asm8"):  # Of pandas, in its own unit.
         return np.asarray(time.asm8)
@@ -336,8 +278,8 @@ def _numpy_time(name: str, time: Any) -> Any:
         microseconds = time // datetime.timedelta(microseconds=1)
         if abs(microseconds) >= 2**63:
             raise SchemaError(
-                f"field {name!r}: found {time!r}, which has more microseconds than an int64 holds:"
-                " give numpy.timedelta64 in a coarser unit, such as seconds"
+                f"found {time!r}, which has more microseconds than an int64 holds: give"
+                " numpy.timedelta64 in a coarser unit, such as seconds"
             )
         return np.asarray(np.timedelta64(microseconds, "us"))
     if not isinstance(time, datetime.datetime):
@@ -345,6 +287,23 @@ def _numpy_time(name: str, time: Any) -> Any:
     if time.tzinfo is not None:
         time = time.astimezone(datetime.timezone.utc).replace(tzinfo=None)
     return np.asarray(time, "datetime64[us]")
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """The pixels of an image of Pillow, channels first."""
+    if image.mode in ("P", "PA"):
+        raise SchemaError(
+            f"found an image of mode {image.mode!r}, whose palette would be lost. For its colours"
+            " give image.convert('RGB'), or 'RGBA' where it has transparency; for its palette"
+            " indices, such as class labels, numpy.asarray(image)"
+        )
+    try:
+        pixels = np.asarray(image)
+    except Exception as error:  # Files are decoded here; each format has its own errors.
+        raise SchemaError(f"the image cannot be read: {type(error).__name__}: {error}") from error
+    if pixels.ndim == 2:
+        return pixels[None]
+    return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
 
 
 def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -374,7 +333,3 @@ def split_texts(data: bytes) -> list[bytes]:
         raise ValueError("their lengths do not add up")
     starts = [first, *ends[:-1].tolist()]
     return [data[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
-
-
-def _damaged(name: str, what: str) -> StoreError:
-    return StoreError(f"field {name!r}: {what}: its store is damaged, build it again")

@@ -9,20 +9,18 @@ import msgspec
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.build import builder
-from lightning_memmap.schema.fields import Field, check_names, dtype_name, field_name
-from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.infer import infer_batch, infer_samples
-from lightning_memmap.schema.leaves import (
+from lightning_memmap.schema.fields import (
+    Field,
     RowList,
-    as_tensor,
-    describe_rows,
-    leaf_array,
-    rows_apart,
+    Values,
+    check_names,
+    dtype_name,
+    field_name,
 )
-from lightning_memmap.schema.stack import stack_samples
-from lightning_memmap.schema.structure import Node, Path, columns_of
-from lightning_memmap.schema.values import Values
+from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.infer import describe_rows, infer_batch, infer_samples, rows_apart
+from lightning_memmap.schema.stack import Samples, as_tensor, leaf_array, stack
+from lightning_memmap.schema.structure import Node, Path, builder, columns_of
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
@@ -164,7 +162,7 @@ class Schema:
         self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
     ) -> list[Values]:
         """Check samples, and stack their leaves, where there is room if possible."""
-        return stack_samples(samples, self.structure, self.fields, room or {})
+        return stack(Samples(samples), self.structure, self.fields, room or {})
 
     def flatten(self, sample: Any) -> list[Tensor]:
         """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""

@@ -1,10 +1,12 @@
-"""Stacking: the values that many samples, or the rows of a column, have for each field.
+"""Stacking: the values that many samples, or the rows of a table, have for each field.
 
 All rows of a field are looked at together, which costs a fraction of one row after the other. Only
 leaves that differ in type, or do not fit, are looked at one by one: to convert them, or to say
 which field does not fit.
 """
 
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -13,11 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.fields import FROM_NUMPY, Field, described, where
+from lightning_memmap.schema.fields import (
+    DTYPES,
+    FROM_NUMPY,
+    TO_NUMPY,
+    Field,
+    Values,
+    described,
+    dtype_name,
+    where,
+)
 from lightning_memmap.schema.kinds import (
     FROM_PYTHON,
     Array,
@@ -25,79 +38,126 @@ from lightning_memmap.schema.kinds import (
     Text,
     is_missing,
     join_texts,
+    number_array,
+    python_dtype,
     to_array,
 )
-from lightning_memmap.schema.leaves import (
-    array_dtype,
-    as_tensor,
-    is_list,
-    leaf_array,
-    numbers_array,
-)
 from lightning_memmap.schema.structure import Node, Path, columns_of
-from lightning_memmap.schema.values import Values
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _NO_ROOM: Mapping[str, Tensor] = {}
 
 
-def stack_samples(
-    samples: Sequence[Any],
+class Column(ABC):
+    """What rows have at one place of a sample. A SchemaError says that it is not as asked."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def given(self) -> NDArray[np.bool_]:
+        """Which rows are not None."""
+
+    def where(self, given: NDArray[np.bool_]) -> "Column":
+        """The rows that are not None."""
+        raise SchemaError("no row is None")
+
+    def parts(self, node: Node, path: Path) -> Sequence["Column"]:
+        """What containers have, child by child."""
+        raise SchemaError(f"{where(path)}: there are no containers")
+
+    def lists(self, path: Path) -> tuple["Column", Integers]:
+        """What lists have, one list after the other, and the length of each."""
+        raise SchemaError(f"{where(path)}: there are no lists")
+
+    @abstractmethod
+    def leaves(self, field: Field, room: Tensor | None) -> Values:
+        """The rows of a field, at least one, where there is room for them if possible."""
+
+
+class Samples(Column):
+    """Samples, or a part of each, as the dataset gives them."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    @override
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @override
+    def given(self) -> NDArray[np.bool_]:
+        return np.array([not is_missing(value) for value in self._values])
+
+    @override
+    def where(self, given: NDArray[np.bool_]) -> Column:
+        pairs = zip(self._values, given.tolist(), strict=True)
+        return Samples([value for value, is_given in pairs if is_given])
+
+    @override
+    def parts(self, node: Node, path: Path) -> Sequence[Column]:
+        return list(map(Samples, columns_of(self._values, node, path)))
+
+    @override
+    def lists(self, path: Path) -> tuple[Column, Integers]:
+        if wrong := [value for value in self._values if not _is_list(value)]:
+            raise MismatchError(
+                f"{where(path)}: found {type(wrong[0]).__name__}, expected a list or tuple of"
+                " records"
+            )
+        lengths = np.array(list(map(len, self._values)), np.int64)
+        return Samples(list(chain.from_iterable(self._values))), lengths
+
+    @override
+    def leaves(self, field: Field, room: Tensor | None) -> Values:
+        leaves = self._values
+        if isinstance(field.kind, Text):
+            return _stack_texts(field, field.kind, leaves)
+        if not isinstance(field.kind, Image):
+            # Whatever goes wrong here is told by the leaves one by one.
+            with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
+                return _stack_alike(field, leaves, room)
+        data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves], room)
+        return Values(as_tensor(data), sizes)
+
+
+def stack(
+    column: Column,
     node: Node,
     fields: Sequence[Field],
     room: Mapping[str, Tensor] = _NO_ROOM,
     path: Path = (),
 ) -> list[Values]:
-    """Stack the leaves of samples."""
-    if not len(samples):
+    """Stack what a column has for each field of a node."""
+    if not len(column):
         return [Values.none(field) for field in fields]
     if node.kind == "leaf":
-        return [stack_leaves(fields[0], samples, room.get(fields[0].name))]
+        return [column.leaves(fields[0], room.get(fields[0].name))]
     if node.kind == "none":
-        if wrong := [value for value in samples if not is_missing(value)]:
-            raise MismatchError(f"{where(path)}: found {wrong[0]!r}, expected None")
+        if column.given().any():
+            raise MismatchError(f"{where(path)}: found a value, expected None")
         return []
     if node.kind == "optional":
-        return _stack_optional(samples, node.children[0], fields[:-1], room, path)
+        given, part, within = column.given(), node.children[0], fields[:-1]
+        if given.all():
+            found = stack(column, part, within, room, path)
+        else:
+            some = stack(column.where(given), part, within, path=path)
+            found = [each.spread(given) for each in some]
+        return [*found, Values(torch.from_numpy(given))]
     if node.kind == "records":
-        if wrong := [value for value in samples if not is_list(value)]:
-            raise MismatchError(
-                f"{where(path)}: found {type(wrong[0]).__name__}, expected a list or tuple of"
-                " records"
-            )
-        return _stack_records(samples, node.children[0], fields, path)
-    stacked = list[Values]()
-    columns = columns_of(samples, node, path)
-    for column, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
-        stacked += stack_samples(column, child, within, room, at)
+        return _stack_records(*column.lists(path), node.children[0], fields, path)
+    stacked, columns = list[Values](), column.parts(node, path)
+    for each, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
+        stacked += stack(each, child, within, room, at)
     return stacked
 
 
-def _stack_optional(
-    values: Sequence[Any],
-    part: Node,
-    fields: Sequence[Field],
-    room: Mapping[str, Tensor],
-    path: Path,
-) -> list[Values]:
-    """Stack what is None in some rows, and the mask that says in which it is not."""
-    given = np.array([not is_missing(value) for value in values])
-    if given.all():
-        found = stack_samples(values, part, fields, room, path)
-    else:
-        some = [value for value, is_given in zip(values, given.tolist(), strict=True) if is_given]
-        found = stack_samples(some, part, fields, path=path)
-        found = [each.spread(given) for each in found]
-    return [*found, Values(torch.from_numpy(given))]
-
-
 def _stack_records(
-    lists: Sequence[Any], record: Node, fields: Sequence[Field], path: Path
+    records: Column, lengths: Integers, record: Node, fields: Sequence[Field], path: Path
 ) -> list[Values]:
     """Stack what the records of lists have."""
-    inner = [field.of_record for field in fields]
-    found = stack_samples(list(chain.from_iterable(lists)), record, inner, path=path)
-    lengths, stacked = np.array(list(map(len, lists)), np.int64), list[Values]()
+    found, stacked = stack(records, record, [f.of_record for f in fields], path=path), []
     for field, values in zip(fields, found, strict=True):
         try:
             in_lists = _join_texts if field.is_text else Values.in_lists
@@ -120,43 +180,21 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
     return Values(torch.from_numpy(np.concatenate(rows)), sizes)
 
 
-def stack_leaves(field: Field, leaves: Sequence[Any], room: Tensor | None = None) -> Values:
-    """Stack the leaves of one field, at least one, where there is room for them if possible."""
-    if isinstance(field.kind, Text):
-        return _stack_texts(field, field.kind, leaves)
-    if not isinstance(field.kind, Image):
-        # Whatever goes wrong here is told by the leaves one by one.
-        with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
-            return _stack_alike(field, leaves, room)
-    data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves], room)
-    return Values(as_tensor(data), sizes)
-
-
 def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Values:
     """Stack leaves of one type and dtype; any error where they are not."""
     (kind,) = set(map(type, leaves))
     if kind in (list, tuple):
-        return _stack_lists(field, leaves)
+        lengths = np.array(list(map(len, leaves)), np.int64)
+        return fit_lists(field, numbers_array(leaves), lengths)
     if kind in FROM_PYTHON:
         # A float would round what is not.
-        return fit_rows(field, np.array(leaves, FROM_PYTHON[kind]))
+        return fit(field, np.array(leaves, FROM_PYTHON[kind]))
     (dtype,) = set(map(_dtype, leaves))
     if issubclass(kind, np.generic):
-        return fit_rows(field, np.array(leaves, dtype))
+        return fit(field, np.array(leaves, dtype))
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
         raise TypeError("the leaves are to be converted one by one")
-    data, sizes = _joined(field, leaves, room)
-    return _fitting(field, data, sizes)
-
-
-def _stack_lists(field: Field, lists: Sequence[Sequence[Any]]) -> Values:
-    """Stack lists or tuples of numbers; any error where they do not fit."""
-    numbers, lengths = numbers_array(field.name, lists), np.array(list(map(len, lists)), np.int64)
-    if field.num_variable:
-        return fit_items(field, numbers, lengths)
-    if (lengths != lengths[0]).any():
-        raise TypeError("the lists differ in length")
-    return fit_rows(field, numbers.reshape(len(lists), -1))
+    return fit(field, *_joined(field, leaves, room))
 
 
 def _joined(
@@ -200,30 +238,113 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
     return Values(as_tensor(np.frombuffer(data, np.uint8)), sizes[:, None])
 
 
-def fit_rows(field: Field, rows: Any) -> Values:
-    """The rows of a field that lie in one array, in the same memory where possible."""
-    if not (count := field.num_variable):
-        return _fitting(field, rows, None)
-    shape = tuple(rows.shape[1:])
-    if not field.admits(shape):
-        raise MismatchError(f"field {field.name!r}: found rows of shape {shape}, expected {field}")
-    sizes = np.full((len(rows), count), shape[:count], np.int64)
-    return _fitting(field, rows.reshape(-1, *field.item_shape), sizes)
+def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
+    """Rows of a field in one array, or their items and the sizes of each: in the same memory where
+    possible."""
+    array, kind = to_array(rows)
+    count, shape = field.num_variable, tuple(array.shape[1:])
+    fits = field.kind.takes_rows(kind) and array_dtype(array) == field.dtype
+    if sizes is not None:
+        fits &= (sizes.shape[1], shape) == (count, field.item_shape)
+    elif (fits := fits and field.admits(shape)) and count:
+        sizes = np.full((len(array), count), shape[:count], np.int64)
+        array = array.reshape(-1, *field.item_shape)
+    if not fits:
+        raise MismatchError(f"field {field.name!r}: the rows are not those of the field")
+    return Values(as_tensor(array), sizes)
 
 
-def fit_items(field: Field, items: Any, lengths: Any) -> Values:
-    """The items of rows that differ in length, one row after the other, as rows of a field."""
-    if field.num_variable != 1:
-        raise MismatchError(f"field {field.name!r}: found lists, expected {field}")
-    return _fitting(field, items, np.asarray(lengths, np.int64)[:, None])
+def fit_lists(field: Field, items: Any, lengths: Integers) -> Values:
+    """What lists of numbers have, one list after the other, and at least one length, as rows."""
+    if field.num_variable:
+        return fit(field, items, lengths[:, None])
+    if (lengths != lengths[0]).any():
+        raise MismatchError(f"field {field.name!r}: the lists differ in length")
+    return fit(field, items.reshape(len(lengths), int(lengths[0]), *items.shape[1:]))
 
 
-def _fitting(field: Field, rows: Any, sizes: Integers | None) -> Values:
-    array, kind = to_array(field.name, rows)
-    dtype, shape = array_dtype(field.name, array), tuple(array.shape[1:])
-    if not field.kind.takes_rows(kind) or (dtype, shape) != (field.dtype, field.item_shape):
+# One leaf, of any type
+
+
+def _is_list(value: Any) -> bool:
+    """Whether this is a list or tuple that has no class of its own."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def leaf_array(field: Field, leaf: Any) -> Array:
+    """Check a leaf of any type, and convert it to what is stored of it."""
+    try:
+        if _is_list(leaf):
+            empty = torch.empty(0, dtype=field.dtype, device="cpu")
+            leaf = numbers_array([leaf]) if leaf else empty
+        array, kind = to_array(leaf)
+        dtype, shape = array_dtype(array), tuple(array.shape)
+    except SchemaError as error:
+        raised = MismatchError if is_missing(leaf) else SchemaError
+        raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
+    # Palette and grey images may have the same shape and dtype, but differ in meaning.
+    if dtype != field.dtype or not field.admits(shape) or not field.kind.takes(kind):
         raise MismatchError(
             f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
             f" {field.described}"
         )
-    return Values(as_tensor(array), sizes)
+    return array
+
+
+def as_tensor(values: Array) -> Tensor:
+    """An array as a tensor, of the same memory where torch can use it."""
+    if isinstance(values, Tensor):
+        return values
+    array = values.astype(values.dtype.newbyteorder("="), copy=False)
+    if min(array.strides, default=0) < 0:
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():
+        # Of memory that torch must not write to, such as a file that is mapped: it is only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
+
+
+def array_dtype(array: Array) -> torch.dtype:
+    """The dtype in which a dense array or tensor is stored, in either byte order."""
+    if isinstance(array, Tensor):
+        dtype, found = array.dtype if array.dtype in DTYPES.values() else None, "dtype"
+        lost = f"{dtype_name(array.dtype)}, which does not survive in a memory-mapped file"
+    else:
+        dtype, found = FROM_NUMPY.get(array.dtype.newbyteorder("=")), "a numpy array of dtype"
+        lost = f"{array.dtype}"
+    if dtype is None:
+        raise SchemaError(
+            f"found {found} {lost}; convert it in the dataset to one of {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def numbers_dtype(values: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that numbers share, of Python, numpy or tensors; None if they share none."""
+    dtypes: set[torch.dtype | None] = set()
+    for kind in set(map(type, values)):
+        if kind is Tensor:
+            tensors = [value for value in values if type(value) is Tensor]
+            are_numbers = all(each.layout is torch.strided and not each.ndim for each in tensors)
+            dtypes |= {tensor.dtype for tensor in tensors} if are_numbers else {None}
+        else:
+            dtype = np.dtype(kind) if issubclass(kind, np.generic) else python_dtype(kind)
+            dtypes.add(None if dtype is None else FROM_NUMPY.get(dtype))
+    found = dtypes.pop() if len(dtypes) == 1 else None
+    return found if found in DTYPES.values() else None
+
+
+def numbers_array(lists: Sequence[Sequence[Any]]) -> Array:
+    """The numbers of lists, one list after the other, in an array of one dimension."""
+    values = list(chain.from_iterable(lists))
+    dtype, kinds = numbers_dtype(values), set(map(type, values))
+    if dtype is None:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        way_out = ": give NaN, or a mask beside it, for None" if type(None) in kinds else ""
+        raise SchemaError(f"found a list of {found}, expected numbers of one dtype{way_out}")
+    if Tensor not in kinds:
+        return number_array(values, TO_NUMPY[dtype])
+    try:
+        return torch.stack([torch.as_tensor(value, dtype=dtype) for value in values])
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise SchemaError(f"a number does not fit into {dtype}: {error}") from error

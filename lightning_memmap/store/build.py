@@ -7,50 +7,49 @@ old store and then those of the dataset; the rows of a stream are first put into
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
 
-import xxhash
+import numpy as np
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Form, Nullable, Schema, read_forms
+from lightning_memmap.schema import Form, Nullable, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
-    ORDER,
     Building,
-    explained,
+    InUseError,
+    Journal,
+    journal_name,
     read_draft,
+    rows_of_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
 from lightning_memmap.store.identity import Fingerprint, check_given
-from lightning_memmap.store.journal import Journal, PartInUseError, journal_name
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.range_writer import RangeWriter, write_dataset
-from lightning_memmap.store.ranges import RowRanges, missing_ranges
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import nullable_columns, reading_order, source_of
+from lightning_memmap.store.sources import nullable_columns, reading_order
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, check_num_workers
+from lightning_memmap.store.writing import RangeWriter, write_dataset
 
 #: By how much slices are faster than items, as a first guess.
 _SLICE_SPEED = 32
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
-_THEN = "the same build then goes on"
 _log = logging.getLogger(__name__)
 
 
@@ -121,19 +120,11 @@ def build_store(
         )
     directory = asked.directory
     check_free(directory.path, "`store_dir`")
-    if not overwrite and is_store(directory.path) and not directory.needs_lock:
-        store, found = _reopen(asked)
-        if found is not None and os.access(directory.path, os.W_OK):
-            with suppress(StoreError, OSError), directory.locked():
-                _record(store, found)
-        return store
+    if is_store(directory.path) and not overwrite:
+        return _reopen(asked)
     with directory.locked(), ExitStack() as stack:
         if is_store(directory.path) and not overwrite:
-            store, found = _reopen(asked)
-            if found is not None:
-                _record(store, found)
-            directory.discard()
-            return store
+            return _reopen(asked, is_locked=True)
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
@@ -143,14 +134,11 @@ def build_store(
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = asked.probes(workers)
+        # Rows that no build would go on with are not kept: they would keep the disk full.
         resume = not (overwrite or asked.is_stream)
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
-        building = Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes)
-        # Or else it would keep the disk full, and no build would go on with it.
-        is_kept = not asked.is_stream and (resume or not is_store(directory.path))
-        then = _THEN if is_kept else "nothing was changed"
-        with _going_on(building, then, is_kept=is_kept):
+        with Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes) as building:
             _write(building, workers, range(draft.num_rows), probes, asked.show)
             building.finish(num_threads=num_workers, show=asked.show)
     return open_directory(directory.path)
@@ -211,36 +199,30 @@ def build_part(
     check_length(dataset)
     check_free(directory.path, "`store_dir`")
 
-    def is_finished() -> bool:
+    def is_finished(*, is_locked: bool) -> bool:
         # Such as for a job that was queued again after the store was finished.
         if overwrite or not is_store(directory.path):
             return False
-        _reopen(asked)
-        where = directory.path
-        _log.warning("part %s of %s: the store at %s is whole", index, num_parts, where)
+        _reopen(asked, is_locked=is_locked)
+        text = "part %s of %s: the store at %s is whole"
+        _log.warning(text, index, num_parts, directory.path)
         return True
 
-    if is_finished():
+    if is_finished(is_locked=False):
         return
     identity = asked.identity()
     with Workers(dataset, num_workers) as workers:
         probes = asked.probes(workers)
         draft = asked.draft(dataset, probes, identity, **{NUM_PARTS: str(num_parts)})
+        row_bytes = probes.typical_bytes
         with directory.locked():
-            if is_finished():
+            if is_finished(is_locked=True):
                 return
-            try:
-                row_bytes = probes.typical_bytes
-                building = Building.begin(
-                    directory.path, draft, resume=True, part=index, row_bytes=row_bytes
-                )
-            except PartInUseError as error:
-                raise StoreError(
-                    f"part {index} of {num_parts} of the store at {directory.path} is being written"
-                    f" by {error.writer}: give each process a part of its own"
-                ) from None
-        with _going_on(building, _THEN):
-            rows = _rows_of(index, num_parts, draft.num_rows)
+            building = Building.begin(
+                directory.path, draft, resume=True, part=(index, num_parts), row_bytes=row_bytes
+            )
+        with building:
+            rows = rows_of_part(index, num_parts, draft.num_rows)
             _write(building, workers, rows, probes, asked.show)
             building.sync()
 
@@ -298,8 +280,7 @@ def finish_store(
                 " parts again"
             ) from error
         _check_parts(directory.path, draft, generation, num_parts)
-        building = Building(directory.path, draft, generation)
-        with explained(directory.path, "then finish the store again"):
+        with Building(directory.path, draft, generation) as building:
             show = partial(show_progress, hidden=not progress)
             building.finish(num_threads=num_threads, show=show)
     return open_directory(directory.path)
@@ -371,11 +352,9 @@ def append_store(
             source={
                 "dataset": name[-_MAX_SOURCE:],
                 ".old rows": store.manifest.content,
-                **_order_of(dataset, store.schema),
             },
         )
-        building = Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes)
-        with _going_on(building, "the store is as it was; the same call then goes on"):
+        with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:
             with Workers(store, num_workers) as copiers:
                 as_stored = probes._replace(row_s=0.0, row_bytes=row_bytes)
                 _write(building, copiers, range(num_old), as_stored, show, "copying")
@@ -445,18 +424,8 @@ class Asked:
             probes=probes.digests,
             fingerprint=identity,
             classes=_class_names(self.dataset),
-            source={
-                "dataset": _class_name(self.dataset),
-                **_order_of(rows, probes.schema),
-                **more,
-            },
+            source={"dataset": _class_name(self.dataset), **more},
         )
-
-
-def _order_of(dataset: Any, schema: Schema) -> dict[str, str]:
-    """The journal counts rows in the order in which they are read: it must be the same again."""
-    order = reading_order(source_of(dataset, schema), len(dataset))
-    return {} if order is None else {ORDER: xxhash.xxh3_64_hexdigest(order.data)}
 
 
 def _probes_of(spool: Spool) -> Probes:
@@ -474,39 +443,26 @@ def _write(
     first_row: int = 0,
 ) -> None:
     """Write those of some rows that are missing. The workers end with that."""
-    todo = building.missing(rows)
-    num_done = len(rows) - sum(map(len, todo))
+    missing = building.missing(rows)
+    num_done = len(rows) - sum(map(len, missing))
     with show(what, len(rows), probes.row_bytes, num_done) as advance:
 
         def plan(writer: RangeWriter) -> RowRanges:
+            todo: list[RowNumbers] = [*missing]
+            if (order := reading_order(writer.source, len(workers.dataset))) is not None:
+                is_missing = np.zeros(len(order), np.bool_)
+                for some in missing:
+                    is_missing[some.start - first_row : some.stop - first_row] = True
+                todo = [order[is_missing[order]] + first_row]
             return RowRanges(
                 todo,
                 max_rows=writer.max_rows,
                 num_workers=workers.num_workers,
-                row_s=probes.row_s / _SLICE_SPEED if writer.has_arrays else probes.row_s,
+                row_s=probes.row_s / (1 if writer.source is None else _SLICE_SPEED),
                 advance=advance,
             )
 
         write_dataset(building, workers, plan, row_bytes=probes.row_bytes, first_row=first_row)
-
-
-@contextmanager
-def _going_on(building: Building, then: str, *, is_kept: bool = True) -> Iterator[None]:
-    """Close a build at its end, and where it fails, say what is kept, or remove it."""
-    try:
-        with closing(building), explained(building.store, then):
-            yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            kept = "nothing of it is kept: build it again"
-            if is_kept:
-                num_rows = building.draft.num_rows
-                kept = f"{building.num_done:,} of {num_rows:,} rows are kept at {building.path}"
-                kept += "; the same build goes on with them, without `overwrite`"
-            _log.warning("interrupted: %s", kept)
-        if not is_kept:
-            building.abandon()
-        raise
 
 
 def _class_name(dataset: Any) -> str:
@@ -537,31 +493,26 @@ def check_length(dataset: Any) -> None:
         raise ValueError("the dataset is empty: there is nothing to store")
 
 
-def _reopen(asked: Asked) -> tuple[Store, Fingerprint | None]:
+def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:
     """Open the store that is where one was to be built, if it is the one that would be built."""
-    directory = asked.directory.path
-    store = open_directory(directory)
+    directory = asked.directory
+    store = open_directory(directory.path)
     if asked.num_shards not in (None, store.num_shards):
         raise StoreError(
-            f"num_shards={asked.num_shards}: the store at {directory} has {store.num_shards}"
+            f"num_shards={asked.num_shards}: the store at {directory.path} has {store.num_shards}"
             f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
-    found = recognise(
-        store,
-        asked.dataset,
-        asked.fingerprint,
-        num_workers=asked.num_workers,
-        progress=asked.show,
-    )
-    return store, found
-
-
-def _record(store: Store, fingerprint: Fingerprint) -> None:
-    """Record the identity of a dataset whose rows were all equal. The lock must be held."""
-    # Another process may have replaced the store since this one opened it.
-    with suppress(OSError):
-        if Manifest.read(store.path) == store.manifest:
-            replace(store.manifest, fingerprint=fingerprint).write(store.path)
+    workers, show = asked.num_workers, asked.show
+    found = recognise(store, asked.dataset, asked.fingerprint, num_workers=workers, progress=show)
+    if (found is not None or directory.has_left) and os.access(directory.path, os.W_OK):
+        lock = nullcontext() if is_locked else directory.locked(wait=False)
+        # Who has the lock, or may not write there, leaves it as it is.
+        with suppress(StoreError, OSError), lock:
+            directory.discard()
+            # Another process may have replaced the store since this one opened it.
+            if found is not None and Manifest.read(directory.path) == store.manifest:
+                replace(store.manifest, fingerprint=found).write(directory.path)
+    return store
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:
@@ -579,32 +530,21 @@ def check_part(part: tuple[int, int]) -> tuple[int, int]:
     return index, num_parts
 
 
-def _rows_of(index: int, num_parts: int, num_rows: int) -> range:
-    return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
-
-
 def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) -> None:
     """Check that all parts are written, and that no process is writing one."""
     problems = []
     for index in range(num_parts):
-        rows = _rows_of(index, num_parts, draft.num_rows)
-        done = list[range]()
-        is_begun = os.path.lexists(generation / journal_name(index))
-        try:
-            if is_begun:
-                with closing(
-                    Journal(generation, draft.num_rows, index, is_writer=False)
-                ) as journal:
-                    done = journal.rows
-        except PartInUseError as error:
-            problems.append(f"part {index} is being written by {error.writer}")
+        rows = rows_of_part(index, num_parts, draft.num_rows)
+        if not os.path.lexists(generation / journal_name(index)):
+            problems += [f"part {index} is missing"] * bool(rows)
             continue
-        num_missing = sum(map(len, missing_ranges(done, rows.stop, rows.start)))
-        if num_missing and not is_begun:
-            problems.append(f"part {index} is missing")
-        elif num_missing:
-            written = f"{len(rows) - num_missing:,} of {len(rows):,} rows"
-            problems.append(f"part {index} was interrupted after {written}")
+        try:
+            with closing(Journal(generation, rows, index)) as journal:
+                if (num_done := journal.num_done) < len(rows):
+                    written = f"{num_done:,} of {len(rows):,} rows"
+                    problems.append(f"part {index} was interrupted after {written}")
+        except InUseError:
+            problems.append(f"part {index} is being written")
     if problems:
         more = len(problems) - _MAX_NAMED
         named = "; ".join(problems[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -1,8 +1,12 @@
-"""A store that is being written: a generation, a draft, a journal, and a writer in each process.
+"""A store that is being written: a generation, a draft, journals, and a writer in each process.
 
-``build.json`` is the manifest before a row is written, ``journal`` lists the rows that are on the
-disk, so that the next build of the same can go on from there. What begins with a dot in the source
-of a draft is for that comparison alone.
+``build.json`` is the manifest before a row is written. ``journal`` has a byte for each row, which
+is set once the row is on the disk: from there, the next build of the same goes on. A build in parts
+is called ``parts.json``, and each part has a journal of its own. What begins with a dot in the
+source of a draft is for that comparison alone.
+
+The building process and all its workers share a lock on the journal: while one of them lives, no
+other process writes the same rows.
 """
 
 import errno
@@ -11,88 +15,177 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import tensordict
 import torch
+from numpy.typing import NDArray
+from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.store.checksums import compute_checksums, hashed_bytes
-from lightning_memmap.store.columns import Column, grow_columns
-from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory, remove_tree
+from lightning_memmap.store.columns import Column, columns_of, compute_checksums
+from lightning_memmap.store.directory import (
+    JOURNAL,
+    KEY,
+    PARTS,
+    StoreDirectory,
+    remove_tree,
+)
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
     claim,
+    read_exactly,
     sync_path,
+    write_all,
+    write_rows,
 )
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.journal import Journal, PartInUseError, num_listed
-from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest, check_files
+from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.ranges import merge_ranges, missing_ranges
 from lightning_memmap.store.samples import hash_row, probe_rows, random_dataset_error
-from lightning_memmap.store.workers import exit_if_orphaned, threads
+from lightning_memmap.store.workers import RowNumbers, threads
 
-#: What a build needs on the disk beside the rows: its plan, its journal, the manifest.
+#: What a build needs on the disk beside the rows: its draft, its journal, the manifest.
 _ROOM_BYTES = 64 * 2**10
-#: Holds the place of rows that differ in length until they are joined.
-_CLAIMED = "claimed" + TEMPORARY
 #: Files that are brought to the disk at once.
 _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
-#: The disk begins with so many bytes while others are being read, so that few are left at the end.
-_SYNC_BYTES = 64 * 2**20
-#: In the source of a draft: the order in which rows are read, and the number of parts.
-ORDER, NUM_PARTS = ".order", ".num_parts"
+#: Rows whose marks are looked at together.
+_MARKED_ROWS = 2**24
+#: How long the workers of a killed build may take to end.
+_PATIENCE_S = 2.0
+#: In the source of a draft: the number of parts.
+NUM_PARTS = ".num_parts"
 _log = logging.getLogger(__name__)
+
+
+class InUseError(StoreError):
+    """Another process writes these rows."""
+
+
+class Journal:
+    """Which of some rows are on the disk. It is locked: no other process writes these rows."""
+
+    def __init__(
+        self, generation: Path, rows: range, part: int | None = None, patience_s: float = 0.0
+    ) -> None:
+        self.rows, self.name, self._generation = rows, journal_name(part), generation
+        with closing(OpenFiles(generation, is_own=True)) as files:
+            self._file = os.dup(files.open(self.name, os.O_CREAT))
+        try:
+            if not _lock(self._file, patience_s):
+                raise InUseError("a process that began it is still alive")
+            num_bytes = os.fstat(self._file).st_size
+            if num_bytes not in (0, len(rows)):
+                raise StoreError(f"{self.name} has {num_bytes} bytes, expected {len(rows)}")
+            os.truncate(self._file, len(rows))
+        except BaseException:
+            self.close()
+            raise
+
+    def mark(self, rows: RowNumbers) -> None:
+        """Note that rows are on the disk."""
+        marks = np.ones((len(rows), 1), np.uint8)
+        if isinstance(rows, range):
+            write_all(self._file, marks.data.cast("B"), rows.start - self.rows.start)
+        else:
+            write_rows(self._file, rows - self.rows.start, marks)
+
+    def sync(self) -> None:
+        """Bring the marks to the disk."""
+        os.fsync(self._file)
+
+    def missing(self, rows: range) -> Iterator[range]:
+        """Those of some of its rows that are not on the disk, in ranges."""
+        for index in range(0, len(rows), _MARKED_ROWS):
+            some = rows[index : index + _MARKED_ROWS]
+            first = some.start - self.rows.start
+            marks = _marks(self._generation, self.name, first, len(some)) != 0
+            edges = np.flatnonzero(np.diff(marks, prepend=True, append=True)).tolist()
+            yield from (some[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
+
+    @property
+    def num_done(self) -> int:
+        """How many of its rows are on the disk."""
+        return len(self.rows) - sum(map(len, self.missing(self.rows)))
+
+    def close(self) -> None:
+        """Close it. The lock is free once no worker shares it. A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def journal_name(part: int | None) -> str:
+    """The name of a journal. No file of a column has such a name."""
+    return JOURNAL if part is None else f"{JOURNAL}-{part}{TEMPORARY}"
+
+
+def _marks(generation: Path, name: str, first: int, count: int) -> NDArray[np.uint8]:
+    """The marks of some rows. Opened again, a file of the network has what others have written."""
+    with closing(OpenFiles(generation, is_own=True)) as files:
+        return read_exactly(files.open(name), first, count)
+
+
+def _lock(descriptor: int, patience_s: float) -> bool:
+    """Lock a journal, once no process has it, and share the lock with the workers to come.
+
+    Between the two it is free for a moment: the lock of the store must be held.
+    """
+    deadline = monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if monotonic() > deadline:
+                return False
+            sleep(0.02)
+        except OSError:
+            if os.fstat(descriptor).st_size:
+                raise
+            return True  # Without locks on this file system, the build is not resumed.
 
 
 class RowWriter:
     """Writes rows of a store, in one process."""
 
-    def __init__(self, building: Path, columns: Sequence[Column], journal: str | None) -> None:
+    def __init__(self, generation: Path, columns: Sequence[Column], journal: str) -> None:
         self._columns = columns
-        self.files = OpenFiles(building, _MAX_OPEN_FILES)
-        self._num_waiting = 0
-        self._journal: int | None = None
-        if journal is not None:
-            self._journal = os.dup(self.files.open(journal))
-            # Without locks on this file system, the build is not resumed; or else it is another's.
-            with suppress(OSError):
-                fcntl.flock(self._journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            exit_if_orphaned()
+        self.files = OpenFiles(generation, _MAX_OPEN_FILES)
+        self.journal = os.dup(self.files.open(journal))
+        # Without locks on this file system, the build is not resumed; or else it is another's.
+        with suppress(OSError):
+            fcntl.flock(self.journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
+    def write(self, rows: RowNumbers, values: Iterable[Values]) -> None:
         """Write rows in any order."""
         for column, each in zip(self._columns, values, strict=True):
-            exit_if_orphaned()
             column.write(self.files, rows, each)
-            self._num_waiting += each.data.nbytes
-        # The disk begins with what was written, once that is much.
-        if self._num_waiting >= _SYNC_BYTES:
-            self.files.begin_sync()
-            self._num_waiting = 0
 
     def close(self) -> None:
         """Close the files. A second call does nothing."""
         self.files.close()
-        if self._journal is not None:
-            os.close(self._journal)
-            self._journal = None
+        if self.journal >= 0:
+            os.close(self.journal)
+            self.journal = -1
 
 
 class Building:
-    """A store that is being written. Make one with `begin`, and close it."""
+    """A store that is being written, by `begin`. As a context, it says what to do about an error,
+    and removes what is not to be kept."""
 
     def __init__(
         self,
@@ -100,11 +193,13 @@ class Building:
         draft: Manifest,
         path: Path,
         journal: Journal | None = None,
+        *,
+        is_kept: bool = True,
     ) -> None:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
-        self._written: list[range] = []
-        self._writer: RowWriter | None = None
+        self._written: list[RowNumbers] = []
+        self._is_kept, self._is_committed = is_kept, False
 
     @classmethod
     def begin(
@@ -113,58 +208,58 @@ class Building:
         draft: Manifest,
         *,
         resume: bool,
-        part: int | None = None,
+        part: tuple[int, int] | None = None,
         row_bytes: float = 0.0,
     ) -> "Building":
         """Make the files of a build, or go on with those of an interrupted build of the same.
 
         The lock of the store must be held: until it is finished, or for a part for this call alone.
+        One that is not to be resumed is not kept where it fails.
         """
-        directory = StoreDirectory(store)
-        key = KEY if part is None else PARTS
+        directory, key = StoreDirectory(store), KEY if part is None else PARTS
+        index, rows = (None, range(draft.num_rows))
+        if part is not None:
+            index, rows = part[0], rows_of_part(*part, draft.num_rows)
         for path in directory.unfinished(key) if resume else ():
             try:
                 _check_same(read_draft(path, key), draft)
                 _check_own_files(path, draft)
-                journal = Journal(path, draft.num_rows, part)
+                journal = Journal(path, rows, index, _PATIENCE_S)
             except (OSError, ValueError, RecursionError, StoreError) as error:
-                if part is not None and isinstance(error, PartInUseError):
-                    raise
-                if part is not None:
+                if part is None:
+                    _log.warning("the interrupted build at %s is not resumed: %s", path, error)
+                    continue
+                if isinstance(error, InUseError):
                     raise StoreError(
-                        f"the parts of the store at {store} that were written before are of another"
-                        f" build: {error}. Give all parts the same dataset and options, or remove"
-                        f" {path} to start again. With a fingerprint=... that was given from the"
-                        " first part on, the code of the dataset may change"
-                    ) from error
-                _log.warning("the interrupted build at %s is not resumed: %s", path, error)
-                continue
-            building = cls(store, draft, path, journal)
-            if building.num_done and part is None:
-                _log.warning(
-                    "resuming: %s of %s rows were written by %s; to start again, remove %s",
-                    f"{building.num_done:,}",
-                    f"{draft.num_rows:,}",
-                    journal.writer,
-                    path,
-                )
-            return building
+                        f"part {index} of {part[1]} of the store at {store} is being written by"
+                        " another process: give each process a part of its own"
+                    ) from None
+                raise StoreError(
+                    f"the parts of the store at {store} that were written before are of another"
+                    f" build: {error}. Give all parts the same dataset and options, or remove"
+                    f" {path} to start again. With a fingerprint=... that was given from the"
+                    " first part on, the code of the dataset may change"
+                ) from error
+            if part is None and (num_done := journal.num_done):
+                num_rows, text = f"{len(rows):,}", "resuming: %s of %s rows were written before"
+                _log.warning(f"{text}; to start again, remove %s", f"{num_done:,}", num_rows, path)
+            return cls(store, draft, path, journal)
         if part is None:
             directory.discard()
         path = directory.begin()
         try:
             allocate_files(path, draft.columns, store, draft.num_rows * row_bytes)
             draft.write(path, key)
-            journal = Journal(path, draft.num_rows, part)
+            journal = Journal(path, rows, index)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        return cls(store, draft, path, journal)
+        return cls(store, draft, path, journal, is_kept=resume)
 
     @property
     def num_done(self) -> int:
         """The number of rows that are on the disk."""
-        return sum(map(len, merge_ranges(self._done)))
+        return self.draft.num_rows if self.journal is None else self.journal.num_done
 
     def __str__(self) -> str:
         kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
@@ -172,58 +267,43 @@ class Building:
 
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
-        return missing_ranges(self._done, rows.stop, rows.start)
+        assert self.journal is not None
+        return list(self.journal.missing(rows))
 
-    @property
-    def _done(self) -> list[range]:
-        return [] if self.journal is None else self.journal.rows
-
-    def write(self, rows: range | Integers, values: Iterable[Values]) -> None:
-        """Write rows in this process, in any order; see `wrote`."""
-        self._writer = self._writer or RowWriter(self.path, self.draft.columns, None)
-        self._writer.write(rows, values)
-        self.wrote(rows)
-
-    def wrote(self, rows: range | Integers) -> None:
+    def wrote(self, rows: RowNumbers) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
-        if isinstance(rows, range):
-            self._written.append(rows)
-            return
-        rows = np.sort(rows)
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        self._written += [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
+        self._written.append(rows)
 
     def sync(self) -> None:
-        """Bring what was written to the disk, and list it in the journal."""
-        # If this fails they are never listed: when asked again, the file system may no longer
+        """Bring what was written to the disk, and mark it in the journal."""
+        # If this fails they are never marked: when asked again, the file system may no longer
         # report the failure.
-        rows, self._written = merge_ranges(self._written), []
+        rows, self._written = self._written, []
         # A disk can take several files at once.
         with threads(_NUM_SYNCS) as pool:
             list(pool.map(sync_path, self.path.iterdir()))
         if self.journal is not None:
-            self.journal.add(rows)
+            for some in rows:
+                self.journal.mark(some)
+            self.journal.sync()
 
     def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
 
         ``changes`` are those of the manifest from its draft.
         """
-        (self.path / _CLAIMED).unlink(missing_ok=True)
         # What was written last is brought to the disk while it is read.
         with threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in self.draft.columns)
             manifest = replace(self.draft, columns=columns, **changes)
-            check_files(self.path, manifest)
-            with show("checksums", hashed_bytes(columns), 1) as advance:
+            opened = [column.open(self.path) for column in columns]
+            with show("checksums", sum(manifest.file_bytes.values()), 1) as advance:
                 checksums = compute_checksums(
                     self.path, columns, num_threads=max(2, num_threads), advance=advance
                 )
             syncing.result()
-        num_rows = manifest.num_rows
-        assert self.journal is None or not self.missing(range(num_rows))
-        opened = [column.open(self.path) for column in columns]
+        assert self.journal is None or not self.missing(self.journal.rows)
 
         def digest(row: int) -> str:
             return hash_row([column.row(row) for column in opened])
@@ -231,7 +311,7 @@ class Building:
         for row, expected in manifest.probes:
             if digest(row) != expected:
                 names = ", ".join(field.name for field in manifest.schema.fields)
-                self.abandon()
+                self._is_kept = False
                 raise random_dataset_error(row, names)
         source = {
             # What begins with a dot was for the next build alone.
@@ -242,12 +322,40 @@ class Building:
             "torch": str(torch.__version__),
             "tensordict": str(tensordict.__version__),
         }
-        probes = tuple((row, digest(row)) for row in probe_rows(num_rows))
+        probes = tuple((row, digest(row)) for row in probe_rows(manifest.num_rows))
         StoreDirectory(self.store).commit(
             replace(manifest, checksums=checksums, probes=probes, source=source)
         )
+        self._is_committed = True
 
-    def abandon(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt) and self._is_kept and self.journal is not None:
+            kept = f"{self.journal.num_done:,} of {len(self.journal.rows):,} rows"
+            _log.warning("interrupted: %s are kept at %s", kept, self.path)
+        if self.journal is not None:
+            self.journal.close()
+        if not (self._is_kept or self._is_committed):
+            self._remove()
+        then = "the same call then goes on" if self._is_kept else "nothing was changed"
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(
+                error.errno,
+                f"{error.strerror or error}: rows cannot be written. Make room, or raise the limit"
+                f" that is in the way; {then}",
+                str(self.store),
+            ) from error
+        if isinstance(error, MemoryError):
+            raise StoreError(f"{self.store}: memory is too short for its build; {then}") from error
+
+    def _remove(self) -> None:
         """Remove what was written, unless it is the store: the disk may fail after the commit."""
         try:
             current = Manifest.read(self.store).generation
@@ -259,14 +367,6 @@ class Building:
             with suppress(StoreError):
                 remove_tree(self.path)
 
-    def close(self) -> None:
-        """Close the files. The lock of the journal is free once no worker shares it either."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self.journal is not None:
-            self.journal.close()
-
 
 def _own_version() -> str:
     try:
@@ -275,89 +375,62 @@ def _own_version() -> str:
         return "not installed"
 
 
+def rows_of_part(index: int, num_parts: int, num_rows: int) -> range:
+    """The rows of a part."""
+    return range(index * num_rows // num_parts, (index + 1) * num_rows // num_parts)
+
+
 def read_draft(generation: Path, key: str) -> Manifest:
     """Read what is built in a directory of this user."""
     with closing(OpenFiles(generation, is_own=True)) as files:
         data = files.read(key, MAX_MANIFEST_BYTES)
     found = Manifest.decode(data, f"{generation}, not finished,")
-    columns = grow_columns(found.schema, found.shards)
+    columns = columns_of(found.schema, found.shards)
     return replace(found, columns=columns, generation=generation.name)
 
 
-@contextmanager
-def explained(path: Path, then: str) -> Iterator[None]:
-    """Say what to do about a file that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(
-            error.errno,
-            f"{error.strerror or error}: rows cannot be written. Make room, or raise the limit that"
-            f" is in the way; {then}",
-            str(path),
-        ) from error
-    except MemoryError as error:
-        raise StoreError(f"{path}: memory is too short for its build; {then}") from error
+def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
+    """How many rows of an unfinished build are on the disk, and of how many; None without one."""
+    for generation in StoreDirectory(store).unfinished(KEY):
+        num_rows = read_draft(generation, KEY).num_rows
+        return int(np.count_nonzero(_marks(generation, JOURNAL, 0, num_rows))), num_rows
+    return None
 
 
 def allocate_files(
-    directory: Path, columns: Sequence[Column], path: Path, rows_bytes: float = 0.0
+    directory: Path, columns: Sequence[Column], store: Path, rows_bytes: float = 0.0
 ) -> None:
     """Make the files of columns and claim their space: a full disk is an error now, not late.
 
     ``rows_bytes`` are those of all rows, as far as is known. Where some differ in length, these
     will need twice their share, until they are joined.
     """
+    files = {name: size for column in columns for name, size in column.file_bytes.items()}
     fixed = [column for column in columns if not column.field.num_variable]
     fixed_bytes = sum(sum(column.file_bytes.values()) for column in fixed)
     variable_bytes = max(0, int(rows_bytes) - fixed_bytes) if len(fixed) < len(columns) else 0
+    needed = sum(files.values()) + 2 * variable_bytes
+    free = shutil.disk_usage(directory).free
     try:
-        files = {
-            name: (num_bytes, column.field.name)
-            for column in columns
-            for name, num_bytes in column.file_bytes.items()
-        }
-        needed = sum(num_bytes for num_bytes, _ in files.values()) + 2 * variable_bytes
-        free = shutil.disk_usage(directory).free
         if needed + _ROOM_BYTES > free:
-            raise _disk_full(path, needed, free, variable_bytes)
-        if variable_bytes:
-            files[_CLAIMED] = variable_bytes, ""
-        for name, (num_bytes, field) in files.items():
-            try:
-                with open(directory / name, "xb") as file:
-                    claim(file.fileno(), num_bytes, "for its rows")
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise _disk_full(path, needed, free, variable_bytes) from error
-                if error.errno != errno.EFBIG:
-                    raise
-                if name == _CLAIMED:  # It stands for several files.
-                    continue
-                raise OSError(
-                    errno.EFBIG,
-                    f"field {field!r} needs a file of {num_bytes} bytes, more than this process"
-                    " (`ulimit -f`) or the file system allows",
-                    str(path),
-                ) from error
-    except BaseException:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for name, num_bytes in files.items():
+            with open(directory / name, "xb") as file:
+                claim(file.fileno(), num_bytes)
+    except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            likely = f", judging by the rows that were read first: twice {variable_bytes} of them"
+            likely += " for rows that differ in length, until these are joined"
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: the store needs {needed} bytes"
+                f"{likely if variable_bytes else ''}, and up to {max(files.values(), default=0)} in"
+                f" one file; {free} are free, of which {_ROOM_BYTES} must stay free: make room,"
+                " choose a directory on a larger disk, or raise the limit (`ulimit -f`)",
+                str(store),
+            ) from error
         raise
-
-
-def _disk_full(path: Path, needed: int, free: int, variable_bytes: int) -> OSError:
-    likely = (
-        f", judging by the rows that were read first: twice {variable_bytes} of them for rows that"
-        " differ in length, until these are joined"
-    )
-    return OSError(
-        errno.ENOSPC,
-        f"the store needs {needed} bytes{likely if variable_bytes else ''}; {free} are free, of"
-        f" which {_ROOM_BYTES} must stay free: make room, or choose a directory on a larger disk",
-        str(path),
-    )
 
 
 def _check_own_files(path: Path, draft: Manifest) -> None:
@@ -374,28 +447,18 @@ def _check_same(found: Manifest, draft: Manifest) -> None:
     changed = identity.difference(draft.fingerprint or Fingerprint({}))
     if changed is not None:
         raise StoreError(f"since then, {changed}")
-    one, other = ({**_numbers_of(each), **each.source} for each in (found, draft))
+    one, other = ({**_facts_of(each), **each.source} for each in (found, draft))
     for name in sorted({*one, *other} - {"dataset"}):
         if one.get(name) != other.get(name):
-            if name == ORDER:
-                raise StoreError("its rows are read in another order")
             named = name.removeprefix(".")
-            raise StoreError(
-                f"it has {named}={one.get(name)}, and this one {named}={other.get(name)}"
-            )
-    if found.schema.to_json() != draft.schema.to_json():
-        raise StoreError("it has other fields")
-    if tuple(found.probes) != tuple(draft.probes):
-        raise StoreError("rows that are read for comparison have changed")
+            old, new = (str(each.get(name))[:99] for each in (one, other))
+            raise StoreError(f"it has {named}={old}, and this one {named}={new}")
 
 
-def _numbers_of(manifest: Manifest) -> dict[str, Any]:
-    return {"num_rows": manifest.num_rows, "num_shards": manifest.num_shards}
-
-
-def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
-    """How many rows of an unfinished build are on the disk, and of how many; None without one."""
-    for generation in StoreDirectory(store).unfinished(KEY):
-        num_rows = read_draft(generation, KEY).num_rows
-        return num_listed(generation, num_rows), num_rows
-    return None
+def _facts_of(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "num_rows": manifest.num_rows,
+        "num_shards": manifest.num_shards,
+        "fields": manifest.schema.to_json(),
+        "probes": tuple(manifest.probes),
+    }

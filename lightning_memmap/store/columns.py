@@ -9,17 +9,21 @@ While a ragged column grows, each writer appends its rows to a file of its own, 
 size says where each row is; `RaggedColumn.finish` lays them together.
 """
 
+import errno
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -29,9 +33,10 @@ from lightning_memmap.schema import Field, Schema, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
-    claim,
     leaf_bytes,
+    open_plain,
     read_exactly,
+    unreadable,
     write_all,
     write_rows,
 )
@@ -44,8 +49,13 @@ from lightning_memmap.store.open_columns import (
     packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
+from lightning_memmap.store.workers import threads
 
 _MAX_FILE_BYTES = 2**62
+#: Read at once, into memory that is used again: new memory costs more than the read.
+_READ_BYTES = 2**18
+#: The progress bar moves on after so many, since that takes longer than to read a small shard.
+_SHOWN_BYTES = 2**23
 _JOIN_BYTES = 32 * 2**20
 #: What the names of the files have beside the field's.
 _MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
@@ -257,31 +267,24 @@ class RaggedColumn(_Column):
 
     def finish(self, directory: Path) -> "RaggedColumn":
         """Lay the rows together once all are written. After a kill it is done again."""
-        files = OpenFiles(directory)
-        try:
-            bounds = np.append(self.shards.starts, self.shards.num_rows)
-            edges = np.zeros(len(bounds), np.int64)
-            index = files.open(self._index_name, os.O_CREAT)
-            end, width = 0, self._index_width
+        bounds = np.append(self.shards.starts, self.shards.num_rows)
+        edges = np.zeros(len(bounds), np.int64)
+        end = num_bytes = 0
+        with closing(OpenFiles(directory)) as files:
             for first, places in self._places(files):
                 packed = packed_index(places[:, 2:])
                 packed[:, 0] += end
                 within = (bounds > first) & (bounds <= first + len(places))
                 edges[within] = packed[bounds[within] - first - 1, 0]
                 end = int(packed[-1, 0])
-                data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8).data
-                write_all(index, data, first * 8 * width)
-            if end:
-                values = files.open(self.rows_name, os.O_CREAT)
-                claim(values, end * self.field.item_bytes, "to lay rows of one shard together")
-                begin = 0
-                for _, places in self._places(files):
-                    for joined in self.joined(directory, places):
-                        write_all(values, joined.data, begin)
-                        begin += len(joined)
+                index = files.open(self._index_name, os.O_CREAT)
+                write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
+                for joined in self.joined(directory, places):
+                    write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
+                    num_bytes += len(joined)
+            if num_bytes:
+                os.truncate(files.open(self.rows_name), num_bytes)
             files.sync()
-        finally:
-            files.close()
         return replace(self, shard_items=tuple(np.diff(edges).tolist()))
 
     def _places(self, files: OpenFiles) -> Iterator[tuple[int, Integers]]:
@@ -294,7 +297,7 @@ class RaggedColumn(_Column):
             yield first, data.view(np.int64).reshape(count, width)
 
     def joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
-        """While it grows, the bytes of some rows in their order, by where they are in pieces."""
+        """The bytes of some rows in their order."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes
         first, begin = 0, 0
@@ -311,7 +314,8 @@ class RaggedColumn(_Column):
                 copy_segments(
                     pieces[piece], rows[mine, 1], out, starts[mine] - begin, lengths[mine]
                 )
-            yield out
+            if len(out):
+                yield out
             first, begin = end, int(ends[end - 1])
 
     def open(self, directory: Path) -> ItemRows:
@@ -330,14 +334,6 @@ class RaggedColumn(_Column):
 Column = FixedColumn | RaggedColumn
 
 
-def grow_columns(schema: Schema, shards: Shards) -> tuple[Column, ...]:
-    """Make the columns of a store that has no rows yet, one for each field, in their order."""
-    return tuple(
-        (RaggedColumn if field.num_variable else FixedColumn)(field, shards)
-        for field in schema.fields
-    )
-
-
 #: The items of each shard of a column whose rows differ in length, as a manifest has them.
 ShardItems = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE_BYTES)]]
 
@@ -351,20 +347,20 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
     }
 
 
-def stored_columns(
-    schema: Schema, shards: Shards, items: Mapping[str, ShardItems]
+def columns_of(
+    schema: Schema, shards: Shards, items: Mapping[str, ShardItems] | None = None
 ) -> tuple[Column, ...]:
-    """The columns of an existing store, one for each field, from what its manifest says of them."""
-    grown = grow_columns(schema, shards)
-    if items.keys() != shard_items(grown).keys():
+    """The columns of a store, one for each field, in their order: those of one that has no rows
+    yet, or with what a manifest says of them."""
+    counts = {field.name: shards.num_shards for field in schema.fields if field.num_variable}
+    if items is not None and {name: len(each) for name, each in items.items()} != counts:
         raise ValueError("its columns are not those of its fields")
-    if any(len(each) != shards.num_shards for each in items.values()):
-        raise ValueError("its columns do not have a number of items for each shard")
+    known = items or {}
     return tuple(
-        replace(column, shard_items=tuple(items[column.field.name]))
-        if isinstance(column, RaggedColumn)
-        else column
-        for column in grown
+        RaggedColumn(field, shards, tuple(known.get(field.name, ())))
+        if field.num_variable
+        else FixedColumn(field, shards)
+        for field in schema.fields
     )
 
 
@@ -379,3 +375,52 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
                 f" values, and a size of more than {MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
+
+
+def compute_checksums(
+    directory: Path, columns: Sequence[Column], *, num_threads: int, advance: Callable[[int], None]
+) -> dict[str, tuple[str, ...]]:
+    """Read all files of a store and hash each shard: XXH3."""
+    sums = {}
+    with threads(num_threads) as pool:
+        for column in columns:
+            path, ranges = directory, column.shard_ranges()
+            # Several shards at once: there may be many that are small, or empty.
+            step = -(-len(ranges) // (2 * num_threads))
+            groups = [ranges[first : first + step] for first in range(0, len(ranges), step)]
+            # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
+            try:
+                with ExitStack() as stack:
+                    files = {}
+                    for name in column.file_bytes:
+                        path = directory / name
+                        file = stack.enter_context(open(open_plain(path), "rb", buffering=0))
+                        files[name] = file.fileno()
+                    hash_group = partial(_hash_shards, files, advance)
+                    sums[column.field.name] = tuple(chain(*pool.map(hash_group, groups)))
+            except OSError as error:
+                raise unreadable(path, error) from error
+    return sums
+
+
+def _hash_shards(
+    files: Mapping[str, int], advance: Callable[[int], None], shards: Iterable[Sequence[FileRange]]
+) -> list[str]:
+    """The hashes of shards, each given as pieces of files."""
+    hashes, num_read = [], 0
+    memory = memoryview(bytearray(_READ_BYTES))
+    for pieces in shards:
+        digest = xxhash.xxh3_64()
+        for name, start, end in pieces:
+            while start < end:
+                if not (count := os.preadv(files[name], [memory[: end - start]], start)):
+                    raise OSError(errno.EIO, f"it ends at byte {start}, and should have {end}")
+                digest.update(memory[:count])
+                start += count
+                num_read += count
+                if num_read >= _SHOWN_BYTES:
+                    advance(num_read)
+                    num_read = 0
+        hashes.append(digest.hexdigest())
+    advance(num_read)
+    return hashes

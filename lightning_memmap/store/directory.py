@@ -10,20 +10,19 @@ Whoever has read a manifest finds exactly its files, or none: then the store was
 users may have put something there. No link is followed, and what is not ours is left as it is.
 """
 
+import fcntl
 import logging
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store.files import TEMPORARY, check_plain, sync_path
+from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, check_plain, sync_path
 from lightning_memmap.store.manifest import (
     GENERATION,
     MANIFEST,
@@ -38,6 +37,9 @@ JOURNAL = "journal"
 SERVING = "serving"
 _LOCK = ".lock"
 _UNFINISHED_MANIFEST = MANIFEST + TEMPORARY
+#: The locks that this process holds. Processes that it forks, and that may outlive it, do not.
+_locks = set[int]()
+os.register_at_fork(after_in_child=lambda: _release(*_locks))
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +91,7 @@ class StoreDirectory:
         return self.path / manifest.generation
 
     @property
-    def needs_lock(self) -> bool:
+    def has_left(self) -> bool:
         """Whether an interrupted build has left something that this process may clear away."""
         with suppress(StoreError):
             if os.access(self.path, os.W_OK):
@@ -100,47 +102,47 @@ class StoreDirectory:
     def locked(self, *, wait: bool = True) -> Iterator[None]:
         """Hold the lock for changes; what nobody names is removed first."""
         path = self.path / _LOCK
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(exist_ok=True)
-            if os.path.lexists(path):
-                check_plain(path)
-            lock = FileLock(path, mode=0o600 | os.stat(self.path).st_mode & 0o066)
+        with ExitStack() as stack:
             try:
-                lock.acquire(timeout=0.1 if wait else 0)
-            except Timeout:
-                # filelock cannot tell a directory without write permission from a lock that is
-                # held.
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                os.close(os.open(path, flags, 0o600))
-                if not wait:
-                    raise
-                _log.warning(
-                    "another process is building the store at %s: waiting for it (it holds %s)",
-                    self.path,
-                    path,
-                )
-                lock.acquire()
-        except Timeout:
-            raise StoreError(
-                f"another process is writing the store at {self.path}: it holds {path}; wait for it"
-            ) from None
-        except (FileExistsError, NotADirectoryError) as error:
-            raise StoreError(
-                f"no store can be made at {self.path}: {error.filename} is not a directory; choose"
-                " another one"
-            ) from error
-        except (OSError, RuntimeError) as error:
-            # filelock raises RuntimeError where this thread has the lock already.
-            raise StoreError(
-                f"the store at {self.path} cannot be locked: {error}: choose another directory, or"
-                f" let the owner of {self.path} build the store or remove {path}"
-            ) from error
-        try:
+                lock = self._open_lock(path)
+                _locks.add(lock)
+                stack.callback(_release, lock)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if not wait:
+                        raise StoreError(
+                            f"another process is writing the store at {self.path}: it holds"
+                            f" {path}; wait for it"
+                        ) from None
+                    text = "another process is building the store at %s: waiting for it (%s)"
+                    _log.warning(text, self.path, path)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(
+                    f"no store can be made at {self.path}: {error.filename} is not a directory;"
+                    " choose another one"
+                ) from error
+            except OSError as error:
+                raise StoreError(
+                    f"the store at {self.path} cannot be locked: {error}: choose another directory,"
+                    f" or let the owner of {self.path} build the store or remove {path}"
+                ) from error
             self._clear()
             yield
-        finally:
-            lock.release()
+
+    def _open_lock(self, path: Path) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+        # Of a file of another user, in a directory of all, the system may refuse O_CREAT.
+        if os.path.lexists(path):
+            check_plain(path)
+            return os.open(path, os.O_RDWR | SAFE_FLAGS)
+        mode = 0o600 | os.stat(self.path).st_mode & 0o066
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | SAFE_FLAGS, mode)
+        with suppress(PermissionError):  # Another process has made it just now.
+            os.fchmod(lock, mode)
+        return lock
 
     def begin(self, name: str | None = None) -> Path:
         """Make a generation for a build. The lock must be held, until it has a key."""
@@ -206,9 +208,24 @@ class StoreDirectory:
         return found
 
 
+def _release(*locks: int) -> None:
+    for lock in locks:
+        if lock in _locks:
+            _locks.remove(lock)
+            os.close(lock)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a generation. No link in it is followed."""
     try:
         shutil.rmtree(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be removed: {error}: remove it by hand") from error
+
+
+def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
+    """List what lies in the directory of a store without being part of it, or of a build."""
+    names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
+    inside = set(os.listdir(directory / manifest.generation)) - manifest.file_bytes.keys()
+    names -= {MANIFEST, _LOCK}
+    return sorted({*names, *(f"{manifest.generation}/{name}" for name in inside)})

@@ -1,6 +1,5 @@
 """Plain files: opened without following links, written, and brought to the disk."""
 
-import ctypes
 import errno
 import os
 import secrets
@@ -18,13 +17,9 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _PIECE_BYTES = 2**20
 #: No link is followed, no pipe waited for, and no program that is started has the file.
-_SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Suffix of files that a build needs only until its store is in place.
 TEMPORARY = ".tmp"
 
@@ -32,7 +27,7 @@ TEMPORARY = ".tmp"
 def open_plain(path: Path) -> int:
     """Open a plain file for reading, without following a link or waiting for a pipe."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _SAFE_FLAGS)
+        descriptor = os.open(path, os.O_RDONLY | SAFE_FLAGS)
     except OSError as error:
         # A link, or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -84,18 +79,11 @@ def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uin
     return data
 
 
-def claim(descriptor: int, num_bytes: int, purpose: str) -> None:
+def claim(descriptor: int, num_bytes: int) -> None:
     """Give a file its size, and its place on the disk."""
     os.truncate(descriptor, num_bytes)
     if num_bytes and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise OSError(
-                error.errno, f"{error.strerror}: {num_bytes} bytes are needed {purpose}"
-            ) from error
+        os.posix_fallocate(descriptor, 0, num_bytes)
 
 
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
@@ -135,7 +123,7 @@ class OpenFiles:
         self, directory: Path | str, max_open: int = sys.maxsize, *, is_own: bool = False
     ) -> None:
         self._files: dict[str, int] = {}
-        self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | _SAFE_FLAGS)
+        self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | SAFE_FLAGS)
         #: Whether all must belong to this user, and to nobody else: a build resumes no others.
         self._is_own = is_own
         if is_own and os.fstat(self.directory).st_uid != os.geteuid():
@@ -150,7 +138,7 @@ class OpenFiles:
         if name not in self._files:
             if len(self._files) >= self._max_open:
                 os.close(self._files.pop(next(iter(self._files))))
-            file = os.open(name, flags | os.O_RDWR | _SAFE_FLAGS, 0o666, dir_fd=self.directory)
+            file = os.open(name, flags | os.O_RDWR | SAFE_FLAGS, 0o666, dir_fd=self.directory)
             self._files[name], state = file, os.fstat(file)
             is_alone = stat.S_ISREG(state.st_mode) and state.st_nlink == 1
             if self._is_own and not (is_alone and state.st_uid == os.geteuid()):
@@ -168,14 +156,6 @@ class OpenFiles:
         if len(data) > max_bytes:
             raise StoreError(f"{name} is larger than {max_bytes} bytes")
         return bytes(data)
-
-    def begin_sync(self) -> None:
-        """Let the disk begin with what was written into the files that are open, where the system
-        can do that without waiting."""
-        if _sync_file_range is not None:
-            for descriptor in self._files.values():
-                # It is no more than a beginning: what fails is found by `fsync`.
-                _sync_file_range(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
         """Bring the files that are open to the disk."""

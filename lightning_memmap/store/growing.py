@@ -28,7 +28,7 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import ORDER, Building, explained, read_draft
+from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import (
     JOURNAL,
@@ -40,10 +40,11 @@ from lightning_memmap.store.directory import (
 )
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
-from lightning_memmap.store.range_writer import JOURNAL_INTERVAL_S, writer_of
 from lightning_memmap.store.samples import Prober, Probes
+from lightning_memmap.store.sources import reading_order, source_of
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import Workers
+from lightning_memmap.store.writing import JOURNAL_INTERVAL_S, writer_of
 
 #: The state of a build, in the byte before those of the rows.
 _BUILDING, _WHOLE, _ENDED = range(3)
@@ -294,13 +295,16 @@ class BackgroundBuild:
         self._workers.run(partial(_Each, probers), sizes, found.append)
         for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
             draft = asked[name].draft(asked[name].dataset, probes, identities[name])
-            if ORDER in draft.source:
+            if (
+                reading_order(source_of(asked[name].dataset, draft.schema), draft.num_rows)
+                is not None
+            ):
                 unfit.append(name)
                 self._locks[name].close()
                 continue
             path, row_bytes = asked[name].directory.path, probes.typical_bytes
             building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
-            self._locks[name].callback(building.close)
+            self._locks[name].enter_context(building)
             self._builds[name] = _Build(building, probes)
         self.unfit = unfit
 
@@ -321,21 +325,19 @@ class BackgroundBuild:
                 last_sync = monotonic()
             self._finish(name)
 
-        path = next(iter(self._asked.values())).directory.path.parent
-        with explained(path, "the next run then goes on"):
-            try:
-                for name in self._builds:
-                    self._finish(name)
-                self._workers.run(partial(_Each, makers), self._tasks(), receive)
-                if not all(each.serving.is_whole for each in self._builds.values()):
-                    raise StoreError(f"the build of the stores at {path} was stopped")
-            except BaseException:
-                self._workers.close(at_once=True)
-                self._sync()
-                for build in self._builds.values():
-                    if not build.serving.is_whole:
-                        _log.warning("%s; the next run goes on with them", build.building)
-                raise
+        try:
+            for name in self._builds:
+                self._finish(name)
+            self._workers.run(partial(_Each, makers), self._tasks(), receive)
+            if not all(each.serving.is_whole for each in self._builds.values()):
+                raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
+        except BaseException:
+            self._workers.close(at_once=True)
+            self._sync()
+            for build in self._builds.values():
+                if not build.serving.is_whole:
+                    _log.warning("%s; the next run goes on with them", build.building)
+            raise
 
     def _tasks(self) -> Iterator[tuple[str, Integers]]:
         """What is read next: what readers want, in turns, and then all others in their order."""

@@ -23,8 +23,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
 )
-from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.shards import firsts_of
+from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
@@ -63,11 +62,11 @@ class JoinedStore(Store):
         super().__init__(path, manifest, joined)
 
     @override
-    def rows(self, subset: Integers | Numbers | None = None) -> JoinedRows:
+    def rows(self, subset: Integers | None = None) -> JoinedRows:
         assert subset is None, "rows are chosen from each store by itself"
         return self.chosen([None] * len(self.parts))
 
-    def chosen(self, subsets: Sequence[Integers | Numbers | None]) -> JoinedRows:
+    def chosen(self, subsets: Sequence[Integers | None]) -> JoinedRows:
         """Some rows of each of the stores, or all."""
         shards = [part.manifest.shards for part in self.parts]
         return JoinedRows(self._names, tuple(map(StoreRows.of, shards, subsets)))

@@ -25,11 +25,10 @@ from lightning_memmap.schema.schema import MAX_FIELDS
 from lightning_memmap.store.columns import (
     Column,
     ShardItems,
-    grow_columns,
+    columns_of,
     shard_items,
-    stored_columns,
 )
-from lightning_memmap.store.files import TEMPORARY, check_plain, open_plain, unreadable
+from lightning_memmap.store.files import TEMPORARY, open_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
@@ -117,7 +116,7 @@ class Manifest:
         """What a store is to contain that is not written yet, and that can be opened then."""
         shards = Shards(num_rows, num_shards)
         try:
-            columns = grow_columns(schema, shards)
+            columns = columns_of(schema, shards)
         except ValueError as error:
             raise StoreError(f"no store can be made of this: {error}") from error
         sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
@@ -212,7 +211,7 @@ class Manifest:
             raise ValueError(f"{error or 'it is nested too deeply'}{_named(data, error)}") from None
         schema, shards = read_schema(data), Shards(found.num_rows, found.num_shards)
         found.check(schema)
-        columns = stored_columns(schema, shards, found.columns)
+        columns = columns_of(schema, shards, found.columns)
         if not any(column.file_bytes for column in columns) and found.num_rows > _MAX_EMPTY_ROWS:
             raise ValueError(f"{found.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
         return cls(
@@ -283,24 +282,6 @@ def _named(data: bytes, error: Exception) -> str:
 
 def _shown(value: msgspec.Raw) -> str:
     return short_repr(bytes(value)[:99].decode(errors="replace"))[1:-1]
-
-
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every file of the columns is there, is a plain file, and has exactly its size."""
-    for column in manifest.columns:
-        for name, expected in column.file_bytes.items():
-            path = directory / name
-            try:
-                found = check_plain(path)
-            except FileNotFoundError:
-                raise StoreError(f"{path} is missing: build the store again") from None
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if found != expected:
-                raise StoreError(
-                    f"{path} has {found} bytes, expected {expected}"
-                    f" ({manifest.num_rows} rows of {column.field}): build the store again"
-                )
 
 
 def _are_stored(pool: Pool, shards: Shards) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
 from lightning_memmap.schema import Field
-from lightning_memmap.schema.values import take_rows
+from lightning_memmap.schema.fields import take_rows
 from lightning_memmap.store.files import open_plain, unreadable
 
 #: No dimension of a row is larger, so that products of sizes can be checked.

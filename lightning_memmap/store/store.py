@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
-from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
@@ -106,7 +105,7 @@ class Store:
         """One mapped tensor per field, shard after shard. Writing to it changes no file."""
         return [column.tensor for column in self.columns]
 
-    def rows(self, subset: Integers | Numbers | None = None) -> Rows:
+    def rows(self, subset: Integers | None = None) -> Rows:
         """What an order orders: the rows of the store, or those of some numbers."""
         return StoreRows.of(self.manifest.shards, subset)
 

@@ -1,19 +1,12 @@
 """Verify a store: read every byte and compare it with the checksums."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_memmap.store.checksums import compute_checksums
-from lightning_memmap.store.manifest import (
-    GENERATION,
-    MANIFEST,
-    Manifest,
-    check_files,
-)
-from lightning_memmap.store.places import StoreUrl, place_of
-from lightning_memmap.store.remote.cache import RemoteStore
+from lightning_memmap.store.columns import compute_checksums
+from lightning_memmap.store.manifest import MANIFEST
+from lightning_memmap.store.remote.cache import RemoteStore, open_store
 
 
 @dataclass(frozen=True)
@@ -59,33 +52,18 @@ def verify_store(
         StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
             read; or the URL cannot be reached.
     """
-    place = place_of(path)
-    if isinstance(place, StoreUrl):
-        found_there = RemoteStore(place).damaged(num_threads, advance)
-        return [Damage(name, shard, place) for name, shard in found_there]
-    store = Path(os.path.realpath(place))
-    manifest = Manifest.read(store)
-    directory = store / manifest.generation
-    check_files(directory, manifest)
-    found = compute_checksums(directory, manifest.columns, num_threads=num_threads, advance=advance)
-    damages = []
-    for column in manifest.columns:
-        name = column.field.name
-        # A field without bytes has no file, only its checksums in the manifest.
-        path = directory / next(iter(column.file_bytes), f"../{MANIFEST}")
-        pairs = zip(manifest.checksums[name], found[name], strict=True)
-        damages += [
-            Damage(name, shard, path)
-            for shard, (expected, sum_of_shard) in enumerate(pairs)
-            if expected != sum_of_shard
-        ]
-    return damages
-
-
-def unknown_files(directory: Path, manifest: Manifest) -> list[str]:
-    """List what lies in the directory of a store without being part of it, or of a build."""
-    names = {name for name in os.listdir(directory) if not GENERATION.fullmatch(name)}
-    inside = set(os.listdir(directory / manifest.generation)) - manifest.file_bytes.keys()
-    return sorted(
-        {*(names - {MANIFEST, ".lock"}), *(f"{manifest.generation}/{name}" for name in inside)}
+    store = open_store(path)
+    if isinstance(store, RemoteStore):
+        damaged = store.damaged(num_threads, advance)
+        return [Damage(name, shard, store.location) for name, shard in damaged]
+    manifest = store.manifest
+    found = compute_checksums(
+        store.files, manifest.columns, num_threads=num_threads, advance=advance
     )
+    return [
+        # A field without bytes has no file, only its checksums in the manifest.
+        Damage(name, shard, store.files / next(iter(column.file_bytes), f"../{MANIFEST}"))
+        for column, (name, sums) in zip(manifest.columns, found.items(), strict=True)
+        for shard, computed in enumerate(sums)
+        if computed != manifest.checksums[name][shard]
+    ]

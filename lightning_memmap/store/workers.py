@@ -31,10 +31,16 @@ import torch
 from typing_extensions import Self
 
 from lightning_memmap.errors import DatasetError, MemmapError, check_integer, describe_error
+from lightning_memmap.sampling import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
+RowNumbers = range | Integers
 
+#: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
+_RANGE_S = 1.0
+#: Ranges get smaller towards the end, so that all workers end together, down to this.
+_MIN_RANGE_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
 #: How long processes that have nothing to do may take to end.
@@ -146,6 +152,46 @@ def run_tasks(
         workers.run(_as_it_is, tasks, receive)
 
 
+class RowRanges:
+    """Divides rows into ranges of about a second of work, while earlier ones are worked on."""
+
+    def __init__(
+        self,
+        todo: Iterable[RowNumbers],
+        *,
+        max_rows: int,
+        num_workers: int,
+        row_s: float,
+        advance: Callable[[int], None] = lambda num_rows: None,
+    ) -> None:
+        self._todo, self._max_rows, self._num_workers = list(todo), max_rows, num_workers
+        self._row_s, self._advance = row_s, advance
+        self._num_left = sum(map(len, self._todo))
+
+    def __iter__(self) -> Iterator[RowNumbers]:
+        for rows in self._todo:
+            while len(rows):
+                some = rows[: self._next_count()]
+                self._num_left -= len(some)
+                yield some
+                rows = rows[len(some) :]
+
+    def note(self, rows: RowNumbers, duration_s: float) -> None:
+        """Take into account how long rows took."""
+        self._row_s = (self._row_s + duration_s / len(rows)) / 2
+        self._advance(len(rows))
+
+    def _next_count(self) -> int:
+        row_s = max(self._row_s, 1e-9)
+        wanted = _RANGE_S / row_s
+        if self._num_workers > 1:
+            # Each worker has one range in hand and one waiting. As much again is left for those
+            # that are done with theirs sooner.
+            fair = self._num_left / (4 * self._num_workers)
+            wanted = min(wanted, max(fair, _MIN_RANGE_S / row_s))
+        return max(1, min(self._max_rows, int(wanted)))
+
+
 def threads(count: int) -> ThreadPoolExecutor:
     """A pool whose threads have started: Python would wait for ever for one without memory."""
     pool, started = ThreadPoolExecutor(count), Barrier(count)
@@ -185,8 +231,6 @@ def _as_it_is(outcome: Any) -> Any:
 
 # In a worker process
 
-#: The id of the process that started this one, and the dataset.
-_starter: int | None = None
 _dataset: Any = None
 
 
@@ -210,39 +254,27 @@ def _made(make: bytes) -> Callable[[Any], Any]:
 
 
 def _work(make: bytes, task: Any) -> Any:
-    try:
-        with _our_errors():
-            return _made(make)(task)
-    finally:
-        exit_if_orphaned()
+    with _our_errors():
+        return _made(make)(task)
 
 
 def end_with_starter() -> None:
     """Have this worker process killed when the process that started it ends."""
-    global _starter
-    _starter = os.getppid()
+    # It may be the child of a fork server.
+    parent: Any = multiprocessing.parent_process()
+    starter = os.getppid()
     # The signal comes when the thread that started this process ends. It waits for the tasks.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It does not come if that thread ended before this call.
-    exit_if_orphaned()
+    if os.getppid() != starter or not parent.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
     # A worker from a fork server is not a child of its starter, and may be waiting for a task.
-    Thread(target=_end_after, args=(_parent().sentinel,), daemon=True).start()
+    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
 
 
 def _end_after(sentinel: int) -> None:
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_if_orphaned() -> None:
-    """End this process if it is a worker and the process that started it is gone."""
-    if _starter is not None and not (os.getppid() == _starter and _parent().is_alive()):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _parent() -> Any:
-    """The process that started this worker, which may be the child of a fork server."""
-    return multiprocessing.parent_process()
 
 
 def _open_anew() -> None:

@@ -7,7 +7,7 @@ import torch
 from lightning_memmap import open_store, verify_store
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
 from tests.distributed.harness import launch, launch_any
 from tests.models import Points, Regression

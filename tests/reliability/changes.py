@@ -29,7 +29,7 @@ from lightning_memmap.store import (
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.reliability.dataset import Edited, Files, expected_rows, files, rows_of
 from tests.reliability.forks import Raised, call
 from tests.reliability.outcome import Fault, Outcome, Subject

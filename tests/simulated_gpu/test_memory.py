@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.compare.memory import MovementRecorder
+from lightning_memmap.compare.measure import MovementRecorder
 from lightning_memmap.strategies._replicas import Replicas
 from tests.models import make_trainer
 from tests.simulated_gpu import devices

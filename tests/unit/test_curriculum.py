@@ -72,7 +72,7 @@ def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:
     epochs_of(data, 0)
     assert data.placement is not None
     held = data.placement.splits["train"].pool
-    places = [held.rows_of(shard).tolist() for shard in range(12)]  # type: ignore[union-attr]
+    places = [held.rows_of(shard).tolist() for shard in range(12)]
     assert all(len(rows) == len(set(rows)) for rows in places)
     assert set(chain.from_iterable(places)) == set(range(ROWS))
     # Most rows are where the store has them: an order moves few of them.

@@ -33,7 +33,7 @@ from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain
-from lightning_memmap.store.manifest import Manifest, check_files
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
@@ -387,12 +387,13 @@ class _Cache:
 def _is_whole(version: Path, manifest: Manifest) -> bool:
     """Whether a version is there, and its files are plain and have their sizes."""
     try:
-        check_files(version, manifest)
+        sizes = {name: check_plain(version / name) for name in manifest.file_bytes}
         check_plain(version / _IN_USE)
         num_bytes = check_plain(version / RECORDS)
     except (MemmapError, OSError):
         return False  # It is not there, or was damaged.
-    return num_bytes == 8 * len(manifest.columns) * manifest.num_shards
+    expected = 8 * len(manifest.columns) * manifest.num_shards
+    return sizes == manifest.file_bytes and num_bytes == expected
 
 
 def _remove(version: Path) -> None:

@@ -19,7 +19,6 @@ from lightning_memmap.store.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Manifest,
-    check_files,
 )
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
@@ -60,9 +59,8 @@ def push_store(
             pushed there meanwhile, or it cannot be reached.
     """
     directory = store_directory(path)
-    manifest = Manifest.read(directory)
-    files = directory / manifest.generation
-    check_files(files, manifest)
+    store = open_directory(directory)
+    files, manifest = store.files, store.manifest
     there = RemoteFiles(_url(url))
     before = there.read_if_there(MANIFEST, MAX_MANIFEST_BYTES)
     old = _decoded(before, url)

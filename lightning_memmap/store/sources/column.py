@@ -1,28 +1,26 @@
-"""What the sources have in common: a column, whose rows are read many at once."""
+"""What the columns of tables have in common: their rows are read many at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Values
+from lightning_memmap.schema.stack import Column
 
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 Rows = range | Integers
 
 
-class Column(ABC):
-    """Rows that lie in an array or a column of a table, with one field or several."""
+class TableColumn(ABC):
+    """A column of a table."""
 
     @abstractmethod
-    def take(self, rows: Rows) -> Any:
-        """Some rows, as an array or a column of the same library."""
+    def rows(self, rows: Rows) -> Column:
+        """Some rows."""
 
-    @abstractmethod
-    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        """What taken rows have for each field. A SchemaError has them read one by one."""
+    def has_missing(self) -> bool:
+        """Whether rows have no value, as far as this is known."""
+        return False
 
     def pieces(self, rows: Integers) -> Integers | None:
         """In which piece of its files each row is, where a piece is read as a whole."""

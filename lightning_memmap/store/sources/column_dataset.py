@@ -3,6 +3,7 @@
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.arrow import ArrowColumn, TableColumn, simple_array
-from lightning_memmap.store.sources.parquet import chosen, parquet_columns
+from lightning_memmap.store.sources.column import TableColumn
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -99,29 +99,35 @@ def _has_missing(column: Any) -> bool:
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
-        return parquet_columns(local_path(given), names)
+        return {**_tables().parquet_columns(local_path(given), partial(_chosen, names))}
     if is_frame(given):
         if _library(given) == "pandas":
-            return {name: given[name] for name in chosen(names, list(given.columns))}
-        table = _arrow_table(given)
-        return {name: table.column(name) for name in chosen(names, table.column_names)}
+            return {name: given[name] for name in _chosen(names, list(given.columns))}
+        method = _method_of(given)
+        table = _tables().arrow_table(getattr(given, method)() if method else given)
+        return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
-        return {name: given[name] for name in chosen(names, list(given))}
+        return {name: given[name] for name in _chosen(names, list(given))}
     raise TypeError(
         f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
         " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
     )
 
 
-def _arrow_table(given: Any) -> Any:
-    """A table of any library as one of Arrow."""
-    import pyarrow as pa
-
-    if method := _method_of(given):
-        given = getattr(given, method)()
-    return given if isinstance(given, pa.Table) else pa.table(given)
+def _chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
+    """The names of the columns to use, in order: all, or those that a user gives."""
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r}: give a list of names")
+    wanted = list(found if names is None else names)
+    for name in wanted:
+        if found.count(name) != 1 or wanted.count(name) != 1:
+            what = "there is no such column" if name not in found else "it is there twice"
+            raise ValueError(
+                f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
+            )
+    return wanted
 
 
 def _by_position(name: str, column: Any) -> Any:
@@ -139,11 +145,7 @@ def _by_position(name: str, column: Any) -> Any:
     if _library(column) == "pandas":
         return _pandas_column(name, column)
     if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
-        import pyarrow as pa
-
-        is_stream = hasattr(column, "__arrow_c_stream__")
-        found = ArrowColumn(name, pa.chunked_array(column) if is_stream else pa.array(column))
-        return simple_array(found.column, found)
+        return _tables().arrow_column(name, column)
     # A Series of yet another library.
     return np.asarray(column) if hasattr(column, "iloc") else column
 
@@ -158,10 +160,14 @@ def _pandas_column(name: str, series: Any) -> Any:
         values: np.ndarray = series.to_numpy(dtype=object, copy=True)
         values[missing] = None
         return values
-    import pyarrow as pa
+    return _tables().arrow_column(name, series)
 
-    found = ArrowColumn(name, pa.array(series))
-    return simple_array(found.column, found)
+
+def _tables() -> Any:
+    """What needs pyarrow, which is imported only for tables."""
+    from lightning_memmap.store.sources import tables
+
+    return tables
 
 
 def _list_to_numpy(values: Sequence[Any]) -> Any:

@@ -6,12 +6,13 @@ their subclasses: what a subclass overrides decides what a sample is. Libraries 
 the modules of their classes, and imported by nobody else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 from torch.nn import Parameter
@@ -21,13 +22,11 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Schema, Values
-from lightning_memmap.schema.fields import field_name
+from lightning_memmap.schema.fields import field_name, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
-from lightning_memmap.schema.stack import fit_rows, stack_samples
-from lightning_memmap.schema.structure import LEAF, children_of
-from lightning_memmap.schema.values import join_values, take_rows
-from lightning_memmap.store.sources import hugging_face
-from lightning_memmap.store.sources.column import Column, Rows, as_range, by_piece
+from lightning_memmap.schema.stack import Column, Samples, fit, stack
+from lightning_memmap.schema.structure import children_of
+from lightning_memmap.store.sources.column import Rows, TableColumn, as_range, by_piece
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
 
@@ -74,11 +73,17 @@ def nullable_columns(dataset: Any) -> set[str]:
         return nullable_columns(dataset.dataset)
     if kind is ConcatDataset:
         return set().union(*map(nullable_columns, dataset.datasets))
-    if hugging_face.is_dataset(dataset):
-        names = hugging_face.nullable_columns(dataset)
-    else:
-        names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
+    names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
+    if _is_hugging_face(dataset) and dataset.format["type"] is None:
+        # In a format, samples have NaN, or whatever a transform makes of it.
+        names = [n for n in dataset.format["columns"] if dataset.data.column(n).null_count]
     return {field_name((name,)) for name in names}
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    """Whether a dataset is exactly of the class ``datasets.Dataset``."""
+    kind = type(dataset)
+    return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 
 
 def _source_of(
@@ -86,10 +91,10 @@ def _source_of(
 ) -> Source | None:
     """The source of a dataset, or of a part of one, whose samples have a structure and fields."""
     kind = type(dataset)
-    if isinstance(dataset, Column):
-        return _OfColumn(dataset, node, fields)
+    if isinstance(dataset, TableColumn):
+        return _OfColumn(dataset.rows, node, fields, dataset.pieces)
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
-        return _OfColumn(_Array(dataset), node, fields)
+        return _OfColumn(partial(_rows_of_array, dataset), node, fields)
     if kind is Subset:
         return _picked(dataset, node, fields)
     if kind is ConcatDataset:
@@ -112,8 +117,10 @@ def _source_of(
 def _side_by_side(dataset: Any, node: Node, fields: Sequence[Field]) -> Any:
     """The container of what lies side by side in a dataset; None where its class is not known."""
     kind = type(dataset)
-    if hugging_face.is_dataset(dataset):
-        return hugging_face.columns_of(dataset, node, fields)
+    if _is_hugging_face(dataset):
+        from lightning_memmap.store.sources.tables import hugging_face_columns
+
+        return hugging_face_columns(dataset, node, fields)
     names = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
     return dataset if kind is TensorDict else getattr(dataset, names.get(kind, ""), None)
 
@@ -126,57 +133,50 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
+def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+    indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
+        return None
+    if indices.min() < -num_rows or indices.max() >= num_rows:
+        return None
+    rows = indices.astype(np.int64, copy=False)
+    rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
+    source = _source_of(dataset.dataset, node, fields)
+    return None if source is None else _Picked(source, rows)
+
+
 @dataclass(frozen=True, eq=False)
-class _Array(Column):
-    """A tensor or array, or one in a file, which is read by slices."""
+class _ArrayRows(Column):
+    """Rows of an array, none of which is None."""
 
     rows: Any
 
     @override
-    def take(self, rows: Rows) -> Any:
-        values = self.rows
-        if isinstance(rows, range):
-            found = values[rows.start : rows.stop]
-            return found if type(values) in _MEMORY_TYPES else np.asarray(found)
-        if isinstance(values, Tensor):
-            return take_rows(values, rows)
-        return values[rows] if type(values) in _MEMORY_TYPES else _take_of_file(values, rows)
+    def __len__(self) -> int:
+        return len(self.rows)
 
     @override
-    def values(self, found: Any, node: Node, fields: Sequence[Field]) -> list[Values]:
-        if isinstance(found, np.ndarray) and found.dtype.kind in "OUS" and found.ndim == 1:
-            return stack_samples(found.tolist(), node, fields)
-        is_optional = node.kind == "optional" and node.children[0] == LEAF
-        if not is_optional and node != LEAF:
-            raise SchemaError(f"field {fields[0].name!r}: an array has one field")
-        values = [fit_rows(fields[0], found)]
-        return (
-            [*values, Values(torch.ones(len(found), dtype=torch.bool))] if is_optional else values
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _OfColumn(Source):
-    """The rows of one column, of a structure with some fields."""
-
-    column: Column
-    node: Node
-    fields: Sequence[Field]
+    def given(self) -> NDArray[np.bool_]:
+        return np.ones(len(self.rows), np.bool_)
 
     @override
-    def read(self, rows: Rows) -> list[Values]:
-        try:
-            found = self.column.take(rows)
-        except Exception as error:
-            raise DatasetError(
-                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
-                f" {self.fields[0].name!r}: {describe_error(error)}"
-            ) from error
-        return self.column.values(found, self.node, self.fields)
+    def leaves(self, field: Field, room: Tensor | None) -> Values:
+        return fit(field, self.rows)
 
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        return self.column.pieces(rows)
+
+def _rows_of_array(values: Any, rows: Rows) -> Column:
+    """Rows of a tensor or array, or of one in a file, which is read by slices."""
+    is_memory = type(values) in _MEMORY_TYPES
+    if isinstance(rows, range):
+        found = values[rows.start : rows.stop]
+    elif isinstance(values, Tensor):
+        found = take_rows(values, rows)
+    else:
+        found = values[rows] if is_memory else _take_of_file(values, rows)
+    found = found if is_memory else np.asarray(found)
+    if isinstance(found, np.ndarray) and found.dtype.kind in "OUS" and found.ndim == 1:
+        return Samples(found.tolist())
+    return _ArrayRows(found)
 
 
 def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
@@ -188,6 +188,34 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
             first, last = int(rows[places[0]]), int(rows[places[-1]])
             taken[places] = np.asarray(values[first : last + 1])[rows[places] - first]
     return taken
+
+
+@dataclass(frozen=True, eq=False)
+class _OfColumn(Source):
+    """The rows of one column, of a structure with some fields."""
+
+    rows: Callable[[Rows], Column]
+    node: Node
+    fields: Sequence[Field]
+    find_pieces: Callable[[Integers], Integers | None] = lambda rows: None
+
+    @override
+    def read(self, rows: Rows) -> list[Values]:
+        try:
+            found = self.rows(rows)
+        except Exception as error:
+            raise DatasetError(
+                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
+                f" {self.fields[0].name!r}: {describe_error(error)}"
+            ) from error
+        try:
+            return stack(found, self.node, self.fields)
+        except NotImplementedError as error:  # Of pyarrow, for types that have few functions.
+            raise SchemaError(str(error)) from error
+
+    @override
+    def pieces(self, rows: Integers) -> Integers | None:
+        return self.find_pieces(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,15 +276,3 @@ class _Stacked(Source):
     def pieces(self, rows: Integers) -> Integers | None:
         found = (source.pieces(rows) for source in self.sources)
         return next((pieces for pieces in found if pieces is not None), None)
-
-
-def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
-    indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
-        return None
-    if indices.min() < -num_rows or indices.max() >= num_rows:
-        return None
-    rows = indices.astype(np.int64, copy=False)
-    rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
-    source = _source_of(dataset.dataset, node, fields)
-    return None if source is None else _Picked(source, rows)

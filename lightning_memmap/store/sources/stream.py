@@ -1,30 +1,31 @@
 """Streams: datasets that are iterated over, of a length that is known only at their end.
 
 Where a row lies in a store depends on the number of rows. So the rows of a stream are first written
-to temporary files, one for each field, in their order; then the store is built from slices of these
-files. A second pass over the stream would need no such files, but a generator gives its rows once,
-and a stream need not give the same rows twice.
+to a temporary file, piece by piece; then the store is built from these pieces. A second pass over
+the stream would need no such file, but a generator gives its rows once, and a stream need not give
+the same rows twice.
 """
 
-import os
+import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Form, Values
-from lightning_memmap.schema.values import join_values
+from lightning_memmap.schema import Form, Values
+from lightning_memmap.schema.fields import join_values
+from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import MAX_PROBES, NUM_PROBES, find_schema, hash_row, stack_rows
+from lightning_memmap.store.sources.column import Rows, by_piece
 
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
@@ -54,12 +55,14 @@ def samples_of(stream: Any) -> Iterator[Any]:
 
 
 class Spool:
-    """The rows of a stream in temporary files, which have no names and end with this process."""
+    """The rows of a stream in a temporary file, which has no name and ends with this process."""
 
     def __init__(
         self, stream: Any, directory: Path, advance: Advance, forms: Mapping[str, Form]
     ) -> None:
-        self._num_rows, self._directory = 0, directory
+        self._directory = directory
+        #: Where the rows, and the bytes, of each piece end.
+        self._ends, self._places = [0], [0]
         samples = samples_of(stream)
         piece = list(islice(samples, NUM_PROBES))
         if not piece:
@@ -69,30 +72,28 @@ class Spool:
         more = islice(enumerate(samples, len(piece)), MAX_PROBES - len(piece))
         self.schema = find_schema(piece, list(range(len(piece))), forms, more)
         with ExitStack() as stack:
-            self._columns = [_SpooledColumn(field, directory) for field in self.schema.fields]
-            for column in self._columns:
-                stack.callback(column.close)
+            self._file = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             while piece:
                 self._append(piece)
                 advance(len(piece))
                 max_rows = max(1, _PIECE_BYTES // self.row_bytes)
                 piece = list(islice(samples, min(max_rows, _MAX_PIECE_ROWS)))
-            self._files = stack.pop_all()
+            stack.pop_all()
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self._ends[-1]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, on average and at least 1."""
-        return max(1, sum(column.num_bytes for column in self._columns) // self._num_rows)
+        return max(1, self._places[-1] // len(self))
 
-    def read(self, rows: range | Integers) -> list[Values]:
+    def read(self, rows: Rows) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
-        if isinstance(rows, range):
-            return [column.read(rows.start, rows.stop) for column in self._columns]
-        found = [self.read(range(row, row + 1)) for row in rows.tolist()]
-        return [join_values(values) for values in zip(*found, strict=True)]
+        pieces, back = by_piece(rows, np.array(self._ends[1:]))
+        found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
+        joined = [join_values(values) for values in zip(*found, strict=True)]
+        return joined if back is None else [each.take(back) for each in joined]
 
     def pieces(self, rows: Integers) -> None:
         """All rows are equally far."""
@@ -102,71 +103,32 @@ class Spool:
         return hash_row([next(each.rows()) for each in self.read(range(row, row + 1))])
 
     def close(self) -> None:
-        """Remove the files."""
-        self._files.close()
+        """Remove the file."""
+        self._file.close()
 
     def _append(self, samples: list[Any]) -> None:
         rows = range(len(self), len(self) + len(samples))
         stacked = stack_rows(samples, rows, self.schema, lambda: self._first)
         try:
-            for column, values in zip(self._columns, stacked, strict=True):
-                column.append(values)
+            pickle.dump([(leaf_bytes(each.data), each.sizes) for each in stacked], self._file, 5)
+            self._places.append(self._file.tell())
+            self._file.flush()
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"after {self._num_rows} rows of the stream, which are kept beside the store until"
-                f" all have come: {error.strerror}: make room, or choose a directory on a larger"
-                " disk",
+                f"after {len(self)} rows of the stream, which are kept beside the store until all"
+                f" have come: {error.strerror}: make room, or choose a directory on a larger disk",
                 str(self._directory),
             ) from error
-        self._num_rows += len(samples)
+        self._ends.append(rows.stop)
 
-
-class _SpooledColumn:
-    """The rows of a field of a stream, in a temporary file."""
-
-    def __init__(self, field: Field, directory: Path) -> None:
-        self._field = field
-        with ExitStack() as stack:
-            self._items = stack.enter_context(tempfile.TemporaryFile(dir=directory))
-            self._index = stack.enter_context(tempfile.TemporaryFile(dir=directory))
-            self._files = stack.pop_all()
-        self._end = self.num_bytes = 0
-        self._index.write(np.zeros(1 + field.num_variable, np.int64).data)
-
-    def append(self, values: Values) -> None:
-        """Append rows."""
-        if values.sizes is not None:
-            index = np.empty((len(values.sizes), 1 + self._field.num_variable), np.int64)
-            index[:, 1:] = values.sizes
-            index[:, 0] = self._end + np.cumsum(values.sizes.prod(axis=1))
-            self._end = int(index[-1, 0])
-            self.num_bytes += self._index.write(index.data)
-        self.num_bytes += self._items.write(leaf_bytes(values.data).data)
-
-    def read(self, first: int, end: int) -> Values:
-        """Read consecutive rows."""
-        sizes = None
-        if self._field.num_variable:
-            index = np.empty((1 + end - first, 1 + self._field.num_variable), np.int64)
-            _read_into(leaf_bytes(index), self._index, first * index[0].nbytes)
-            first, end, sizes = int(index[0, 0]), int(index[-1, 0]), index[1:, 1:]
-        items = torch.empty((end - first, *self._field.item_shape), dtype=self._field.dtype)
-        # The same memory.
-        _read_into(leaf_bytes(items), self._items, first * self._field.item_bytes)
-        return Values(items, sizes)
-
-    def close(self) -> None:
-        """Remove the files."""
-        self._files.close()
-
-
-def _read_into(data: np.ndarray, file: IO[bytes], start: int) -> None:
-    """Fill memory, uint8 of one dimension, with bytes of a file."""
-    file.flush()
-    done = 0
-    while done < len(data):
-        count = os.preadv(file.fileno(), [data[done:].data], start + done)
-        if not count:
-            raise OSError("a temporary file with rows of the stream was cut short")
-        done += count
+    def _piece(self, number: int) -> list[Values]:
+        """The rows of a piece."""
+        self._file.seek(self._places[number])
+        found, num_rows = pickle.load(self._file), self._ends[number + 1] - self._ends[number]
+        values = list[Values]()
+        for field, (data, sizes) in zip(self.schema.fields, found, strict=True):
+            count = num_rows if sizes is None else int(sizes.prod(axis=1).sum())
+            items = as_tensor(data).view(field.dtype).view(count, *field.item_shape)
+            values.append(Values(items, sizes))
+        return values

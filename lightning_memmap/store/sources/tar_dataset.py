@@ -4,9 +4,10 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from glob import glob
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -104,32 +105,22 @@ class TarDataset(IterableDataset[dict[str, Any]]):
                 twice in a sample, or a sample lacks a field. The message names file and member.
         """
         for tar in self.tars:
-            for key, members in self._groups(tar):
-                yield self._sample(tar, key, members)
+            named = ((_NAME.fullmatch(name), name, read) for name, read in _members(tar))
+            with_ending = ((match, name, read) for match, name, read in named if match)
+            for key, group in groupby(with_ending, lambda member: member[0][1]):
+                yield self._sample(tar, key, self._wanted(tar, key, group))
 
-    def _groups(self, tar: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """The key of each sample of a tar file, and its members that are wanted, by ending."""
-        current: str | None = None
+    def _wanted(self, tar: str, key: str, group: Iterable[Any]) -> dict[str, bytes]:
+        """The members of a sample that are wanted, by ending."""
+        wanted = None if self.fields is None else ";".join(self.fields.values()).split(";")
         members: dict[str, bytes] = {}
-        for name, read in _members(tar):
-            if (match := _NAME.fullmatch(name)) is None:
-                continue
-            key, ending = match[1], match[2].lower()
-            if current is not None and key != current:
-                yield current, members
-                members = {}
-            current = key
+        for match, name, read in group:
+            ending = match[2].lower()
             if ending in members:
                 raise DatasetError(f"{tar}: {name!r}: the sample {key!r} has two such members")
-            if self._is_wanted(ending):
+            if wanted is None or ending in wanted:
                 members[ending] = read()
-        if current is not None:
-            yield current, members
-
-    def _is_wanted(self, ending: str) -> bool:
-        return self.fields is None or any(
-            ending in endings.split(";") for endings in self.fields.values()
-        )
+        return members
 
     def _sample(self, tar: str, key: str, members: Mapping[str, bytes]) -> dict[str, Any]:
         if self.fields is None:

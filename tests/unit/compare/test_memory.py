@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memmap.compare.memory import (
+from lightning_memmap.compare.measure import (
     MovementRecorder,
     device_peaks,
     model_bytes,

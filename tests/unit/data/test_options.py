@@ -122,7 +122,7 @@ def arguments(kind: str, **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "given",
     [
-        arguments("Weighted", weights=[1.0, 2.5], num_samples=7, replacement=True),
+        arguments("Weighted", weights=[1.0, 2.5], num_samples=7),
         arguments("Bucketed", lengths=[3, 1, 2], bucket_size=2),
         arguments("Mixture", shares={"a": 0.5, "b": 2}),
         arguments("Curriculum", stages={0: arguments("Weighted", weights="y"), 3: None}),

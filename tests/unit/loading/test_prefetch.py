@@ -83,10 +83,6 @@ class TestBatches:
 
         check_save_and_resume(make, 1)
 
-    def test_prefetch_below_zero_raises(self, numbered_store: Stores) -> None:
-        with pytest.raises(ValueError, match=r"prefetch=-1"):
-            heavy_loader(numbered_store, prefetch=-1)
-
 
 class TestOrder:
     def test_state_is_that_of_the_step_delivered(self, numbered_store: Stores) -> None:

@@ -89,7 +89,7 @@ class TestMemory:
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
                 here = [
-                    lengths[np.asarray(pool.rows_of(shard), np.int64)[run.start : run.stop]]
+                    lengths[pool.rows_of(shard)[run.start : run.stop]]
                     for run in runs
                     for shard in held
                 ]

@@ -44,11 +44,6 @@ class TestTopology:
         with pytest.raises(ValueError, match=r"data_devices=\(\): at least one device"):
             DataTopology(())
 
-    @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-    def test_topology_with_rank_outside_processes_raises(self, rank: int, size: int) -> None:
-        with pytest.raises(ValueError, match=f"rank={rank}: outside the {size} processes"):
-            DataTopology((CPU,), rank, size)
-
 
 class Node(LightningEnvironment):
     """One process of one node."""

@@ -62,7 +62,7 @@ def test_each_row_comes_once_at_a_position_of_its_shard(
         # There the shards are those of the store: its rows lie together.
         sampler = sampler.in_blocks(block)
         assert sampler.pool == pool_of(len(lengths), num_shards)
-    homes = [{*np.array(sampler.pool.rows_of(shard)).tolist()} for shard in range(num_shards)]
+    homes = [{*sampler.pool.rows_of(shard).tolist()} for shard in range(num_shards)]
     for epoch in (0, 3):
         order = order_of(sampler, epoch)
         assert sorted(order.tolist()) == list(range(len(lengths)))

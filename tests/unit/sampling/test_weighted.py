@@ -66,26 +66,11 @@ def test_each_row_comes_as_often_as_it_should_up_to_rounding(
         assert weight or not count
 
 
-@given(weights(), st.integers(1, 9), st.data())
-def test_without_replacement_no_row_comes_twice(
-    given_weights: list[float], num_shards: int, data: st.DataObject
-) -> None:
-    num_weighted = sum(weight > 0 for weight in given_weights)
-    num_samples = data.draw(st.integers(1, num_weighted))
-    sampler = made(given_weights, num_shards, num_samples=num_samples, replacement=False)
-    counts = drawn(sampler, data.draw(st.integers(0, 5)))
-    assert counts.max() == 1
-    assert counts.sum() == num_samples
-    assert not counts[np.array(given_weights) == 0].any()
-
-
-@given(weights(), st.integers(1, 9), st.integers(1, 150), st.booleans())
+@given(weights(), st.integers(1, 9), st.integers(1, 150))
 def test_lengths_fill_the_line_and_shards_cover_it(
-    given_weights: list[float], num_shards: int, num_samples: int, replacement: bool
+    given_weights: list[float], num_shards: int, num_samples: int
 ) -> None:
-    if not replacement:
-        num_samples = min(num_samples, sum(weight > 0 for weight in given_weights))
-    sampler = made(given_weights, num_shards, num_samples=num_samples, replacement=replacement)
+    sampler = made(given_weights, num_shards, num_samples=num_samples)
     pool, lengths = sampler.pool, sampler.lengths.array
     assert pool.counts.tolist() == [
         len(range(shard, num_samples, num_shards)) for shard in range(num_shards)
@@ -93,7 +78,7 @@ def test_lengths_fill_the_line_and_shards_cover_it(
     # In whole units, and so exactly as long as the epoch.
     unit = int(lengths.sum()) // num_samples
     assert int(lengths.sum()) == unit * num_samples
-    held = [row for shard in range(num_shards) for row in np.asarray(pool.rows_of(shard)).tolist()]
+    held = [row for shard in range(num_shards) for row in pool.rows_of(shard).tolist()]
     assert set(held) == set(np.flatnonzero(given_weights).tolist())
     # Only a row on a cut is in two shards.
     assert pool.num_rows <= len(given_weights) + num_shards - 1
@@ -115,7 +100,7 @@ def test_positions_are_served_by_their_shards_in_any_division(
     assert again.pool.dataset_rows(homes, offsets).tolist() == whole[start::step]
     for shard in range(num_shards):
         mine = {row for p, row in enumerate(whole) if p % num_shards == shard}
-        assert mine <= set(np.asarray(sampler.pool.rows_of(shard)).tolist())
+        assert mine <= set(sampler.pool.rows_of(shard).tolist())
 
 
 # Distributions. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 %
@@ -141,11 +126,10 @@ def test_each_position_of_a_round_is_drawn_with_the_right_probability(num_shards
     assert chi_square < 42.31
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_rows_come_as_often_as_their_weights_say_in_the_mean_over_epochs(replacement: bool) -> None:
+def test_rows_come_as_often_as_their_weights_say_in_the_mean_over_epochs() -> None:
     # The weights of a class lie in one shard alone, so that shards differ in weight.
     given_weights = np.where(np.arange(48) % 4 == 1, 6.0, 1.0)
-    sampler = made(given_weights, 4, num_samples=12, replacement=replacement)
+    sampler = made(given_weights, 4, num_samples=12)
     epochs = 1500
     counts = sum(drawn(sampler, epoch) for epoch in range(epochs)) / epochs
     expected = 12 * given_weights / given_weights.sum()
@@ -235,10 +219,8 @@ GOLDEN_UNEVEN += [82956, 42591, 73792, 66428, 3864, 64392, 13513, 55369, 95473, 
         ([float("inf"), 1.0], {}, "row 0 has the weight inf"),
         ([0.0, 0.0], {}, "all weights of the training rows are 0"),
         ([[1.0], [1.0]], {}, r"weights of shape \(2, 1\), and the dataset has 2 rows"),
-        ([1.0, 0.0], {"num_samples": 2, "replacement": False}, "num_samples=2 without replacement"),
         ([1.0], {"num_samples": 0}, "num_samples=0: at least 1"),
         ([1.0], {"num_samples": 1.5}, r"num_samples=1\.5: give an integer"),
-        ([1.0], {"replacement": 1}, "replacement=1: give True or False"),
         (["a", "b"], {}, "weights of <U1: give numbers"),
     ],
 )

@@ -21,7 +21,7 @@ from lightning_memmap.sampling import (
     shard_rows,
 )
 from lightning_memmap.sampling.permutations import BlockPermutation
-from lightning_memmap.sampling.windows import DEFAULT_WINDOW_BYTES
+from lightning_memmap.sampling.schedule import DEFAULT_WINDOW_BYTES
 from tests.rows import make_sampler
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -186,12 +186,3 @@ def test_default_window_is_of_the_store_alone() -> None:
     assert rows * 24 * 150_528 <= DEFAULT_WINDOW_BYTES < (rows + 1) * 24 * 150_528
     assert default_window(24, 2**40) == 1
     assert default_window(24, 0) > 0
-
-
-def test_windows_of_another_order_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"windows of 8 rows of a shard .* from elsewhere too"):
-        ReadWindows(make_sampler(100, 2, 0, True), 8)
-    with pytest.raises(ValueError, match=r"windows of 8 rows .* from windows of 4: use"):
-        ReadWindows(make_sampler(100, 2, 0, True, 4), 8)
-    with pytest.raises(ValueError, match="rows=0"):
-        ReadWindows(make_sampler(100, 2), 0)

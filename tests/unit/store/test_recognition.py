@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Pad
-from lightning_memmap.store import build_store, open_store, range_writer, verify_store
+from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
@@ -73,14 +73,14 @@ def interrupt(path: Path, dataset: Labelled, **arguments: Any) -> Path:
     """Begin a build, and end it after the first rows."""
     BROKEN.add(NUM_ROWS - 2)
     with (
-        patch.object(range_writer, "_MAX_ITEM_ROWS", 2048),
-        patch.object(range_writer, "_MAX_ITEM_BLOCKS", 1),
+        patch.object(writing, "_MAX_ITEM_ROWS", 2048),
+        patch.object(writing, "_MAX_ITEM_BLOCKS", 1),
         pytest.raises(KeyboardInterrupt),
     ):
         build(Labelled(dataset.labels), path, **arguments)
     BROKEN.clear()
     building = building_path(path / "s")
-    assert "\n0 " in (building / "journal").read_text()
+    assert any((building / "journal").read_bytes())
     return building
 
 
@@ -94,7 +94,6 @@ def test_interrupted_build_says_what_is_kept_and_goes_on(
     (line,) = caplog.messages
     assert line.startswith("interrupted: ")
     assert "of 3,000 rows are kept at" in line
-    assert "the same build goes on with them" in line
     dataset = Counting(OLD)
     # The wrapper has another identity.
     build(dataset, tmp_path)
@@ -111,28 +110,29 @@ def test_build_notes_its_rows_every_few_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look at the clock takes two seconds.
-    monkeypatch.setattr(range_writer, "monotonic", itertools.count(step=2).__next__)
+    monkeypatch.setattr(writing, "monotonic", itertools.count(step=2).__next__)
     sizes = []
 
     class Watching(Labelled):
         def __getitem__(self, row: int) -> int:
             journals = tmp_path.glob("s/g-*/journal")
-            sizes.extend(len(journal.read_text().splitlines()) for journal in journals)
+            sizes.extend(journal.read_bytes().count(1) for journal in journals)
             return row
 
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 300)
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 300)
 
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
     build(Watching({}), tmp_path)
-    # The first line names the process. The third of ten ranges ends after more than five seconds.
-    assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    # The third of ten ranges ends after more than five seconds.
+    expected = [0, 0, 0, 900, 900, 900, 1800, 1800, 1800, 2700]
+    assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == expected
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_build_of_a_mended_dataset_holds_no_row_of_the_interrupted_one(
     tmp_path: Path, overwrite: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    interrupt(tmp_path, OLD, overwrite=overwrite)
+    interrupt(tmp_path, OLD)
     caplog.clear()
     build(NEW, tmp_path, overwrite=overwrite)
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]

@@ -168,11 +168,14 @@ def test_lengths_of_a_url_read_the_index_alone(
     assert reads == []
 
 
-def test_store_at_a_url_that_was_replaced_is_not_sent_to_another_process(
+def test_store_of_a_url_is_sent_to_a_process_by_its_url_until_it_is_replaced(
     url: str, tmp_path: Path
 ) -> None:
-    sent = pickle.dumps(open_store(url))
+    store = open_store(url)
+    sent = pickle.dumps(store)
     assert is_row(pickle.loads(sent)[5], 5)
+    assert repr(pickle.loads(sent)) == repr(store)
+    assert url in repr(store)
     push_store(build_mixed(tmp_path / "s", 70).path, url, overwrite=True, progress=False)
     with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
         pickle.loads(sent)
@@ -205,12 +208,6 @@ def test_shards_that_were_fetched_give_their_rows_whatever_else_is_missing(
         for row in (row for row in range(num_rows) if row % num_shards in wanted):
             for found, expected in zip(columns, whole.columns, strict=True):
                 assert torch.equal(found.row(row), expected.row(row))
-
-
-def test_store_of_a_url_is_sent_to_a_process_by_its_url(url: str) -> None:
-    store = open_store(url)
-    assert repr(pickle.loads(pickle.dumps(store))) == repr(store)
-    assert url in repr(store)
 
 
 # What a process owns
@@ -316,16 +313,14 @@ def test_training_at_a_url_starts_with_the_first_shards(
     assert torch.equal(*(weights(module) for module, _ in fits))
 
 
-def test_data_module_of_a_url_without_a_store_says_how_to_push_one(tmp_path: Path) -> None:
-    data = MemmapDataModule(Numbered(50), store_dir=(tmp_path / "far").as_uri())
+def test_store_that_is_missing_at_a_url_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    url = (tmp_path / "far").as_uri()
+    data = MemmapDataModule(Numbered(50), store_dir=url)
     data.prepare_data()
     with pytest.raises(StoreNotFoundError, match="lightning-memmap store push DIRECTORY file:"):
         data.setup()
-
-
-def test_split_that_is_missing_at_a_url_says_where_it_was_looked_for(tmp_path: Path) -> None:
     build_store(Numbered(50), tmp_path / "far" / "train", progress=False)
-    data = MemmapDataModule(store_dir=(tmp_path / "far").as_uri())
+    data = MemmapDataModule(store_dir=url)
     data.setup()
     assert list(data.stores) == ["train"]
     with pytest.raises(StoreNotFoundError, match=r"no store at file:.*far/test: "):
@@ -458,16 +453,17 @@ def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.Mo
 
 
 def test_store_that_was_replaced_at_its_url_is_fetched_anew(tmp_path: Path) -> None:
-    store = build_store(Numbered(50, 1), tmp_path / "s", progress=False)
-    url = store.path.as_uri()
-    old = open_store(url)
-    assert holds(old, Numbered(50, 1))
+    url = build_store(Numbered(50, 1), tmp_path / "s", progress=False).path.as_uri()
+    whole, begun = open_store(url), open_store(url)
+    assert holds(whole, Numbered(50, 1))
     build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
     assert holds(open_store(url), Numbered(50, 2))
-    assert holds(old, Numbered(50, 1))
+    # What was fetched stays.
+    assert holds(whole, Numbered(50, 1))
+    assert holds(begun, Numbered(50, 1))
 
 
-def test_store_that_is_replaced_while_it_is_fetched_is_an_error(tmp_path: Path) -> None:
+def test_store_that_is_replaced_or_removed_while_it_is_fetched_is_an_error(tmp_path: Path) -> None:
     url = build_store(Numbered(50, 1), tmp_path / "s", progress=False).path.as_uri()
     old = open_store(url)
     build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
@@ -530,19 +526,37 @@ def test_url_that_leads_nowhere_says_so(address: str, error: type[Exception], me
         open_store(address)
 
 
-@pytest.mark.parametrize("raised", [PermissionError("Forbidden"), "NoCredentialsError"])
-def test_url_whose_access_is_refused_says_so(
-    url: str, monkeypatch: pytest.MonkeyPatch, raised: Any
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("Forbidden"),
+        TypeError("an argument too many"),
+        type("NoCredentialsError", (Exception,), {})("none"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    ],
+)
+def test_what_is_refused_is_not_tried_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    error = raised if isinstance(raised, Exception) else type(raised, (Exception,), {})("none")
-    store = RemoteFiles(files.StoreUrl(url))
+    calls = []
 
-    def refuse(*_: Any, **__: Any) -> bytes:
+    def refuse(*arguments: Any, **_: Any) -> None:
+        calls.append(arguments)
         raise error
 
-    monkeypatch.setattr(type(store._system), "cat_file", refuse)
-    with pytest.raises(StoreError, match=r"was refused: .* credentials"):
-        open_store(url)
+    store = build_store(Numbered(50), tmp_path / "here", progress=False)
+    there = (tmp_path / "there").as_uri()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", refuse)
+        with pytest.raises(StoreError, match=r"was refused: .* room.* credentials"):
+            open_store(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "put_file", refuse)
+        with pytest.raises(StoreError, match=r"there/g-.* was refused: .* room.* credentials"):
+            push_store(store.path, there, progress=False)
+    assert len(calls) == 2
+    push_store(store.path, there, progress=False)
+    assert holds(open_store(there), Numbered(50))
 
 
 def test_url_where_a_directory_is_needed_is_refused(tmp_path: Path) -> None:
@@ -732,17 +746,3 @@ def test_windows_and_mixtures_of_a_url_are_those_of_the_directory(
             data.teardown()
         assert len(batches[0]) == len(batches[1]) == 8
         assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
-
-
-def test_push_to_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store = build_store(Numbered(50), tmp_path / "here", progress=False)
-    url = (tmp_path / "far").as_uri()
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalFileSystem, "put_file", is_full)
-        with pytest.raises(StoreError, match=r"far/g-.* was refused: .*No space left.* room"):
-            push_store(store.path, url, progress=False)
-    push_store(store.path, url, progress=False)
-    assert holds(open_store(url), Numbered(50))

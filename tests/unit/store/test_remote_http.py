@@ -150,23 +150,6 @@ def test_server_that_tells_no_lengths_is_pulled_from(web: FileServer, tmp_path: 
     assert files.RemoteFiles(StoreUrl(f"{web.url}/train")).stores() == [""]
 
 
-def test_mistake_of_a_library_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def fail(self: Any, path: str, **options: Any) -> bytes:
-        calls.append(path)
-        raise TypeError("an argument too many")
-
-    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "cat_file", fail)
-    with pytest.raises(
-        StoreError, match=r"was refused: TypeError: an arg.* library of its protocol"
-    ):
-        open_store((tmp_path / "far" / "train").as_uri())
-    assert len(calls) == 1
-
-
 def test_server_that_lists_nothing_is_told_which_url_to_give(
     web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

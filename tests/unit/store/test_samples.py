@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import default_collate
 
 from lightning_memmap import build_store
 from lightning_memmap.errors import SchemaError
-from tests.rows import CPU, make_loader
-from tests.unit.store.layout import files_of
 
 #: Modes whose images are their pixels and nothing else.
 MODES = (
@@ -97,23 +94,3 @@ def test_numbers_of_other_types_in_other_rows_are_refused_at_their_row(
 ) -> None:
     with pytest.raises(SchemaError, match="row 9, field '0': found"):
         build_store([(value,)] * 9 + [(other,)], tmp_path / "store", progress=False)
-
-
-def test_list_of_many_numbers_is_one_file_and_comes_back_as_a_tensor(tmp_path: Path) -> None:
-    rows = [{"tokens": list(range(row, row + 1200)), "label": row} for row in range(3)]
-    found = read_back(tmp_path / "store", rows)
-    files = {path.name for path in files_of(tmp_path / "store").glob("*.memmap")}
-    assert files == {"tokens.memmap", "label.memmap"}
-    for row, sample in enumerate(found):
-        assert sample["tokens"].tolist() == rows[row]["tokens"]
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_list_of_many_numbers_is_batched_as_one_tensor(tmp_path: Path, num_devices: int) -> None:
-    rows = [{"row": row, "scores": [row + k / 8 for k in range(20)]} for row in range(10)]
-    store = build_store(rows, tmp_path / "store", progress=False)
-    batches = [batch.to(CPU) for batch in make_loader(store, num_devices, 4 // num_devices)]
-    assert sum(len(batch["row"]) for batch in batches) == 10
-    for batch in batches:
-        expected = default_collate([rows[row] for row in batch["row"].tolist()])
-        assert torch.equal(batch["scores"], torch.stack(expected["scores"], 1))

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.store import Store, build_part, finish_store, range_writer
+from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import source_of
 from tests.datasets import Wrapped, column_files, texts
@@ -303,10 +303,10 @@ def test_store_by_slices_is_the_one_written_item_by_item(
     forms = optional(dataset)
     by_items = build(tmp_path / "items", Wrapped(dataset), variable=forms)
     # In many ranges, of which the last one is not whole, and in one.
-    monkeypatch.setattr(range_writer, "read_samples", not_called)
+    monkeypatch.setattr(writing, "read_samples", not_called)
     for num_rows in (37, 8192):
-        monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", num_rows)
-        monkeypatch.setattr(range_writer, "_SLICE_BYTES", num_rows * by_items.manifest.row_bytes)
+        monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", num_rows)
+        monkeypatch.setattr(writing, "_SLICE_BYTES", num_rows * by_items.manifest.row_bytes)
         assert_same_store(build(tmp_path / str(num_rows), dataset, variable=forms), by_items)
 
 
@@ -316,9 +316,9 @@ def test_store_by_slices_is_the_same_with_workers_and_in_parts(
 ) -> None:
     dataset = kind(tmp_path)
     by_items = build(tmp_path / "items", Wrapped(dataset), variable=optional(dataset))
-    monkeypatch.setattr(range_writer, "_MAX_PACKED_ROWS", 11)
+    monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", 11)
     assert_same_store(build(tmp_path / "workers", dataset, num_workers=2), by_items)
-    monkeypatch.setattr(range_writer, "read_samples", not_called)
+    monkeypatch.setattr(writing, "read_samples", not_called)
     for part in (2, 0, 1):
         build_part(dataset, tmp_path / "parts", (part, 3), num_shards=7, progress=False)
     assert_same_store(finish_store(tmp_path / "parts", progress=False), by_items)
@@ -344,8 +344,8 @@ def test_any_rows_of_joined_arrays_are_stored_in_their_order(
     rows = np.random.default_rng(seed).integers(-starts[-1], starts[-1], num_picked)
     path = tmp_path_factory.mktemp("store") / "store"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_writer, "_SLICE_BYTES", 8 * range_rows)
-        patch.setattr(range_writer, "read_samples", not_called)
+        patch.setattr(writing, "_SLICE_BYTES", 8 * range_rows)
+        patch.setattr(writing, "read_samples", not_called)
         dataset = Subset(ConcatDataset(parts), rows.tolist())
         store = build_store(dataset, path, num_shards=num_shards, progress=False)
     assert_holds(store, rows % starts[-1])
@@ -374,8 +374,8 @@ def test_any_texts_and_lists_are_stored_as_item_by_item(
     dataset = ColumnDataset(found)
     by_items = build(path / "items", Wrapped(dataset), variable=forms)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_writer, "_MAX_PACKED_ROWS", range_rows)
-        patch.setattr(range_writer, "read_samples", not_called)
+        patch.setattr(writing, "_MAX_PACKED_ROWS", range_rows)
+        patch.setattr(writing, "read_samples", not_called)
         by_slices = build(path / "slices", dataset, variable=forms)
     assert_same_store(by_slices, by_items)
 
@@ -508,15 +508,6 @@ def test_dataset_that_raises_for_many_rows_names_the_row(tmp_path: Path) -> None
         build(tmp_path / "store", Broken(torch.randn(60)))
 
 
-@pytest.mark.parametrize("length", [3, 40])
-def test_hugging_face_lists_of_other_lengths_are_stored(tmp_path: Path, length: int) -> None:
-    rows = [list(range(length))] * 30 + [list(range(length + 1))] * 30
-    dataset = import_module("datasets").Dataset.from_dict({"tokens": rows})
-    store = build(tmp_path / "store", dataset)
-    for row, tokens in enumerate(rows):
-        assert [int(token) for token in store[row]["tokens"]] == tokens
-
-
 def test_hugging_face_images_and_transforms_are_stored_as_items(tmp_path: Path) -> None:
     datasets = import_module("datasets")
     from PIL import Image
@@ -547,7 +538,7 @@ def test_store_by_slices_that_was_interrupted_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = TensorDataset(torch.arange(1000))
-    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 8 * 100)
+    monkeypatch.setattr(writing, "_SLICE_BYTES", 8 * 100)
     written: list[int] = []
     write = FixedColumn.write
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.store import range_writer
+from lightning_memmap.store import writing
 from lightning_memmap.store.sources import stream as streams
 from tests.datasets import Numbered, Ragged, column_files, holds
 from tests.unit.store.layout import is_empty
@@ -61,7 +61,7 @@ def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
         options["variable"] = {"sound": "pad", "ids": "pad", "image": image}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_MAX_PIECE_ROWS", piece_rows)
-        patch.setattr(range_writer, "_SLICE_BYTES", 1000)
+        patch.setattr(writing, "_SLICE_BYTES", 1000)
         store = build_store(iter(rows), path / "s", **options)
     expected = build_store(rows, path / "e", **options)
     assert store.schema == expected.schema
@@ -104,7 +104,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     def is_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(streams._SpooledColumn, "append", is_full)
+    monkeypatch.setattr(streams.pickle, "dump", is_full)
     with pytest.raises(OSError, match=r"0 rows of the stream.*No space left.*make room") as found:
         build_store(Stream(Numbered(50), 50), tmp_path / "s", progress=False)
     assert str(found.value.filename) == str(tmp_path / "s")

@@ -12,7 +12,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import DTYPES, Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.table import TableBuild, TableWriter
+from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.unit.store.layout import is_empty, names_in
 

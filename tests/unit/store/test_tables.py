@@ -20,9 +20,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.kinds import Mask
-from lightning_memmap.store import Store, build_part, finish_store, range_writer
+from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.sources import parquet
+from lightning_memmap.store.sources import tables
 from tests.datasets import Wrapped, column_files
 
 polars = import_module("polars")  # It sets an environment variable, which a test must not do.
@@ -184,7 +184,7 @@ def test_any_table_gives_the_store_of_its_items(
     path, forms = tmp_path_factory.mktemp("store"), {"x": "nullable"} if None in rows else None
     expected = outcome(Wrapped(ColumnDataset(table)), path / "items", forms)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_writer, "_MAX_PACKED_ROWS", 5)
+        patch.setattr(writing, "_MAX_PACKED_ROWS", 5)
         assert outcome(ColumnDataset(table), path / "slices", forms) == expected
     import_module("pyarrow.parquet").write_table(table, path / "a.parquet", row_group_size=3)
     assert outcome(ColumnDataset(path / "a.parquet"), path / "parquet", forms) == expected
@@ -285,13 +285,13 @@ def write_files(path: Path, num_files: int, num_columns: int) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
     """The row group and column of each read."""
-    found, read = list[tuple[int, str]](), parquet._Files.read
+    found, read = list[tuple[int, str]](), tables._RowGroups.read
 
     def note(self: Any, group: int, name: str) -> Any:
         found.append((group, name))
         return read(self, group, name)
 
-    monkeypatch.setattr(parquet._Files, "read", note)
+    monkeypatch.setattr(tables._RowGroups, "read", note)
     return found
 
 
@@ -311,7 +311,7 @@ def test_shuffled_rows_of_parquet_files_are_read_group_by_group(
     tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 7)
+    monkeypatch.setattr(writing, "_SLICE_BYTES", 16 * 7)
     store = build(tmp_path / "s", dataset, fingerprint="one")
     assert_is_shuffled(store, dataset)
     # Beside the probe rows, of which each is read twice, each group is read once.
@@ -325,7 +325,7 @@ def test_shuffled_rows_of_parquet_files_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_files: bool
 ) -> None:
     dataset = shuffled(write_files(tmp_path, 5, 2))
-    monkeypatch.setattr(range_writer, "_SLICE_BYTES", 16 * 20)
+    monkeypatch.setattr(writing, "_SLICE_BYTES", 16 * 20)
     written, write = list[int](), FixedColumn.write
 
     def interrupt(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
@@ -355,14 +355,14 @@ def test_directory_of_many_parquet_files_keeps_few_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_files(tmp_path, 60, 10)
-    most, read = 0, parquet._Files.read
+    most, read = 0, tables._RowGroups.read
 
     def count(self: Any, group: int, name: str) -> Any:
         nonlocal most
         most = max(most, len(os.listdir("/proc/self/fd")))
         return read(self, group, name)
 
-    monkeypatch.setattr(parquet._Files, "read", count)
+    monkeypatch.setattr(tables._RowGroups, "read", count)
     before = len(os.listdir("/proc/self/fd"))
     store = build(tmp_path / "s", ColumnDataset(path))
     assert [store[row]["c9"].item() for row in range(0, 2400, 99)] == list(range(9, 2409, 99))

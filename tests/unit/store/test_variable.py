@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
 from lightning_memmap.loading import FormedCollate
-from lightning_memmap.sampling import Shards
 from lightning_memmap.schema import Pad
-from lightning_memmap.store import Store, build_store, open_store, range_writer, verify_store
+from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.segments import copy_segments, pack_segments
 from tests.datasets import Counting, Ragged, Replaced, Wrapped
@@ -147,7 +146,7 @@ def test_rows_of_any_lengths_come_back(
     assert all(torch.equal(store[row], value) for row, value in enumerate(dataset))
     assert verify_store(path) == []
     sizes = [
-        sum(dataset[row].nbytes for row in Shards(len(dataset), shards).rows_of(shard))
+        sum(dataset[row].nbytes for row in range(shard, len(dataset), shards))
         for shard in range(shards)
     ]
     assert store.manifest.shard_bytes().tolist() == sizes
@@ -310,8 +309,8 @@ def test_text_and_bytes_come_back(tmp_path: Path, values: list[Any]) -> None:
 def test_build_that_failed_is_resumed(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_ROWS", 100)
-    monkeypatch.setattr(range_writer, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 100)
+    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
     dataset = Ragged(300)
     broken = Replaced(dataset, {290: ValueError("broken")})
     with pytest.raises(DatasetError, match="row 290"):

@@ -1,8 +1,15 @@
-"""Writes the rows of a dataset, a range at a time: slices of its arrays, or item by item."""
+"""Writers of rows: of a dataset, a range at a time, or of a table.
+
+The rows of a dataset are read by slices of its arrays, or item by item. Those of a table are
+written by several processes, in any order. One makes the files (`TableBuild`), each writes the rows
+that it has (`TableWriter`) and marks them in the journal, and the first one finishes the table:
+each row was written exactly once if all are marked, and the processes have written as many rows as
+the table has. If a process ends before that, there is no table, or the old one.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -12,17 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Schema, Values
-from lightning_memmap.schema.values import join_values
+from lightning_memmap.schema import RowList, Schema, Values
+from lightning_memmap.schema.fields import join_values
 from lightning_memmap.store.building import Building, RowWriter
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.ranges import RowRanges
+from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
+from lightning_memmap.store.files import write_rows
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
-from lightning_memmap.store.sources import Source, reading_order, source_of
-from lightning_memmap.store.store import Store
-from lightning_memmap.store.workers import Workers, threads
+from lightning_memmap.store.sources import Source, source_of
+from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -34,22 +44,21 @@ _MAX_ITEM_BLOCKS = 16
 _MAX_PACKED_ROWS = 2**18
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
-#: How often what was written is brought to the disk, and listed in the journal.
+#: How often what was written is brought to the disk, and marked in the journal.
 JOURNAL_INTERVAL_S = 5.0
-
-RowNumbers = range | Integers
 
 
 def writer_of(
     building: Building, row_bytes: int, first_row: int = 0
 ) -> Callable[[Any], "RangeWriter"]:
     """Makes a writer of the rows of a dataset, which begins at ``first_row`` of the store."""
+    assert building.journal is not None
     return partial(
         RangeWriter,
         schema=building.draft.schema,
         columns=building.draft.columns,
-        building=building.path,
-        journal=building.journal.name if building.journal else None,
+        generation=building.path,
+        journal=building.journal.name,
         row_bytes=row_bytes,
         first_row=first_row,
     )
@@ -97,69 +106,56 @@ class RangeWriter:
         dataset: Any,
         schema: Schema,
         columns: Sequence[Column],
-        building: Path,
-        journal: str | None,
+        generation: Path,
+        journal: str,
         row_bytes: int,
         first_row: int = 0,
     ) -> None:
         self._dataset, self._schema, self._first_row = dataset, schema, first_row
         self._row_bytes = max(1, row_bytes)
-        self._source = _source_of(dataset, schema)
-        self._order = reading_order(self._source, len(dataset))
+        #: The arrays in which the rows lie, which are read by slices.
+        self.source = _source_of(dataset, schema)
         # Two take turns: while one is being written, the other is filled.
         self._memory: list[dict[str, Tensor]] = [{}, {}]
         self._thread = threads(1)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         self._max_item_rows = min(_MAX_ITEM_ROWS, self._rows_of(_ITEM_BYTES))
-        #: Whether the rows lie in arrays, which are read by slices.
-        self.has_arrays = self._source is not None
         #: The most rows of a range.
         self.max_rows = _MAX_ITEM_BLOCKS * self._max_item_rows
-        if self.has_arrays:  # Rows of a store are copied.
-            is_copied = isinstance(self._source, _StoredRows)
+        if self.source is not None:  # Rows of a store are copied.
+            is_copied = isinstance(self.source, _StoredRows)
             self.max_rows = self._rows_of(_ITEM_BYTES if is_copied else _SLICE_BYTES)
-        if self.has_arrays and any(field.num_variable for field in schema.fields):
-            self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._writer = RowWriter(building, columns, journal)
+            if any(field.num_variable for field in schema.fields):
+                self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
+        self._writer = RowWriter(generation, columns, journal)
 
     def _rows_of(self, num_bytes: int) -> int:
         """The rows that take so many bytes, at least one."""
         return max(1, num_bytes // self._row_bytes)
 
     def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
-        """Write rows, given by their numbers in the store; a range where reading has an order."""
-        start = perf_counter()
-        mine = _moved(rows, -self._first_row)
-        if self._order is None:
-            self._write_rows(mine)
-        else:
-            assert isinstance(mine, range)
-            self._write_rows(self._order[mine.start : mine.stop])
-        return rows, perf_counter() - start
-
-    def _write_rows(self, rows: RowNumbers) -> None:
-        if not self._write_slices(rows):
+        """Write rows, given by their numbers in the store."""
+        start, mine = perf_counter(), _moved(rows, -self._first_row)
+        if not self._write_slices(mine):
             for index in range(0, len(rows), self._max_item_rows):
-                self._write_items(rows[index : index + self._max_item_rows])
+                self._write_items(mine[index : index + self._max_item_rows])
             self._writing.result()
-
-    def _write(self, rows: RowNumbers, values: Sequence[Values]) -> None:
-        self._writer.write(_moved(rows, self._first_row), values)
+        return rows, perf_counter() - start
 
     def _write_slices(self, rows: RowNumbers) -> bool:
         """Write rows that are read many at once; False where they must be read as items."""
-        if self._source is None:
+        if self.source is None:
             return False
         try:
-            found = self._source.read(rows)
+            found = self.source.read(rows)
         except SchemaError:  # Some do not fit, and are to be named.
             return False
         if any(values.num_rows != len(rows) for values in found):
             return False
         # Once all of them fit: what is written of rows that differ in length takes place on the
         # disk even where they are written again.
-        self._write(rows, found)
+        self._writer.write(_moved(rows, self._first_row), found)
         return True
 
     def _write_items(self, rows: RowNumbers) -> None:
@@ -196,7 +192,7 @@ class RangeWriter:
             else join_values([piece[index] for piece in pieces])
             for index, field in enumerate(self._schema.fields)
         ]
-        self._write(rows, whole)
+        self._writer.write(_moved(rows, self._first_row), whole)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
@@ -231,3 +227,87 @@ def _source_of(dataset: Any, schema: Schema) -> Source | None:
     if isinstance(dataset, Store) and dataset.schema == schema:
         return _StoredRows(dataset)
     return source_of(dataset, schema)
+
+
+def check_place(path: Path, *, overwrite: bool) -> None:
+    """Check that a table may be written to a path."""
+    check_free(path, "path")
+    if is_store(path) and not overwrite:
+        raise StoreError(
+            f"{path} exists: choose another path, or replace what is there with overwrite=True"
+        )
+
+
+class TableBuild:
+    """The build of a table, in one process, which holds the lock until the table is committed."""
+
+    def __init__(self, path: Path, draft: Manifest, *, overwrite: bool = False) -> None:
+        self._path = path
+        check_place(path, overwrite=overwrite)
+        with ExitStack() as stack:
+            stack.enter_context(StoreDirectory(path).locked(wait=False))
+            check_place(path, overwrite=overwrite)
+            self._building = stack.enter_context(Building.begin(path, draft, resume=False))
+            self.token = self._building.path.name
+            self._cleanup = stack.pop_all()
+
+    def finish(self, num_written: int, **source: str) -> Store:
+        """Commit the table, once all processes have closed their writers."""
+        num_rows = self._building.draft.num_rows
+        with self._cleanup:
+            if missing := self._building.missing(range(num_rows)):
+                raise StoreError(
+                    f"{sum(map(len, missing))} of {num_rows} rows were not written, the first of"
+                    f" them is row {missing[0].start}"
+                )
+            if num_written != num_rows:
+                raise StoreError(
+                    f"{num_written} rows were written, and the table has {num_rows}: some were"
+                    " written more than once"
+                )
+            show = partial(show_progress, hidden=True)
+            self._building.finish(num_threads=2, show=show, source=source)
+        return open_directory(self._path)
+
+    def abandon(self) -> None:
+        """Remove what was written, and release the lock. A second call does nothing."""
+        self._cleanup.close()
+
+
+class TableWriter:
+    """Writes rows into the files of a table that a `TableBuild` has made."""
+
+    def __init__(self, path: Path, draft: Manifest, token: str) -> None:
+        self._draft, self.num_written = draft, 0
+        try:
+            self._writer = RowWriter(path / token, draft.columns, JOURNAL)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(
+                f"this process does not see the files of the table at {path}: all processes"
+                " must share one file system there, also those of other machines"
+            ) from None
+
+    def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
+        """Write rows in any order."""
+        numbers, num_rows = np.asarray(rows, np.int64), self._draft.num_rows
+        if not len(numbers):
+            return
+        if numbers.min() < 0 or numbers.max() >= num_rows:
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
+        values = [
+            Values.of_rows(field, leaf) if isinstance(leaf, RowList) else Values(leaf)
+            for field, leaf in zip(self._draft.schema.fields, leaves, strict=True)
+        ]
+        self._writer.write(numbers, values)
+        # The marks last: a row with one has all its values.
+        write_rows(self._writer.journal, numbers, np.ones((len(numbers), 1), np.uint8))
+        self.num_written += len(numbers)
+
+    def close(self) -> None:
+        """Bring the rows to the disk and close the files."""
+        self._writer.files.sync()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files. A second call does nothing."""
+        self._writer.close()

@@ -1,0 +1,442 @@
+"""Columns of Arrow tables: of polars, pyarrow, DuckDB, Lance, pandas' own types, Parquet files and
+Hugging Face.
+
+A row of a column is what a sample has: a number or time of numpy, in the dtype of the table; a str
+or bytes; an array for a list of numbers; a list for other lists; a dict for a struct; and None. One
+of Hugging Face has Python's own numbers and lists.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow.dataset import dataset
+from pyarrow.parquet import ParquetFile
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
+from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Field, Node, Values
+from lightning_memmap.schema.fields import TO_NUMPY, field_name
+from lightning_memmap.schema.kinds import Bytes, Duration, Text
+from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
+from lightning_memmap.schema.structure import Path as Keys
+from lightning_memmap.store.sources.column import Rows, TableColumn, by_piece
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_TEXTS = {
+    **dict.fromkeys((pa.string(), pa.large_string()), Text()),
+    **dict.fromkeys((pa.binary(), pa.large_binary()), Bytes()),
+}
+#: Formats of Hugging Face whose samples have the values of the table, in a type of Python, numpy or
+#: torch.
+_FORMATS = {None, "numpy", "torch"}
+
+
+class ArrowRows(Column):
+    """Rows of a column."""
+
+    def __init__(self, array: Any, *, are_python: bool = False) -> None:
+        self.shape = array.type.shape if isinstance(array.type, pa.FixedShapeTensorType) else None
+        self.array, self.are_python = _one(array), are_python
+
+    @override
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @override
+    def given(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.array.is_valid().to_numpy(zero_copy_only=False)
+        return found
+
+    @override
+    def where(self, given: NDArray[np.bool_]) -> Column:
+        return self._like(self.array.filter(pa.array(given)))
+
+    @override
+    def parts(self, node: Node, path: Keys) -> Sequence[Column]:
+        array, keys = self._whole(), list(map(str, node.keys))
+        if node.kind == "dict" and pa.types.is_struct(array.type):
+            names = [field.name for field in array.type]
+            if sorted(names) == sorted(keys):
+                return [self._like(array.field(names.index(key))) for key in keys]
+        elif node.is_list and _is_list(array.type) and (_lengths(array) == len(keys)).all():
+            places = np.arange(len(array) * len(keys)).reshape(len(array), len(keys))
+            items = array.flatten()
+            return [self._like(items.take(pa.array(column))) for column in places.T]
+        raise MismatchError(f"found {array.type}")
+
+    @override
+    def lists(self, path: Keys) -> tuple[Column, Integers]:
+        array = self._whole()
+        if not _is_list(array.type):
+            raise MismatchError(f"found {array.type}")
+        return self._like(array.flatten()), _lengths(array)
+
+    @override
+    def leaves(self, field: Field, room: Tensor | None) -> Values:
+        array = self._whole()
+        if field.is_text:
+            if _TEXTS.get(array.type) != field.kind:
+                raise MismatchError(f"found {array.type}")
+            return _texts(array)
+        is_list = _is_list(array.type)
+        numbers = _numbers_of_lists(array) if is_list else _numbers(array)
+        if numbers is None:
+            raise MismatchError(f"found {array.type}")
+        if self.are_python:
+            numbers = _as_python(field, numbers)
+        if self.shape is not None:
+            return fit(field, numbers.reshape(-1, *self.shape))
+        return fit_lists(field, numbers, _lengths(array)) if is_list else fit(field, numbers)
+
+    def _like(self, array: Any) -> "ArrowRows":
+        found = ArrowRows(array, are_python=self.are_python)
+        found.shape = self.shape
+        return found
+
+    def _whole(self) -> Any:
+        if self.array.null_count:
+            raise MismatchError("rows have no value")
+        return self.array
+
+
+def _is_list(kind: Any) -> bool:
+    return any(is_kind(kind) for is_kind in _LISTS)
+
+
+def _one(column: Any) -> Any:
+    """One array of a column in pieces, with the values that a dictionary stands for."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # As of no pieces, or too many bytes for one.
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if isinstance(array, pa.DictionaryArray):
+        return array.dictionary_decode()
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def _numbers(array: Any) -> np.ndarray | None:
+    """Numbers or times, of any value where they are missing; None for anything else."""
+    if not pa.types.is_primitive(array.type) or pa.types.is_time(array.type):
+        return None
+    if array.null_count:
+        zero = pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(bytes(16))])[0]
+        array = array.fill_null(zero)
+    numbers: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _numbers_of_lists(array: Any) -> np.ndarray | None:
+    """The numbers of all lists; None for lists of anything else. Lists of fixed length in lists are
+    further dimensions of the numbers."""
+    shape, items = [], _one(array.flatten())
+    has_none = bool(items.null_count)
+    while pa.types.is_fixed_size_list(items.type):
+        shape.append(items.type.list_size)
+        items = _one(items.flatten())
+        has_none |= bool(items.null_count)
+    numbers = _numbers(items)
+    if numbers is not None and has_none:
+        raise SchemaError(
+            f"the table has None within a list of {items.type}, which is given as an array: fill"
+            " it in the table, such as with NaN, or leave it out there"
+        )
+    return None if numbers is None else numbers.reshape(-1, *shape)
+
+
+def _lengths(array: Any) -> Integers:
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    return np.asarray(lengths, np.int64)
+
+
+def _texts(array: Any) -> Values:
+    is_large = array.type in (pa.large_string(), pa.large_binary())
+    _, offsets, data = array.buffers()
+    width = np.dtype(np.int64 if is_large else np.int32)
+    ends = np.frombuffer(offsets, width, len(array) + 1, array.offset * width.itemsize)
+    items = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
+    return Values(as_tensor(items), np.diff(ends).astype(np.int64)[:, None])
+
+
+def _objects(rows: ArrowRows) -> list[Any]:
+    """What samples have of rows."""
+    array = rows.array
+    found: Sequence[Any]
+    if pa.types.is_struct(array.type):
+        names = [field.name for field in array.type]
+        parts = [_objects(ArrowRows(array.field(index))) for index in range(len(names))]
+        found = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+    elif _is_list(array.type):
+        numbers, lengths = _numbers_of_lists(array), _lengths(array)
+        items = _objects(ArrowRows(array.flatten())) if numbers is None else numbers
+        ends = np.cumsum(lengths).tolist()
+        found = [items[end - size : end] for end, size in zip(ends, lengths.tolist(), strict=True)]
+        if rows.shape is not None:
+            found = [row.reshape(rows.shape) if len(row) else row for row in found]
+    elif (numbers := _numbers(array)) is not None:
+        found = list(numbers)
+    else:
+        return list(array.to_pylist())
+    given = rows.given().tolist()
+    return [value if here else None for value, here in zip(found, given, strict=True)]
+
+
+class ArrowColumn(TableColumn):
+    """A column of an Arrow table in memory, whose item ``i`` is what sample ``i`` has."""
+
+    def __init__(self, name: str, column: Any) -> None:
+        self.name = name
+        self.column = _plain(column)
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, row: int) -> Any:
+        try:
+            return _objects(ArrowRows(self.take(range(row, row + 1))))[0]
+        except SchemaError as error:
+            raise SchemaError(f"field {field_name((self.name,))!r}: {error}") from None
+
+    @override
+    def has_missing(self) -> bool:
+        return bool(self.column.null_count)
+
+    def take(self, rows: Rows) -> Any:
+        """Some rows, as a column of Arrow."""
+        return _take(self.column, rows)
+
+    @override
+    def rows(self, rows: Rows) -> Column:
+        return ArrowRows(self.take(rows))
+
+
+def arrow_table(given: Any) -> Any:
+    """A table of any library that speaks Arrow as one of pyarrow."""
+    return given if isinstance(given, pa.Table) else pa.table(given)
+
+
+def arrow_column(name: str, column: Any) -> Any:
+    """A column of any library as one of Arrow, or, of numbers or times without a gap, as an array
+    of numpy."""
+    if not isinstance(column, (pa.Array, pa.ChunkedArray)):
+        # In what pandas gives as a stream, NaN is missing.
+        is_stream = hasattr(column, "__arrow_c_stream__") and not hasattr(column, "isna")
+        column = pa.chunked_array(column) if is_stream else pa.array(column)
+    found = ArrowColumn(name, column)
+    kind, array = found.column.type, _one(found.column) if not found.has_missing() else None
+    is_simple = array is not None and not isinstance(kind, pa.BaseExtensionType)
+    numbers = _numbers(array) if is_simple else None
+    return found if numbers is None else numbers
+
+
+def _plain(column: Any) -> Any:
+    """A column, or an array, as a column of types in which rows can be taken."""
+    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+    kind = _plain_type(chunked.type)
+    return chunked if chunked.type == kind else chunked.cast(kind)
+
+
+def _plain_type(kind: Any) -> Any:
+    """A type in which rows can be taken: Arrow's views have few functions."""
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if not _is_list(kind):
+        return kind
+    item = kind.value_field.with_type(_plain_type(kind.value_type))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(item, kind.list_size)
+    return (pa.list_ if types.is_list(kind) else pa.large_list)(item)
+
+
+def _take(column: Any, rows: Rows) -> Any:
+    if isinstance(rows, range):
+        return column.slice(rows.start, len(rows))
+    return column.take(pa.array(rows))
+
+
+# Parquet
+
+
+def parquet_columns(
+    path: Path, choose: Callable[[list[str]], list[str]]
+) -> dict[str, "ParquetColumn"]:
+    """Open a Parquet file, or all such files of a directory in the order of their names."""
+    paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not paths:
+        raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
+    groups = _RowGroups(paths, choose)
+    return {name: ParquetColumn(groups, name) for name in groups.kinds}
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    """Name the file in an error of pyarrow, and in one of the file system."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise  # It names the file.
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(
+            f"{path}: it cannot be read as a Parquet file ({describe_error(error)}); read another"
+            " format with a library of tables, such as pandas.read_csv, and give the table"
+        ) from None
+
+
+class _RowGroups:
+    """The row groups of files, each of which is read as a whole."""
+
+    def __init__(self, paths: Sequence[Path], choose: Callable[[list[str]], list[str]]) -> None:
+        stats = [path.stat() for path in paths]
+        self.files = [
+            (str(path), stat.st_size, stat.st_mtime_ns)
+            for path, stat in zip(paths, stats, strict=True)
+        ]
+        self._groups, self.kinds, sizes = list[tuple[Path, int]](), dict[str, Any](), list[int]()
+        for path in paths:
+            file = self._open(path)
+            schema, counts = file.schema_arrow, range(file.num_row_groups)
+            if not self.kinds:
+                self.kinds = {name: schema.field(name).type for name in choose(schema.names)}
+            for name, kind in self.kinds.items():
+                self._check(path, schema, name, kind)
+            self._groups += [(path, number) for number in counts]
+            sizes += [file.metadata.row_group(number).num_rows for number in counts]
+        #: Where each row group ends, in rows of all files.
+        self.ends = np.cumsum(sizes, dtype=np.int64)
+        #: The file, and by column the row group, that was read last.
+        self._file: tuple[Path | None, Any] = None, None
+        self._last: dict[str, tuple[int, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process opens the files for itself.
+        return {**vars(self), "_file": (None, None), "_last": {}}
+
+    def _open(self, path: Path) -> Any:
+        with _reading(path):
+            return ParquetFile(path)
+
+    def _check(self, path: Path, schema: Any, name: str, kind: Any) -> None:
+        first = self.files[0][0]
+        if schema.names.count(name) != 1:
+            raise DatasetError(
+                f"{path}: it has no column {name!r}, which {first} has; its columns are"
+                f" {', '.join(schema.names)}"
+            )
+        found = schema.field(name).type
+        if found != kind and pa.types.is_primitive(found) and pa.types.is_primitive(kind):
+            raise DatasetError(
+                f"{path}: column {name!r} is {found}, and {kind} in {first}: give files whose"
+                " columns have one type"
+            )
+
+    def read(self, group: int, name: str) -> Any:
+        """One column of a row group."""
+        path, number = self._groups[group]
+        if self._file[0] != path:
+            self._file = path, self._open(path)
+        with _reading(path):
+            return _plain(self._file[1].read_row_group(number, columns=[name]).column(name))
+
+    def column(self, group: int, name: str) -> Any:
+        """One column of a row group, kept until another one is asked for."""
+        if name not in self._last or self._last[name][0] != group:
+            self._last[name] = group, self.read(group, name)
+        return self._last[name][1]
+
+
+class ParquetColumn(ArrowColumn):
+    """One column of Parquet files, whose row groups are read when they are needed."""
+
+    def __init__(self, groups: _RowGroups, name: str) -> None:
+        self._groups = groups
+        self.files = groups.files
+        self.name = name
+
+    @override
+    def __len__(self) -> int:
+        return int(self._groups.ends[-1]) if len(self._groups.ends) else 0
+
+    @override
+    def has_missing(self) -> bool:
+        # Statistics are asked first.
+        is_missing = pc.field(self.name).is_null()
+        files = (dataset(path) for path, *_ in self.files)
+        return any(file.count_rows(filter=is_missing, use_threads=False) for file in files)
+
+    @override
+    def pieces(self, rows: Integers) -> Integers:
+        return np.searchsorted(self._groups.ends, rows, side="right")
+
+    @override
+    def take(self, rows: Rows) -> Any:
+        groups, back = by_piece(rows, self._groups.ends)
+        taken = [_take(self._groups.column(group, self.name), within) for group, within in groups]
+        joined = pa.chunked_array([chunk for column in taken for chunk in column.chunks])
+        return joined if back is None else _take(joined, back)
+
+
+# Hugging Face
+
+
+class HuggingFaceColumn(TableColumn):
+    """One column of a ``datasets.Dataset``, whose samples are made of its table alone."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._table = dataset.select_columns([name]).with_format("arrow")
+
+    @override
+    def rows(self, rows: Rows) -> Column:
+        found = (
+            self._table[rows.start : rows.stop] if isinstance(rows, range) else self._table[rows]
+        )
+        return ArrowRows(found.column(0), are_python=True)
+
+    @override
+    def has_missing(self) -> bool:
+        return bool(self._table.data.column(0).null_count)
+
+
+def hugging_face_columns(
+    dataset: Any, node: Node, fields: Sequence[Field]
+) -> dict[str, HuggingFaceColumn] | None:
+    """The columns of a dataset by name; None where its samples are made of more than the table."""
+    form = dataset.format
+    if form["type"] not in _FORMATS or form["format_kwargs"] or node.kind != "dict":
+        return None
+    # On its way through numpy, a text loses zeros at its end, and a list what it consists of.
+    if form["type"] is not None and any(field.is_text for field in fields):
+        return None
+    if not all(_is_as_in_table(dataset.features[str(key)]) for key in node.keys):
+        return None
+    return {str(key): HuggingFaceColumn(dataset, str(key)) for key in node.keys}
+
+
+def _is_as_in_table(feature: Any) -> bool:
+    """Whether samples have the texts and numbers that the table has, and nothing made of them."""
+    if isinstance(feature, dict):
+        return all(map(_is_as_in_table, feature.values()))
+    kind = type(feature).__name__
+    if kind in ("List", "LargeList", "Sequence"):
+        return _is_as_in_table(feature.feature)
+    return kind in ("Value", "ClassLabel")
+
+
+def _as_python(field: Field, values: np.ndarray) -> np.ndarray:
+    """Values of a table as samples have them: in types of Python, or the default ones of torch."""
+    wanted = field.kind.numpy_dtype if isinstance(field.kind, Duration) else TO_NUMPY[field.dtype]
+    kinds = values.dtype.kind + wanted.kind
+    is_safe = kinds in ("ii", "ui", "uu", "mm", "MM") and np.can_cast(values.dtype, wanted, "safe")
+    return values.astype(wanted, copy=False) if is_safe or kinds in ("bb", "ff") else values
