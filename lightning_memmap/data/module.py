@@ -24,6 +24,7 @@ from lightning_memmap.data.options import (
     DataOptions,
     Option,
     OptionAttributes,
+    without_loader_options,
 )
 from lightning_memmap.data.resume import Resume, renew_where_epochs_differ
 from lightning_memmap.data.set_up import Planner, SetUp
@@ -167,6 +168,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         ValueError: An argument is out of range, or two of them exclude each other.
     """
 
+    @without_loader_options
     def __init__(
         self,
         train_dataset: AnyDataset | dict[str, AnyDataset | None] | None = None,

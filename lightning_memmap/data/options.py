@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from lightning_memmap.data.splits import SPLITS, check_datasets
 from lightning_memmap.errors import check_integer
@@ -19,6 +19,8 @@ from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.workers import check_num_workers
 
+P = ParamSpec("P")
+
 #: The least value of each count, and why; `check_seed` knows of the seed.
 _COUNTS: dict[str, tuple[int | None, str]] = {
     "batch_size": (1, "at least 1 row per data device and step"),
@@ -26,6 +28,27 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
     "member": (0, "members are counted from 0"),
     "shuffle_window": (1, "at least 1 row of a shard"),
 }
+#: Arguments of a DataLoader that a data module does not have, and what takes their place.
+_LOADER_OPTIONS = {
+    "collate_fn": "`variable` says how rows of several lengths become a batch, and `transform` is"
+    " called with the batch",
+    "pin_memory": "memory is pinned where a GPU reads it",
+    "batch_sampler": "give `batch_size` and a `sampler`, such as Bucketed",
+    "prefetch_factor": "strategies have `prefetch`",
+    "persistent_workers": "`num_workers` read the dataset once, when it is stored",
+}
+
+
+def without_loader_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Say what takes the place of an argument of a DataLoader that is given to a data module."""
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        for name in options.keys() & _LOADER_OPTIONS.keys():
+            raise TypeError(f"{name}={options[name]!r}: leave it out: {_LOADER_OPTIONS[name]}")
+        init(*args, **options)
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
