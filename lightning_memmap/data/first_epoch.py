@@ -1,7 +1,7 @@
-"""Training from stores that are built meanwhile: ``build="while_training"``."""
+"""Training from stores whose rows are still to come: ``build="while_training"``."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_memmap.placement import Placement
 from lightning_memmap.store import Store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.directory import is_store
-from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, SharedWorkers
+from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.sources.stream import is_stream
 
 #: Steps whose rows are asked for before there is a loader.
@@ -26,82 +26,85 @@ _log = logging.getLogger(__name__)
 
 
 class FirstEpoch:
-    """The builds of a data module that go on while it is used, by split."""
+    """The builds of a data module that go on while it is used."""
 
     def __init__(self) -> None:
-        self._builds: dict[str, BackgroundBuild] = {}
+        self._builds: list[BackgroundBuild] = []
 
-    def begin(self, stores: SplitStores, splits: Iterable[str]) -> Iterator[str]:
+    def begin(self, stores: SplitStores, splits: Iterable[str]) -> list[str]:
         """Begin to build the stores of splits, whose rows can then be read.
 
-        Yields:
+        Returns:
             Splits whose stores are to be built first, or are there.
 
         Raises:
             ValueError: A dataset is a stream.
             MemmapError: No store can be made of a dataset; see `build_store`.
         """
-        given = {split: each for split, each in stores.datasets.items() if not is_stream(each)}
-        workers = SharedWorkers(given, stores.options.num_workers)
-        for split in splits:
-            if not self._begin(stores, split, workers):
-                yield split
-
-    def _begin(self, stores: SplitStores, split: str, workers: SharedWorkers) -> bool:
-        """Begin to build a store, unless it is to be built first, or is there."""
-        options, dataset = stores.options, stores.datasets[split]
-        path = stores.directory / split
-        if options.build == "first" or dataset is None or not isinstance(path, Path):
-            return False
-        if is_store(path) or not length_hint(dataset, 1):
-            return False
-        if split in self._builds and self._builds[split].is_alive:
-            return True
-        if is_stream(dataset):
-            raise ValueError(
-                f"{argument_of(split)}, {with_article(type(dataset).__name__)}, with"
-                " build='while_training': its rows come in an order of their own, and training"
-                " needs others: give build='first', or a map-style dataset"
-            )
-        if split.startswith("train/"):
-            _log.warning("%s: sets that are mixed are stored first", argument_of(split))
-            return False
-        stores.check_place(split)
-        first = next((each for each in self._builds.values() if each.is_alive), None)
-        asked = Asked(
-            dataset,
-            path,
-            options.num_shards,
-            options.num_workers,
-            options.fingerprint_of(split),
-            options.forms,
-            progress=False,
-        )
-        build = BackgroundBuild(asked, workers.joined(split), after=first)
-        if build.is_unfit:
+        others = [
+            split for split in splits if not any(each.is_building(split) for each in self._builds)
+        ]
+        asked = {split: _asked(stores, split) for split in others if _can_grow(stores, split)}
+        if not asked:
+            return others
+        build = BackgroundBuild(asked, stores.options.num_workers)
+        self._builds.append(build)
+        for split in build.unfit:
             _log.warning(
                 "%s: its files are read piece by piece: it is stored first", argument_of(split)
             )
-            return False
-        self._builds[split] = build
-        return True
+        return [split for split in others if split not in asked or split in build.unfit]
 
     def end(self) -> None:
         """End the builds: those that have all rows are finished, others go on in the next run."""
         while self._builds:
-            self._builds.popitem()[1].stop()
+            self._builds.pop().stop()
+
+
+def _can_grow(stores: SplitStores, split: str) -> bool:
+    """Whether a store can be built while rows of it are read, and is not there."""
+    options, dataset, path = stores.options, stores.datasets[split], stores.directory / split
+    if options.build == "first" or dataset is None or not isinstance(path, Path):
+        return False
+    if is_store(path) or not length_hint(dataset, 1):
+        return False
+    if is_stream(dataset):
+        raise ValueError(
+            f"{argument_of(split)}, {with_article(type(dataset).__name__)}, with"
+            " build='while_training': its rows come in an order of their own, and training"
+            " needs others: give build='first', or a map-style dataset"
+        )
+    if split.startswith("train/"):
+        _log.warning("%s: sets that are mixed are stored first", argument_of(split))
+        return False
+    stores.check_place(split)
+    return True
+
+
+def _asked(stores: SplitStores, split: str) -> Asked:
+    """What is asked for with the options of a data module."""
+    options = stores.options
+    return Asked(
+        stores.datasets[split],
+        Path(stores.directory / split),
+        options.num_shards,
+        options.num_workers,
+        options.fingerprint_of(split),
+        options.forms,
+        progress=False,
+    )
 
 
 class _ShowStored(L.Callback):
-    """Shows in the Trainer's progress bar how much of the training rows is stored."""
+    """Shows in the Trainer's progress bar how much of the training rows is there."""
 
     _is_shown = False
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
-        if isinstance(store, GrowingStore):
-            pl_module.log("stored", store.serving.share, prog_bar=True, logger=False, batch_size=1)
+        if store is not None and store.supply is not None:
+            pl_module.log("stored", store.supply.share, prog_bar=True, logger=False, batch_size=1)
             self._is_shown = True
         elif self._is_shown:
             trainer.progress_bar_metrics.pop("stored", None)
@@ -109,24 +112,24 @@ class _ShowStored(L.Callback):
 
 
 def show_stored(trainer: Any) -> None:
-    """Show in the progress bar how much of the training rows is stored."""
+    """Show in the progress bar how much of the training rows is there."""
     if not any(isinstance(each, _ShowStored) for each in trainer.callbacks):
         trainer.callbacks.append(_ShowStored())
 
 
 def ask_first(planner: Planner, opened: Mapping[str, Store], placement: Placement) -> None:
-    """Ask for the rows of the first steps where they are still to be read: set-up takes a while."""
-    if isinstance(store := opened.get("train"), GrowingStore):
+    """Ask for the rows of the first steps where they are still to come: set-up takes a while."""
+    if "train" in opened and (supply := opened["train"].supply) is not None:
         order = placement.splits["train"].size.order
         num_rows = _FIRST_STEPS * planner.stores.options.batch_size
         num_rows *= planner.topology.num_data_devices
-        store.ask(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
+        supply.want(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
 
 
 def renewed(made: SetUp) -> SetUp:
-    """The same set-up, once stores that were being built are whole."""
-    growing = {split: s for split, s in made.stores.items() if isinstance(s, GrowingStore)}
-    whole = {split: found for split, s in growing.items() if (found := s.finished()) is not None}
+    """The same set-up, once stores whose rows were to come are whole."""
+    coming = {split: store for split, store in made.stores.items() if store.supply is not None}
+    whole = {split: found for split, s in coming.items() if (found := s.finished()) is not None}
     if not whole:
         return made
     made.release()

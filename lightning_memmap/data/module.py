@@ -49,7 +49,6 @@ from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, 
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
-from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -157,7 +156,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             counts too.
         build: ``"first"``: stores are built before training. ``"while_training"``: training starts
             at once. In the first epoch, ``num_workers`` processes read the rows in the order in
-            which they are needed, and store them. The rows of each batch are the same.
+            which they are needed, and store them; of stores at a URL, the shards are fetched in
+            that order. The rows of each batch are the same.
 
     The arguments are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
@@ -422,7 +422,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
         ask_first(planner, opened, placement)
-        self._print_placement(placement)
+        # Until all rows are there, they are read from their files, wherever they will live.
+        if all(store.supply is None for store in opened.values()):
+            self._print_placement(placement)
         self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)
 
@@ -643,7 +645,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             seed=self.seed,
             **options,
         )
-        if any(isinstance(store, GrowingStore) for store in self.stores.values()):
+        if any(store.supply is not None for store in self.stores.values()):
             loader.renewed = partial(self._renewed, split)
             if split == "train" and self.trainer is not None:
                 show_stored(self.trainer)

@@ -119,13 +119,11 @@ class DataOptions:
             raise ValueError(f"build={self.build!r}: choose first or while_training")
         if self.build == "first":
             return
-        reason = None
-        if not self.num_workers:
+        reason, is_remote = None, isinstance(self.store_dir, StoreUrl)
+        if not self.num_workers and not is_remote:
             reason = "num_workers=0: rows are read by other processes: give num_workers=1 or more"
         elif self.overwrite:
             reason = "overwrite=True: remove the old store"
-        elif isinstance(self.store_dir, StoreUrl):
-            reason = f"store_dir={str(self.store_dir)!r}: give a directory"
         elif self.is_streamed and self.shuffle and self.shuffle_window is None:
             reason = "residency='stream': the order depends on it: give shuffle_window=..."
         if reason is not None:

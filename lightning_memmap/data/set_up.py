@@ -20,7 +20,6 @@ from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, Shuffled
 from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
-from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.series import fields_of, windowed
 
 
@@ -41,15 +40,15 @@ class Planner:
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )
         placement = plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
-        # Rows of a store that is being built are read from its files.
-        growing = {
+        # Rows that are still to come are read from the files that they come into.
+        coming = {
             split: replace(
                 placed, residency=tuple(each and Residency.MMAP for each in placed.residency)
             )
             for split, placed in placement.splits.items()
-            if isinstance(opened[split], GrowingStore)
+            if opened[split].supply is not None
         }
-        return replace(placement, splits={**placement.splits, **growing})
+        return replace(placement, splits={**placement.splits, **coming})
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> "SetUp":
         """Make the shards resident."""

@@ -19,6 +19,7 @@ from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.remote.cache import RemoteStore
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 
@@ -143,7 +144,7 @@ class SplitStores:
             found = {part: self._open(part) for part in self.parts(split)}
             stores = {part: store for part, store in found.items() if store is not None}
             if {*found} != {split}:
-                named = {part.partition("/")[2]: store for part, store in stores.items()}
+                named = {part.partition("/")[2]: store.whole for part, store in stores.items()}
                 opened[split] = JoinedStore(Path(str(self.path(split))), named)
             elif stores:
                 opened[split] = stores[split]
@@ -159,12 +160,15 @@ class SplitStores:
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
-        if self.options.build == "while_training" and isinstance(path, Path):
-            growing = open_growing(path)
-            if growing is not None:
-                return growing
+        meanwhile = self.options.build == "while_training"
+        if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
+            return growing
         try:
-            store = open_store(path)
+            store = (
+                RemoteStore(path, meanwhile=meanwhile)
+                if isinstance(path, StoreUrl)
+                else open_store(path)
+            )
         except StoreNotFoundError:
             if dataset is None and "/" in split:
                 raise self.missing(split) from None

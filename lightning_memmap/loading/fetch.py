@@ -67,14 +67,18 @@ class Fetcher:
         row_bytes = self._rows.sources[0].row_bytes + (0 if images is None else images.row_bytes)
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
         together = min(together, self._rows.sources[0].max_steps, len(steps.lengths))
+        supply, numbers = self._rows.supply, np.zeros(0, np.int64)
+        if self._rows.are_numbered or supply is not None:
+            numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
+        if supply is not None:
+            supply.want(numbers)
+            # A step does not wait for the rows of later ones.
+            together = 1
         edges = np.append(0, np.cumsum(steps.lengths))
         edges = np.append(edges[:-1:together], edges[-1])
         count = len(self._rows.topology.data_devices)
         first = steps.positions.start // steps.positions.step % count
         asked = [self._asked(which, steps, first, edges) for which in range(len(sources))]
-        numbers = None
-        if self._rows.are_numbered:
-            numbers = torch.from_numpy(self._sampler.dataset_rows(steps.epoch, steps.positions))
         for group, (start, end) in enumerate(pairwise(edges.tolist())):
             some = slice(group * together, (group + 1) * together)
             part = Steps(
@@ -85,11 +89,13 @@ class Fetcher:
                 steps.step_rows[some],
             )
             fetched = Fetched(part, (first + start) % count, [], self._receivers)
+            if supply is not None and not self._rows.is_released:
+                supply.wait(numbers[start:end])
             # Ordinary tensors in inference mode too: it may be over before the last step.
             with torch.inference_mode(False):
                 fetched.leaves = self._leaves(sources, asked, group)
-                if numbers is not None:
-                    fetched.number(numbers[start:end])
+                if self._rows.are_numbered:
+                    fetched.number(torch.from_numpy(numbers[start:end]))
             yield fetched
             # Not referenced while the next one is fetched: its memory may be free by then.
             del fetched

@@ -13,7 +13,7 @@ from lightning_memmap.errors import DatasetError
 from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
 from lightning_memmap.schema import Decode, Form
 from lightning_memmap.store.columns import Column
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import OpenColumn
 
 
 class Scaled(NamedTuple):
@@ -102,7 +102,7 @@ def image_decoders(
             form.check(column.field)
             # All processes look at the same row, whether they hold it or not: the first one with
             # an image, since those that are None may be in no split.
-            count = rows.shards.num_rows if isinstance(rows, ItemRows) else 1
+            count = column.shards.num_rows if column.field.num_variable else 1
             each = ((rows.row(row).numpy(), row) for row in range(count))
             first, row = next((found for found in each if len(found[0])), (rows.row(0).numpy(), 0))
             decoders[index] = ImageDecoder.like(column.field.name, form, first, row)

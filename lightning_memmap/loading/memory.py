@@ -6,7 +6,7 @@ a window. Steps that windows have in common are there once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from lightning_memmap.loading.variable_rows import Allocate, VariableRows, large
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
+from lightning_memmap.store.growing import GrowingItems
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn, packed_index
 from lightning_memmap.store.segments import pack_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
@@ -98,6 +99,21 @@ class Ragged:
         starts, sizes = self.at(slots)
         rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else replace(rows, allocate=self.allocate).copied()
+
+
+@dataclass(frozen=True, eq=False)
+class _GrowingRagged(Ragged):
+    """Rows of a store that is being built, which are copied: they lie in several files."""
+
+    column: GrowingItems = field(kw_only=True)
+
+    @override
+    def take(self, places: Integers) -> VariableRows:
+        items, sizes, _ = self.column.read(places)
+        assert sizes is not None
+        lengths = sizes.prod(axis=1)
+        starts = np.cumsum(lengths) - lengths
+        return VariableRows(self.field, items, starts, sizes, largest(sizes))
 
 
 #: From slots to the places at which a column has their rows, on the same device.
@@ -263,6 +279,8 @@ def mapped(
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
     """The rows of an open column where they are."""
+    if isinstance(column, GrowingItems):
+        return _GrowingRagged(column.field, column.items, column.at, column=column)
     if isinstance(column, ItemRows):
         return Ragged(column.field, column.items, column.at)
     return column.tensor.as_subclass(Tensor)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from lightning_memmap.loading.decoding import Images, default_threads
-from lightning_memmap.loading.growing import growing_rows
 from lightning_memmap.loading.image_decoder import image_decoders
 from lightning_memmap.loading.memory import (
     Places,
@@ -36,8 +35,8 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Form
 from lightning_memmap.store import Store
-from lightning_memmap.store.growing import GrowingStore
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.store import Supply
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +49,8 @@ class SplitRows:
     source_of_shard: Integers
     images: Images | None = None
     are_numbered: bool = False
+    #: Brings rows that are not there yet.
+    supply: Supply | None = None
 
     def check_order(self, sampler: Sampler) -> None:
         """Check that the rows can be fetched in an order."""
@@ -67,6 +68,8 @@ class SplitRows:
             source.release()
         if self.images is not None:
             self.images.release()
+        if self.supply is not None:
+            self.supply.close()
 
 
 def load_split(
@@ -78,7 +81,7 @@ def load_split(
     """Bring the shards of a split to where the plan wants them."""
     pool = placement.pool
     cut = pool.rows.fields if isinstance(pool.rows, WindowedRows) else ()
-    if isinstance(store, GrowingStore) and (store.serving.is_whole or cut):
+    if cut:
         store = store.whole
     # Not from those that have only the rows of this process.
     decoders = image_decoders(store.manifest.columns, store.columns, forms or {})
@@ -100,7 +103,7 @@ def load_split(
         usual = default_threads(topology.num_local_processes)
         num_threads = max(usual if threads is None else threads for threads in given)
         images = Images(decoders, num_threads)
-    return SplitRows(topology, pool, tuple(sources), source_of_shard, images)
+    return SplitRows(topology, pool, tuple(sources), source_of_shard, images, supply=store.supply)
 
 
 def _source(
@@ -113,8 +116,6 @@ def _source(
 ) -> RowSource:
     """The source of some shards."""
     pool = placement.pool
-    if isinstance(store, GrowingStore):
-        return growing_rows(store, opened, Places.in_store(store, pool))
     series = series_in(store, pool) if isinstance(pool.rows, WindowedRows) else None
     places = Places.in_store(store, pool) if series is None else series.places(pool)
     columns = [*zip(store.schema.fields, opened, strict=True)]

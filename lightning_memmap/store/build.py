@@ -405,10 +405,14 @@ class Asked:
             check_length(self.dataset)
         return Fingerprint.of(self.dataset, self.fingerprint)
 
+    @property
+    def probe_forms(self) -> dict[str, Form]:
+        """The forms with which the probe rows are read."""
+        return {**dict.fromkeys(nullable_columns(self.dataset), Nullable()), **self.forms}
+
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        nullable = dict.fromkeys(nullable_columns(self.dataset), Nullable())
-        return take_probes(workers, len(self.dataset), {**nullable, **self.forms})
+        return take_probes(workers, len(self.dataset), self.probe_forms)
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""

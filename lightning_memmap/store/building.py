@@ -261,6 +261,10 @@ class Building:
         """The number of rows that are on the disk."""
         return self.draft.num_rows if self.journal is None else self.journal.num_done
 
+    def __str__(self) -> str:
+        kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
+        return f"the store at {self.store}: {kept} at {self.path}"
+
     def missing(self, rows: range) -> list[range]:
         """Those of some rows that are not on the disk, in ranges."""
         assert self.journal is not None

@@ -279,7 +279,7 @@ class RaggedColumn(_Column):
                 end = int(packed[-1, 0])
                 index = files.open(self._index_name, os.O_CREAT)
                 write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
-                for joined in self._joined(directory, places):
+                for joined in self.joined(directory, places):
                     write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
                     num_bytes += len(joined)
             if num_bytes:
@@ -296,7 +296,7 @@ class RaggedColumn(_Column):
             data = read_exactly(file, first * 8 * width, count * 8 * width)
             yield first, data.view(np.int64).reshape(count, width)
 
-    def _joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
+    def joined(self, directory: Path, places: Integers) -> Iterator[NDArray[np.uint8]]:
         """The bytes of some rows in their order."""
         pieces: dict[int, NDArray[np.uint8]] = {}
         ends = np.cumsum(places[:, 2:].prod(axis=1)) * self.field.item_bytes

@@ -1,16 +1,20 @@
-"""A store that is trained from while it is built: a thread has rows read in the order in which they
-are needed, ahead of their readers, and those that nobody needs when there is nothing else to do.
+"""Stores that are trained from while they are built: what readers wait for is read first.
+
+The building process and all readers on its machine share ``serving`` in the generation: ``present``
+has a byte for each row, ``wanted-*`` the rows that a reader needs next, one file for each reader.
 """
 
+import fcntl
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -26,255 +30,359 @@ from lightning_memmap.schema import Values
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
-from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import open_plain, read_exactly
+from lightning_memmap.store.directory import (
+    JOURNAL,
+    KEY,
+    SERVING,
+    StoreDirectory,
+    check_free,
+    is_store,
+)
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, Located, MappedRows, OpenColumn
-from lightning_memmap.store.samples import Probes
-from lightning_memmap.store.serving import Serving, Wanted
+from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
+from lightning_memmap.store.samples import Prober, Probes
 from lightning_memmap.store.sources import reading_order, source_of
-from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import RowNumbers, Workers
-from lightning_memmap.store.writing import write_dataset
+from lightning_memmap.store.store import Store, Supply, open_directory
+from lightning_memmap.store.workers import Workers
+from lightning_memmap.store.writing import JOURNAL_INTERVAL_S, writer_of
 
-#: Work of the first tasks, of one while a reader waits, and of others; the most bytes of its rows.
-_FIRST_TASK_S, _SHORT_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.02, 0.1, 32 * 2**20
-#: Rows among which those that nobody asks for are looked up at once.
-_LOOKUP_ROWS = 2**18
-#: How long a pause lasts, and how long `stop` waits for rows that are being read.
-_PAUSE_S, _PATIENCE_S = 0.02, 60.0
+#: The state of a build, in the byte before those of the rows.
+_BUILDING, _WHOLE, _ENDED = range(3)
+_WANTED = "wanted-"
+#: Work of the first tasks, and of later ones; the most bytes of the rows of one.
+_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
+#: How a reader waits, and how often it looks whether the building process is alive.
+_SHORT_S, _LONG_S, _LOOK_S = 0.0005, 0.003, 1.0
+#: How long `BackgroundBuild.stop` waits for rows that are being read.
+_PATIENCE_S = 60.0
+#: Why builds of this process have ended, by generation.
+_errors: dict[Path, BaseException] = {}
+_NO_BYTES = np.empty(0, np.uint8)
 _log = logging.getLogger(__name__)
 
 
-class BuildStoppedError(StoreError):
-    """A build in the background was stopped. The next one goes on with its rows."""
+class Serving(Supply):
+    """The rows of a store that is being built, as one reader or the building process has them.
 
+    Args:
+        generation: The generation of the store.
+        num_rows: Its rows.
+    """
 
-class _Queue:
-    """Which rows are read next: what readers want, in turns, and then all others in their order."""
+    def __init__(self, generation: Path, num_rows: int) -> None:
+        self.generation, self.path = generation.resolve(), generation / SERVING
+        shared = np.memmap(self.path / "present", np.uint8, "r+", shape=1 + num_rows)
+        #: By row, whether it is there.
+        self.present: NDArray[np.uint8] = shared[1:]
+        self._state = shared[:1]
+        self._said: Path | None = None
 
-    def __init__(
-        self, build: "BackgroundBuild", serving: Serving, manifest: Manifest, probes: Probes
-    ):
-        self._build, self._serving, self._shards = build, serving, manifest.shards
-        self._row_s = probes.row_s
-        self._max_rows = max(1, _TASK_BYTES // max(1, probes.row_bytes))
-        self._taken = np.zeros(manifest.num_rows, np.bool_)
-        self._taken[self._shards.rows_at(np.flatnonzero(serving.present))] = True
-        self._wants: dict[Path, Integers] = {}
-        self._begin = monotonic()
-        self._turn = self._num_others = self._num_begun = self._num_read = 0
+    @classmethod
+    def make(cls, generation: Path, num_rows: int) -> "Serving":
+        """Begin to share the rows of a build. What an interrupted one has left is removed."""
+        path = generation / SERVING
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        _errors.pop(generation.resolve(), None)
+        with open(path / "present", "xb") as file:
+            file.truncate(1 + num_rows)
+        return cls(generation, num_rows)
 
-    def __iter__(self) -> Iterator[Integers]:
-        while not self._build.is_stopped:
-            if self._build.must_pause(self._serving):
-                # While this sleeps, what was read is not received.
-                if self._num_begun == self._num_read:
-                    sleep(_PAUSE_S)
-                else:
-                    yield np.empty(0, np.int64)
-                continue
-            if not len(rows := self._next()):
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the readers that the store is whole, or why it will not be."""
+        if error is not None:
+            _errors[self.generation] = error
+        self._state[0] = _WHOLE if error is None else _ENDED
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store is committed."""
+        return bool(self._state[0] == _WHOLE)
+
+    @property
+    @override
+    def share(self) -> float:
+        return float(np.count_nonzero(self.present)) / len(self.present)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all rows are there."""
+        return bool(self.present.all())
+
+    def wanted(self) -> list[Path]:
+        """The files in which readers say which rows they need. None of them ever changes."""
+        return list(self.path.glob(f"{_WANTED}*"))
+
+    @override
+    def want(self, rows: Integers) -> None:
+        name = secrets.token_hex(8)
+        with suppress(FileNotFoundError):  # The store has just been committed.
+            (self.path / name).write_bytes(rows.tobytes())
+            said, self._said = self._said, self.path / f"{_WANTED}{name}"
+            (self.path / name).rename(self._said)
+            if said is not None:
+                said.unlink(missing_ok=True)
+
+    @override
+    def wait(self, rows: Integers) -> None:
+        self._wait(lambda: bool(self.present.take(rows).all()))
+
+    @override
+    def close(self) -> None:
+        if self._said is not None:
+            self._said.unlink(missing_ok=True)
+            self._said = None
+
+    def get(self, rows: Integers | None) -> None:
+        """Ask for rows, or all, and wait until they are there."""
+        if rows is None:
+            self.wait_for_commit()
+        else:
+            self.want(rows)
+            self.wait(rows)
+
+    def wait_for_commit(self) -> None:
+        """Wait until the store is committed."""
+        self._wait(lambda: self.is_whole)
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        looked, pause = monotonic(), _SHORT_S
+        while True:
+            if self._state[0] == _ENDED:
+                if (error := _errors.get(self.generation)) is not None:
+                    raise error
+                raise StoreError(
+                    f"the build of the store at {self.generation.parent} has ended, and the process"
+                    " with local rank 0 says why"
+                )
+            if is_there():
                 return
-            self._num_begun += len(rows)
-            yield rows
+            if monotonic() - looked > _LOOK_S:
+                looked = monotonic()
+                self._check_alive()
+            sleep(pause)
+            pause = min(2 * pause, _LONG_S)
 
-    def note(self, rows: RowNumbers, duration_s: float) -> None:
-        """Tell the readers that rows are there, and take into account how long they took."""
-        self._serving.present[self._shards.locate(np.asarray(rows))] = 1
-        self._row_s = (self._row_s + duration_s / len(rows)) / 2
-        self._num_read += len(rows)
+    def _check_alive(self) -> None:
+        """Check that a process builds the store: it holds the lock of the journal."""
+        try:
+            with open(self.generation / JOURNAL, "rb+") as journal:
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # It is held; or the store was just committed, and has no journal.
+            return
+        raise StoreError(
+            f"the process that builds the store at {self.generation.parent} has died: start again,"
+            " and it goes on with the rows that are there"
+        )
 
-    def _next(self) -> Integers:
-        """The rows that are read next; none where all are taken."""
-        self._look()
-        # Short at first: the first reader does not wait long for what was begun before it came.
-        task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - self._begin) / 10))
-        if self._serving.is_waited_for:
-            task_s = min(task_s, _SHORT_TASK_S)
-        wants = [rows for rows in self._wants.values() if len(rows)]
-        self._turn += 1
-        found = wants[self._turn % len(wants)] if wants else self._others()
-        found = found[: max(1, min(self._max_rows, int(task_s / max(self._row_s, 1e-9))))]
+
+class _Build:
+    """One of the stores that are built together: what is there of it, and what is read next."""
+
+    def __init__(self, building: Building, probes: Probes) -> None:
+        self.building, self.probes = building, probes
+        num_rows = building.draft.num_rows
+        self.serving = Serving.make(building.path, num_rows)
+        self.serving.present[:] = 1
+        for missing in building.missing(range(num_rows)):
+            self.serving.present[missing.start : missing.stop] = 0
+        self._taken = self.serving.present.astype(np.bool_)
+        self._row_s, self._num_others = probes.row_s, 0
+        self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
+        self._wants: dict[Path, Integers] = {}
+
+    def wants(self) -> list[Integers]:
+        """What each reader wants that nobody reads yet, in the order of its need."""
+        known, self._wants = self._wants, {}
+        for path in self.serving.wanted():
+            with suppress(FileNotFoundError):  # Its reader has just said something else.
+                rows = known[path] if path in known else np.fromfile(path, np.int64)
+                self._wants[path] = rows[~self._taken[rows]]
+        return [rows for rows in self._wants.values() if len(rows)]
+
+    def others(self) -> Integers:
+        """Some of the rows that nobody has asked for."""
+        self._num_others += int(self._taken[self._num_others :].argmin())
+        return self._num_others + np.flatnonzero(~self._taken[self._num_others :][: self._most])
+
+    def take(self, rows: Integers, task_s: float) -> Integers:
+        """The first of some rows, as many as are read in a time."""
+        found = rows[: max(1, min(self._most, int(task_s / max(self._row_s, 1e-9))))]
+        found = found[np.sort(np.unique(found, return_index=True)[1])]
         self._taken[found] = True
         return found
 
-    def _others(self) -> Integers:
-        """Some of the rows that nobody has asked for."""
-        while self._num_others < len(self._taken):
-            found = np.flatnonzero(~self._taken[self._num_others :][:_LOOKUP_ROWS])
-            if len(found):
-                return found + self._num_others
-            self._num_others += _LOOKUP_ROWS
-        return np.empty(0, np.int64)
-
-    def _look(self) -> None:
-        """Read what readers have said since the last time, and leave out what is taken."""
-        known, self._wants = self._wants, {}
-        for path in self._serving.wanted():
-            with suppress(FileNotFoundError):  # Its reader has just said something else.
-                rows = known[path] if path in known else self._read(path)
-                self._wants[path] = rows[~self._taken[rows]]
-
-    def _read(self, path: Path) -> Integers:
-        rows = self._shards.rows_at(np.fromfile(path, np.int64))
-        return rows[np.sort(np.unique(rows, return_index=True)[1])]
-
-
-class SharedWorkers(Workers):
-    """Processes that read the datasets of several builds, and end with the last of these."""
-
-    def __init__(self, datasets: Mapping[str, Any], num_workers: int) -> None:
-        super().__init__(datasets, num_workers)
-        self._lock, self._num_builds = Lock(), 0
-
-    def joined(self, name: str) -> "_OneOfSeveral":
-        """The workers of one build, which calls `leave` at its end.
-
-        The processes begin here: they would end with the thread of a build.
-        """
-        with self._lock:
-            self._num_builds += 1
-            for _ in range(self.num_workers):
-                self.started().submit(os.getpid)
-        return _OneOfSeveral(self, name)
-
-    def leave(self) -> None:
-        """End the processes if this build is the last one."""
-        with self._lock:
-            self._num_builds -= 1
-            if not self._num_builds:
-                self.close(at_once=True)
-
-
-class _OneOfSeveral(Workers):
-    """The workers of several datasets, as those of one."""
-
-    def __init__(self, workers: SharedWorkers, name: str) -> None:
-        super().__init__(workers.dataset[name], workers.num_workers)
-        self._workers, self._name, self._has_left = workers, name, False
-
-    @override
-    def run(self, make: Any, tasks: Any, receive: Any) -> None:
-        self._workers.run(partial(_made_of, self._name, make), tasks, receive)
-
-    @override
-    def close(self, *, at_once: bool = False) -> None:
-        if not self._has_left:
-            self._has_left = True
-            self._workers.leave()
-
-
-def _made_of(name: str, make: Callable[[Any], Any], datasets: Mapping[str, Any]) -> Any:
-    return make(datasets[name])
+    def note(self, rows: Integers, duration_s: float) -> None:
+        """Tell the readers that rows are there, and take into account how long they took."""
+        self.building.wrote(rows)
+        self.serving.present[rows] = 1
+        self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
 class BackgroundBuild:
-    """Builds a store in a thread, or goes on with an interrupted build.
+    """Builds stores in a thread, or goes on with interrupted builds.
 
-    It returns once rows can be read, or once the store is there. Before the build that is
-    ``after``, rows are read only while a reader waits for them.
+    It returns once rows of all of them can be read. They have the same worker processes.
+
+    Args:
+        asked: By name, what is to be built.
+        num_workers: Processes that read and write.
     """
 
-    def __init__(
-        self, asked: Asked, workers: Workers, after: "BackgroundBuild | None" = None
-    ) -> None:
-        self._asked, self._workers, self._after = asked, workers, after
-        #: Why the build has failed.
-        self.error: BaseException | None = None
-        #: Whether the dataset is read piece by piece, and so never row by row.
-        self.is_unfit = False
-        self.serving: Serving | None = None
-        self._has_begun = Event()
-        #: Whether no more rows are read.
-        self.is_stopped = False
+    def __init__(self, asked: Mapping[str, Asked], num_workers: int) -> None:
+        self._asked = asked
+        self._workers = Workers({name: each.dataset for name, each in asked.items()}, num_workers)
+        self._builds: dict[str, _Build] = {}
+        self._locks: dict[str, ExitStack] = {}
+        #: Those whose datasets are read piece by piece, and so never row by row.
+        self.unfit: Collection[str] = ()
+        self._error: BaseException | None = None
+        self._has_begun, self._is_stopped = Event(), False
+        # Processes that are forked by the thread would end with it.
+        for _ in range(num_workers):
+            self._workers.started().submit(os.getpid)
         # It does not keep a program from ending: the next build goes on with its rows.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
         self._thread.start()
         try:
             self._has_begun.wait()
         except BaseException:
-            self.is_stopped = True
+            self._is_stopped = True
             raise
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether rows are still read, or the store is being finished."""
-        return self._thread.is_alive()
+    def is_building(self, name: str) -> bool:
+        """Whether rows of a store are still read, or it is being finished."""
+        return self._thread.is_alive() and name in self._builds
 
     def stop(self) -> None:
-        """End the build: wait for it if all rows are there, and otherwise interrupt it."""
-        serving = self.serving
-        if serving is None or not (serving.has_all or serving.is_whole):
-            self.is_stopped = True
-            self._thread.join(_PATIENCE_S)
-        else:
-            self._thread.join()
+        """End: stores that have all rows are finished, others go on in the next run."""
+        has_all = [each.serving.has_all for each in self._builds.values()]
+        self._is_stopped = not all(has_all)
+        self._thread.join(None if any(has_all) else _PATIENCE_S)
 
     def _run(self) -> None:
         """What the thread does."""
-        directory = self._asked.directory
         try:
-            with self._workers:
-                check_free(directory.path, "`store_dir`")
-                with directory.locked():
-                    # Another process may have built it meanwhile.
-                    if not (is_store(directory.path) or self.is_stopped):
-                        self._build()
+            with ExitStack() as stack, self._workers:
+                for name, asked in self._asked.items():
+                    check_free(asked.directory.path, "`store_dir`")
+                    self._locks[name] = stack.enter_context(ExitStack())
+                    self._locks[name].enter_context(asked.directory.locked())
+                self._begin()
+                self._has_begun.set()
+                self._read()
         except BaseException as error:  # Whoever waits for rows must get it.
-            self.error = error
-            if self.serving is not None:
-                self.serving.end(error)
+            self._error = error
+            for build in self._builds.values():
+                if not build.serving.is_whole:
+                    build.serving.end(error)
         finally:
             self._has_begun.set()
 
-    def _build(self) -> None:
-        asked, path = self._asked, self._asked.directory.path
-        identity, probes = asked.identity(), asked.probes(self._workers)
-        draft = asked.draft(asked.dataset, probes, identity)
-        if reading_order(source_of(asked.dataset, draft.schema), draft.num_rows) is not None:
-            self.is_unfit = True
+    def _begin(self) -> None:
+        """Read the probe rows, and begin all builds, or go on with them."""
+        # Another process may have built them meanwhile.
+        asked = {n: e for n, e in self._asked.items() if not is_store(e.directory.path)}
+        if self._is_stopped:
             return
-        building = Building.begin(path, draft, resume=True, row_bytes=probes.typical_bytes)
-        with building:
-            serving = self.serving = Serving.make(building.path, draft.num_rows)
-            try:
-                self._write(building, serving, probes)
-                building.finish(num_threads=asked.num_workers, show=asked.show)
-            except BaseException:
-                _log.warning(
-                    "the store at %s: %s of %s rows are kept; the next run goes on with them",
-                    path,
-                    f"{building.num_done:,}",
-                    f"{draft.num_rows:,}",
-                )
-                raise
-        serving.end()
+        identities = {name: each.identity() for name, each in asked.items()}
+        unfit = []
+        probers = {n: partial(Prober, forms=each.probe_forms) for n, each in asked.items()}
+        found = list[tuple[str, Probes]]()
+        sizes = ((name, len(each.dataset)) for name, each in asked.items())
+        self._workers.run(partial(_Each, probers), sizes, found.append)
+        for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
+            draft = asked[name].draft(asked[name].dataset, probes, identities[name])
+            if (
+                reading_order(source_of(asked[name].dataset, draft.schema), draft.num_rows)
+                is not None
+            ):
+                unfit.append(name)
+                self._locks[name].close()
+                continue
+            path, row_bytes = asked[name].directory.path, probes.typical_bytes
+            building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
+            self._locks[name].enter_context(building)
+            self._builds[name] = _Build(building, probes)
+        self.unfit = unfit
 
-    def _write(self, building: Building, serving: Serving, probes: Probes) -> None:
-        """Write all rows that are missing."""
-        draft = building.draft
-        is_there = np.ones(draft.num_rows, np.bool_)
-        for missing in building.missing(range(draft.num_rows)):
-            is_there[missing.start : missing.stop] = False
-        serving.present[draft.shards.locate(np.flatnonzero(is_there))] = 1
-        self._has_begun.set()
-        write_dataset(
-            building,
-            self._workers,
-            lambda _: _Queue(self, serving, draft, probes),
-            row_bytes=probes.row_bytes,
-        )
-        if self.is_stopped and not serving.has_all:
-            building.sync()
-            raise BuildStoppedError(f"the build of the store at {building.store} was stopped")
+    def _read(self) -> None:
+        """Read and write all rows that are missing, and finish each store."""
+        last_sync = monotonic()
+        makers = {
+            name: writer_of(build.building, build.probes.row_bytes)
+            for name, build in self._builds.items()
+        }
 
-    def must_pause(self, serving: Serving) -> bool:
-        """Whether rows are read only while a reader waits, and none does."""
-        is_first = self._after is None or not self._after.is_alive
-        return not is_first and not serving.is_waited_for
+        def receive(outcome: tuple[str, tuple[Integers, float]]) -> None:
+            nonlocal last_sync
+            name, done = outcome
+            self._builds[name].note(*done)
+            if monotonic() - last_sync > JOURNAL_INTERVAL_S:
+                self._sync()
+                last_sync = monotonic()
+            self._finish(name)
+
+        try:
+            for name in self._builds:
+                self._finish(name)
+            self._workers.run(partial(_Each, makers), self._tasks(), receive)
+            if not all(each.serving.is_whole for each in self._builds.values()):
+                raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
+        except BaseException:
+            self._workers.close(at_once=True)
+            self._sync()
+            for build in self._builds.values():
+                if not build.serving.is_whole:
+                    _log.warning("%s; the next run goes on with them", build.building)
+            raise
+
+    def _tasks(self) -> Iterator[tuple[str, Integers]]:
+        """What is read next: what readers want, in turns, and then all others in their order."""
+        begin, turn = monotonic(), 0
+        while not self._is_stopped:
+            # Short at first: the first reader does not wait long for what was begun before it came.
+            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin) / 10))
+            found = [(name, rows) for name, each in self._builds.items() for rows in each.wants()]
+            if not found:
+                others = ((name, each.others()) for name, each in self._builds.items())
+                found = next(([each] for each in others if len(each[1])), [])
+            if not found:
+                return
+            name, rows = found[turn % len(found)]
+            turn += 1
+            yield name, self._builds[name].take(rows, task_s)
+
+    def _finish(self, name: str) -> None:
+        """Make a store of a build that has all rows."""
+        build = self._builds[name]
+        if build.serving.has_all:
+            show = self._asked[name].show
+            build.building.finish(num_threads=self._workers.num_workers, show=show)
+            build.serving.end()
+            self._locks[name].close()
+
+    def _sync(self) -> None:
+        """Bring what was written to the disk."""
+        for build in self._builds.values():
+            if not build.serving.is_whole:
+                build.building.sync()
+
+
+class _Each:
+    """What is made of each of several datasets, in a worker process."""
+
+    def __init__(self, makes: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
+        self._makes, self._datasets = makes, datasets
+        self._made: dict[str, Callable[[Any], Any]] = {}
+
+    def __call__(self, named: tuple[str, Any]) -> tuple[str, Any]:
+        name, task = named
+        if name not in self._made:
+            self._made[name] = self._makes[name](self._datasets[name])
+        return name, self._made[name](task)
 
 
 class GrowingStore(Store):
@@ -287,35 +395,32 @@ class GrowingStore(Store):
     """
 
     def __init__(self, path: Path, manifest: Manifest, serving: Serving) -> None:
-        columns = list[OpenColumn]()
-        for column in manifest.columns:
-            if isinstance(column, RaggedColumn):
-                columns.append(GrowingItems.of(column, serving, path))
-            else:
-                opened = column.open(serving.generation)
-                columns.append(GrowingRows(manifest.shards, opened.tensor, serving))
-        super().__init__(path, manifest, columns)
+        super().__init__(path, manifest, [])
         self.serving = serving
+        self.columns = [
+            Supplied(
+                GrowingItems.of(each, self)
+                if isinstance(each, RaggedColumn)
+                else each.open(self.files),
+                serving.get,
+            )
+            for each in manifest.columns
+        ]
+        #: Of another reader than those who look at single rows meanwhile.
+        self.supply = Serving(serving.generation, self.num_rows)
 
-    def ask(self, rows: Integers) -> None:
-        """Ask for rows that are soon needed, before their reader does."""
-        Wanted(self.serving).say(self.manifest.shards.locate(rows))
-
+    @override
     def finished(self) -> Store | None:
-        """The finished store; None where rows are missing. Where none is, this waits."""
-        if not (self.serving.has_all or self.serving.is_whole):
-            return None
-        self.serving.wait_for_commit()
-        return self.whole
+        return self.whole if self.serving.has_all or self.serving.is_whole else None
 
-    @property
+    @cached_property
+    @override
     def whole(self) -> Store:
-        """The finished store, for which this waits."""
-        if not self.serving.is_whole:
+        if not self.serving.has_all:
             _log.warning(
                 "the store at %s is built first: a field is looked up in all of its rows", self.path
             )
-            self.serving.wait_for_commit()
+        self.serving.wait_for_commit()
         return open_directory(self.path, self.manifest.generation)
 
     @override
@@ -341,50 +446,27 @@ def open_growing(path: Path) -> GrowingStore | None:
 
 
 @dataclass(frozen=True)
-class GrowingRows(MappedRows):
-    """The rows of a fixed column that is being written."""
-
-    serving: Serving
-
-    @override
-    def row(self, row: int) -> Tensor:
-        self.serving.want_rows(self.shards, np.array([row]))
-        return super().row(row)
-
-    @override
-    def fetch(self, rows: Integers) -> Tensor:
-        self.serving.want_rows(self.shards, rows)
-        return super().fetch(rows)
-
-
-@dataclass(frozen=True)
 class GrowingItems(ItemRows):
     """The rows of a ragged column that is being written: pieces of files."""
 
-    serving: Serving
-    path: Path
     column: RaggedColumn
-    #: By row its piece, the first byte in it, and its sizes.
+    store: GrowingStore
+    #: By place the row's piece, the first byte in it, and its sizes.
     entries: Integers
-    pieces: dict[int, int]
 
     @classmethod
-    def of(cls, column: RaggedColumn, serving: Serving, path: Path) -> "GrowingItems":
+    def of(cls, column: RaggedColumn, store: GrowingStore) -> "GrowingItems":
         """The rows of a column."""
-        field, shards = column.field, column.shards
+        field, shards, none = column.field, column.shards, Values.none(column.field)
         shape = shards.num_rows, 2 + field.num_variable
-        entries = np.memmap(serving.generation / column.places_name, np.int64, "r", shape=shape)
-        none = Values.none(field)
-        index = np.empty((0, 1), np.int64)
-        return cls(field, shards, none.data, index, serving, path, column, entries, {})
+        entries = np.memmap(store.files / column.places_name, np.int64, "r", shape=shape)
+        return cls(field, shards, none.data, np.empty((0, 1), np.int64), column, store, entries)
 
-    @cached_property
+    @property
     def whole(self) -> ItemRows:
         """The rows in the finished store, for which this waits."""
-        self.serving.wait_for_commit()
-        store = open_directory(self.path, self.serving.generation.name)
-        names = [field.name for field in store.schema.fields]
-        found = store.columns[names.index(self.field.name)]
+        store = self.store.whole
+        found = store.columns[store.schema.fields.index(self.field)]
         assert isinstance(found, ItemRows)
         return found
 
@@ -394,33 +476,14 @@ class GrowingItems(ItemRows):
 
     @override
     def fetch(self, rows: Integers) -> list[Tensor]:
-        self.serving.want_rows(self.shards, rows)
         return list(self.read(self.shards.locate(rows)).rows())
 
     def read(self, places: Integers) -> Values:
         """Copy rows that are there, one after the other."""
         entries = self.entries[places]
-        sizes = np.ascontiguousarray(entries[:, 2:])
-        lengths = sizes.prod(axis=1) * self.field.item_bytes
-        ends = np.cumsum(lengths)
-        data = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
-        memory = data.numpy()
         try:
-            for (piece, first), end, length in zip(
-                entries[:, :2].tolist(), ends.tolist(), lengths.tolist(), strict=True
-            ):
-                if length:
-                    found = read_exactly(self._piece(piece), first, length)
-                    memory[end - length : end] = found
-        except FileNotFoundError:  # Its pieces were joined, and removed.
+            data = np.concatenate([*self.column.joined(self.store.files, entries), _NO_BYTES])
+        except FileNotFoundError:  # The pieces were joined, and removed.
             return Values.of_rows(self.field, self.whole.fetch(self.shards.rows_at(places)))
-        return Values(data.view(self.field.dtype).view(-1, *self.field.item_shape), sizes)
-
-    def _piece(self, number: int) -> int:
-        """The open file of a piece, which grows."""
-        if number not in self.pieces:
-            self.pieces[number] = open_plain(
-                self.serving.generation / self.column.piece_name(number)
-            )
-            weakref.finalize(self, os.close, self.pieces[number])
-        return self.pieces[number]
+        items = torch.from_numpy(data).view(self.field.dtype).view(-1, *self.field.item_shape)
+        return Values(items, np.ascontiguousarray(entries[:, 2:]))

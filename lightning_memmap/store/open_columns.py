@@ -5,6 +5,7 @@ The files are mapped, and of a stranger: whatever an index says is checked befor
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,31 @@ class OpenColumn(Protocol):
     def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
         """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
         shape); where they differ in shape, into a tensor for each."""
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """A column whose rows are brought before they are read."""
+
+    column: OpenColumn
+    #: Brings rows, or all.
+    get: Callable[[Integers | None], None]
+
+    @property
+    def tensor(self) -> Tensor:
+        """All rows."""
+        self.get(None)
+        return self.column.tensor
+
+    def row(self, row: int) -> Tensor:
+        """A copy of one row."""
+        self.get(np.array([row]))
+        return self.column.row(row)
+
+    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
+        """Copies of rows."""
+        self.get(rows)
+        return self.column.fetch(rows)
 
 
 def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

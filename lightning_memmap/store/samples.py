@@ -215,18 +215,19 @@ class Probes(NamedTuple):
 def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
     """Read each probe row twice and hash it. The schema is found with some forms, or given."""
     found = list[Probes]()
-    workers.run(partial(_Prober, forms=forms), [num_rows], found.append)
+    workers.run(partial(Prober, forms=forms), [num_rows], found.append)
     return found[0]
 
 
 @dataclass(frozen=True)
-class _Prober:
-    """Reads the probe rows of a dataset of so many rows."""
+class Prober:
+    """Reads each probe row of a dataset of so many rows twice; see `take_probes`."""
 
     dataset: Any
     forms: Mapping[str, Form] | Schema
 
     def __call__(self, num_rows: int) -> Probes:
+        """Read them."""
         rows, durations = probe_rows(num_rows), list[float]()
         samples = list[Any]()
         for row in rows:

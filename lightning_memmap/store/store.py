@@ -5,7 +5,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,28 @@ from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Schema
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.recognition import check_briefly
 
 #: Rows that are read at once.
 _BLOCK_ROWS = 2**18
+
+
+class Supply(Protocol):
+    """Brings the rows of a store that are not there yet, for one reader."""
+
+    @property
+    def share(self) -> float:
+        """How much of them is there, from 0 to 1."""
+
+    def want(self, rows: Integers) -> None:
+        """Ask for rows, in the order in which they are needed, instead of those before."""
+
+    def wait(self, rows: Integers) -> None:
+        """Wait until rows are there. Where they will never be, this raises why."""
+
+    def close(self) -> None:
+        """No more rows are wanted for now."""
 
 
 class Store:
@@ -38,6 +55,9 @@ class Store:
         columns: The rows of each field, in the order of the fields.
     """
 
+    #: Brings rows while the store is built or fetched; None where all are there.
+    supply: Supply | None = None
+
     def __init__(self, path: Path, manifest: Manifest, columns: Sequence[OpenColumn]) -> None:
         self.path = path
         #: The directory of the files of the columns. They never change.
@@ -50,6 +70,15 @@ class Store:
     def location(self) -> str:
         """The directory, or the URL."""
         return str(self.path)
+
+    @property
+    def whole(self) -> "Store":
+        """The store with all rows, for which this waits."""
+        return self
+
+    def finished(self) -> "Store | None":
+        """The store with all rows; None where some have still to come."""
+        return self
 
     @property
     def num_rows(self) -> int:
@@ -168,7 +197,8 @@ class Store:
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         """The open columns of some fields, or all, of which rows of these shards alone are used."""
         pairs = zip(self.schema.fields, self.columns, strict=True)
-        return [column for field, column in pairs if fields is None or field.name in fields]
+        found = [column for field, column in pairs if fields is None or field.name in fields]
+        return [each.column if isinstance(each, Supplied) else each for each in found]
 
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
         """The files of a column's rows or items: path, where it begins in memory, and bytes."""

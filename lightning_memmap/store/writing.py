@@ -7,13 +7,13 @@ each row was written exactly once if all are marked, and the processes have writ
 the table has. If a process ends before that, there is no table, or the old one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
-from typing import Any, Protocol
+from time import monotonic, perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources import Source, source_of
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import RowNumbers, Workers, threads
+from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
@@ -44,35 +44,16 @@ _MAX_ITEM_BLOCKS = 16
 _MAX_PACKED_ROWS = 2**18
 #: Items that are held as Python objects, before they are copied.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
-_JOURNAL_INTERVAL_S = 5.0
-#: How long a task without rows takes.
-_PAUSE_S = 0.02
+#: How often what was written is brought to the disk, and marked in the journal.
+JOURNAL_INTERVAL_S = 5.0
 
 
-class Tasks(Protocol):
-    """The rows that are written next, task by task."""
-
-    def __iter__(self) -> Iterator[RowNumbers]:
-        """The rows of each task, of which a task may have none: then nothing can be done yet."""
-
-    def note(self, rows: RowNumbers, duration_s: float) -> None:
-        """Rows were written, in so many seconds."""
-
-
-def write_dataset(
-    building: Building,
-    workers: Workers,
-    plan: Callable[["RangeWriter"], Tasks],
-    *,
-    row_bytes: int,
-    first_row: int = 0,
-) -> None:
-    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
-
-    ``plan`` is given a writer like those of the workers, which end with the last task.
-    """
+def writer_of(
+    building: Building, row_bytes: int, first_row: int = 0
+) -> Callable[[Any], "RangeWriter"]:
+    """Makes a writer of the rows of a dataset, which begins at ``first_row`` of the store."""
     assert building.journal is not None
-    make = partial(
+    return partial(
         RangeWriter,
         schema=building.draft.schema,
         columns=building.draft.columns,
@@ -81,17 +62,30 @@ def write_dataset(
         row_bytes=row_bytes,
         first_row=first_row,
     )
-    last_sync = monotonic()
+
+
+def write_dataset(
+    building: Building,
+    workers: Workers,
+    plan: Callable[["RangeWriter"], RowRanges],
+    *,
+    row_bytes: int,
+    first_row: int = 0,
+) -> None:
+    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
+
+    ``plan`` is given a writer like those of the workers, which end with the last task.
+    """
+    make, last_sync = writer_of(building, row_bytes, first_row), monotonic()
     with closing(make(workers.dataset)) as writer:
         tasks = plan(writer)
 
         def receive(outcome: tuple[RowNumbers, float]) -> None:
             nonlocal last_sync
             rows, duration_s = outcome
-            if len(rows):
-                building.wrote(rows)
-                tasks.note(rows, duration_s)
-            if monotonic() - last_sync > _JOURNAL_INTERVAL_S:
+            building.wrote(rows)
+            tasks.note(rows, duration_s)
+            if monotonic() - last_sync > JOURNAL_INTERVAL_S:
                 building.sync()
                 last_sync = monotonic()
 
@@ -143,9 +137,7 @@ class RangeWriter:
     def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
         """Write rows, given by their numbers in the store."""
         start, mine = perf_counter(), _moved(rows, -self._first_row)
-        if not len(rows):
-            sleep(_PAUSE_S)
-        elif not self._write_slices(mine):
+        if not self._write_slices(mine):
             for index in range(0, len(rows), self._max_item_rows):
                 self._write_items(mine[index : index + self._max_item_rows])
             self._writing.result()

@@ -9,6 +9,7 @@ What changes at a URL has another manifest, and so another version. Versions tha
 are removed where there is no room, the one that was opened longest ago first.
 """
 
+import copy
 import fcntl
 import hashlib
 import logging
@@ -16,16 +17,16 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Condition, Event, Thread
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
@@ -33,7 +34,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, OpenColumn
+from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
@@ -44,7 +45,7 @@ from lightning_memmap.store.remote.shards import (
     read_manifest,
     read_plain,
 )
-from lightning_memmap.store.store import Store, open_directory
+from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import threads
 
 #: The directory of the cache, and the most bytes in it.
@@ -56,6 +57,8 @@ _IN_USE = ".in_use"
 _ROOM_BYTES = 2**20
 #: A fetch of fewer bytes shows no progress.
 _SHOWN_BYTES = 64 * 2**20
+#: How long a fetch that is stopped may take to end.
+_PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -88,16 +91,22 @@ def open_store(path: str | Path) -> Store:
 class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
-    def __init__(self, url: StoreUrl, generation: str | None = None) -> None:
+    def __init__(
+        self, url: StoreUrl, generation: str | None = None, *, meanwhile: bool = False
+    ) -> None:
         shards = _CachedShards(url)
         if generation not in (None, shards.manifest.generation):
             raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
-        mapped = [column.open(shards.directory) for column in shards.manifest.columns]
-        fetched = [_Fetched(column, index, shards) for index, column in enumerate(mapped)]
-        super().__init__(shards.path, shards.manifest, fetched)
+        columns = [
+            Supplied(column.open(shards.directory), partial(shards.require_rows, index))
+            for index, column in enumerate(shards.manifest.columns)
+        ]
+        super().__init__(shards.path, shards.manifest, columns)
         # Whatever the name of the directory leads to by now.
         self.files = shards.directory
-        self._shards, self._mapped = shards, mapped
+        self._shards = shards
+        if meanwhile and min(shards.records(), default=1) <= 0:
+            self.supply = _Fetching(shards)
 
     @property
     @override
@@ -106,15 +115,29 @@ class RemoteStore(Store):
 
     @override
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
-        names = [field.name for field in self.schema.fields]
-        found = [index for index, name in enumerate(names) if fields is None or name in fields]
-        self._shards.require(found, shards)
-        return [self._mapped[index] for index in found]
+        if fields is None and isinstance(self.supply, _Fetching):
+            self.supply.needed = [*shards]
+        else:
+            names = [field.name for field in self.schema.fields]
+            found = [index for index, name in enumerate(names) if fields is None or name in fields]
+            self._shards.require(found, shards)
+        return super().provide(fields, shards)
+
+    @property
+    @override
+    def whole(self) -> Store:
+        found = copy.copy(self)
+        found.supply = None
+        return found
+
+    @override
+    def finished(self) -> Store | None:
+        return self.whole if self.supply is None or self.supply.share == 1.0 else None
 
     @override
     def lengths(self, field: str) -> Integers:
         index = self._index_of(field)
-        column = self._mapped[index]
+        (column,) = super().provide([field], ())
         if not isinstance(column, ItemRows):
             return super().lengths(field)
         ends = self._shards.read_index(index).reshape(column.index.shape)
@@ -155,8 +178,16 @@ class _CachedShards(RemoteShards):
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._known = self.records()
 
-    def require(self, fields: Collection[int], shards: Collection[int]) -> None:
-        """Fetch the shards that are not yet here, of fields by their place in the schema."""
+    def require_rows(self, field: int, rows: Integers | None) -> None:
+        """Fetch the shards of some rows of a field, or all."""
+        count = self.manifest.num_shards
+        self.require([field], range(count) if rows is None else np.unique(rows % count).tolist())
+
+    def require(self, fields: Collection[int], shards: Collection[int], **meanwhile: Any) -> None:
+        """Fetch the shards that are not yet here, of fields by their place in the schema.
+
+        While some are used, ``meanwhile`` is given to `RemoteShards.fetch`.
+        """
         numbers = self.numbers(fields, shards)
         if all(self._known[number] > 0 for number in numbers):
             return
@@ -170,37 +201,65 @@ class _CachedShards(RemoteShards):
                     ) from error
                 self._is_checked = True
                 self._cache.reserve(self, missing)
-                num_bytes = int(self.num_bytes[missing].sum())
-                self.fetch(missing, "fetching", hidden=num_bytes < _SHOWN_BYTES)
+                hidden = bool(meanwhile) or int(self.num_bytes[missing].sum()) < _SHOWN_BYTES
+                self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
             self._known = self.records()
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    """A column whose rows are fetched before they are read."""
+class _Fetching(Supply):
+    """Fetches shards in the order in which they are needed, while rows of others are read."""
 
-    column: OpenColumn
-    index: int
-    shards: _CachedShards
+    def __init__(self, shards: _CachedShards) -> None:
+        self._shards, self._fields = shards, range(len(shards.manifest.columns))
+        #: The shards whose rows are read.
+        self.needed: Sequence[int] = ()
+        self._changed, self._stop = Condition(), Event()
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
 
     @property
-    def tensor(self) -> Tensor:
-        """All rows."""
-        self._require(range(self.shards.manifest.num_shards))
-        return self.column.tensor
+    @override
+    def share(self) -> float:
+        numbers = self._shards.numbers(self._fields, self.needed)
+        return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
 
-    def row(self, row: int) -> Tensor:
-        """A copy of one row."""
-        self._require([row % self.shards.manifest.num_shards])
-        return self.column.row(row)
+    @override
+    def want(self, rows: Integers) -> None:
+        # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
+        if self._thread is None and self.needed:
+            shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
+            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed])
+            run = partial(self._run, [*order], self._stop)
+            self._thread = Thread(target=run, name="lightning_memmap fetch", daemon=True)
+            self._thread.start()
 
-    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
-        """Copies of rows."""
-        self._require(np.unique(rows % self.shards.manifest.num_shards).tolist())
-        return self.column.fetch(rows)
+    def _run(self, shards: list[int], stop: Event) -> None:
+        try:
+            self._shards.require(self._fields, shards, note=self._note, stop=stop)
+        except BaseException as error:  # Whoever waits for rows must get it.
+            if stop is self._stop:  # Or else it was closed, and nobody waits for these.
+                self._error = error
+        self._note()
 
-    def _require(self, shards: Iterable[int]) -> None:
-        self.shards.require([self.index], [*shards])
+    def _note(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    @override
+    def wait(self, rows: Integers) -> None:
+        shards = np.unique(rows % self._shards.manifest.num_shards).tolist()
+        numbers = self._shards.numbers(self._fields, shards)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._shards.missing(numbers))
+        if self._error is not None:
+            raise self._error
+
+    @override
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        self._stop, self._thread, self._error = Event(), None, None
 
 
 class _Cache:

@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, as_completed
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from threading import Event
+from threading import Event, main_thread
 
 import numpy as np
 import xxhash
@@ -60,7 +60,8 @@ class RemoteShards:
 
     def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
         """The numbers of shards of fields, which are given by their place in the schema."""
-        return [field * self.manifest.num_shards + shard for field in fields for shard in shards]
+        count, fields = self.manifest.num_shards, [*fields]
+        return [field * count + shard for shard in shards for field in fields]
 
     @cached_property
     def _pieces(self) -> list[tuple[FileRange, ...]]:
@@ -96,11 +97,24 @@ class RemoteShards:
         records = self.records()
         return [number for number in numbers if records[number] <= 0]
 
-    def fetch(self, numbers: Collection[int], what: str, *, hidden: bool) -> None:
-        """Fetch shards, several at once, and show the progress unless it is hidden."""
-        # In another order than other processes that fetch the same, so that they share the work.
-        order = random.Random(os.getpid()).sample([*numbers], len(numbers))
-        stop, num_bytes = Event(), int(self.num_bytes[order].sum())
+    def fetch(
+        self,
+        numbers: Collection[int],
+        what: str,
+        *,
+        hidden: bool,
+        note: Callable[[], None] | None = None,
+        stop: Event | None = None,
+    ) -> None:
+        """Fetch shards, several at once, and show the progress unless it is hidden.
+
+        With ``note``, which is called after each of them, they come in their order.
+        """
+        order, stop = [*numbers], stop or Event()
+        if note is None:
+            # In another order than other processes that fetch the same, to share the work.
+            order = random.Random(os.getpid()).sample(order, len(order))
+        num_bytes = int(self.num_bytes[order].sum())
         with (
             show_progress(what, num_bytes, 1, hidden=hidden) as advance,
             threads(min(_NUM_THREADS, max(1, len(order)))) as pool,
@@ -109,6 +123,8 @@ class RemoteShards:
                 fetched = [pool.submit(self._fetch, number, advance, stop) for number in order]
                 for future in as_completed(fetched):
                     future.result()
+                    if note is not None:
+                        note()
             finally:
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -124,7 +140,8 @@ class RemoteShards:
 
             def written() -> Iterator[bytes]:
                 for name, first, data in self._read(number):
-                    if stop.is_set():
+                    # A program waits for these threads at its end.
+                    if stop.is_set() or not main_thread().is_alive():
                         raise CancelledError
                     write_all(files.open(name), memoryview(data), first)
                     yield data

@@ -1,6 +1,5 @@
 """Training while the store is built: as from a finished store, and no row is read twice."""
 
-import errno
 import os
 import re
 from collections import Counter
@@ -29,9 +28,8 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.store import open_store, verify_store
 from lightning_memmap.store.directory import StoreDirectory
-from lightning_memmap.store.growing import BackgroundBuild
+from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import probe_rows
-from lightning_memmap.store.serving import Serving, Wanted
 from tests.command_line import CommandLine
 from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
@@ -42,6 +40,13 @@ NUM_ROWS, GLOBAL_BATCH = 331, 24
 _num_read = Counter[tuple[str, int]]()
 
 
+def _asked_for(stores: Path) -> bool:
+    """Whether training has asked for rows: it may take long to begin. One is for its set-up."""
+    with suppress(FileNotFoundError):
+        return any(path.stat().st_size > 8 for path in stores.glob("train/g-*/serving/wanted-*"))
+    return False
+
+
 class Gated(Logged):
     """Gives each of two processes less than half of its rows, and the others once the file
     ``log.open`` is there. A process that is slow is not kept from rows that are needed."""
@@ -49,31 +54,16 @@ class Gated(Logged):
     def __getitem__(self, row: int) -> Any:
         log, process, deadline = Path(self.log), (self.log, os.getpid()), monotonic() + 60
         _num_read[process] += 1
-        while log.exists() and _num_read[process] > 16 + len(self) * 0.45:
+        while log.exists() and (
+            _num_read[process] > 16 + len(self) * 0.45
+            or (_num_read[process] > 16 and not _asked_for(log.with_suffix("")))
+        ):
             if log.with_suffix(".open").exists():
                 break
             assert monotonic() < deadline, "the first step waits for rows that it does not need"
             sleep(0.01)
         sleep(0.002)
         return super().__getitem__(row)
-
-
-@pytest.fixture(autouse=True)
-def only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before training asks for rows, none is read: it may take long to begin."""
-
-    def must_pause(self: BackgroundBuild, serving: Serving) -> bool:
-        asked = []
-        for path in serving.wanted():
-            with suppress(FileNotFoundError):
-                asked.append(np.fromfile(path, np.int64))
-        # A single row is what a set-up looks at.
-        is_set_up = any(len(places) > 1 for places in asked)
-        log = getattr(self._asked.dataset, "log", None)
-        is_open = log is None or Path(log).with_suffix(".open").exists()
-        return not is_open and not is_set_up and all(serving.present[p].all() for p in asked)
-
-    monkeypatch.setattr(BackgroundBuild, "must_pause", must_pause)
 
 
 class Watching(L.Callback):
@@ -91,7 +81,7 @@ class Watching(L.Callback):
         self.shown.append(trainer.progress_bar_metrics.get("stored"))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
-        serving = getattr(trainer.datamodule.stores["train"], "serving", None)
+        serving = trainer.datamodule.stores["train"].supply
         self.is_finished.append(serving is None)
         self.is_growing.append(serving is not None and not serving.has_all)
         if self.is_growing == [True]:
@@ -221,13 +211,13 @@ def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devic
 def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_asked, say = list[int](), Wanted.say
+    num_asked, want = list[int](), Serving.want
 
-    def noted(self: Wanted, places: Any) -> None:
-        num_asked.append(len(places))
-        say(self, places)
+    def noted(self: Serving, rows: Any) -> None:
+        num_asked.append(len(rows))
+        want(self, rows)
 
-    monkeypatch.setattr(Wanted, "say", noted)
+    monkeypatch.setattr(Serving, "want", noted)
     monkeypatch.setattr(loader, "_BLOCK_STEPS", 5)
     module, size = Regression(), 4
     fit(tmp_path, module, Points(NUM_ROWS), "while_training", num_workers=1, batch_size=size)
@@ -236,16 +226,19 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     assert first == _FIRST_STEPS * size
     assert max(later) == 5 * size
     read = [*map(int, (tmp_path / "while_training.log").read_text().split())]
-    num_probes = 2 * len(probe_rows(NUM_ROWS))
+    read = read[2 * len(probe_rows(NUM_ROWS)) :]
     seen = [row for batch in module.seen["train"] for row in batch]
-    assert read[num_probes:][:first] == seen[:first]
+    # A worker may have two short tasks when training asks first.
+    early = read[: read.index(seen[0])]
+    assert len(early) < 50
+    expected = [row for row in seen[: 5 * size] if row not in early]
+    assert read[len(early) :][: len(expected)] == expected
 
 
 def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
-    wanted = Wanted(serving := Serving.make(tmp_path, 9))
-    heard = set[Path]()
+    serving, heard = Serving.make(tmp_path, 9), set[Path]()
     for row in range(9):
-        wanted.say(np.array([row]))
+        serving.want(np.array([row]))
         if row % 2:  # The number of a file's inode may be that of one before it.
             (path,) = serving.wanted()
             assert path not in heard
@@ -293,16 +286,10 @@ def test_training_on_some_steps_of_each_epoch(tmp_path: Path, limit: float) -> N
     assert_each_is_read_once(tmp_path)
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_error_of_a_build_is_its_own_in_a_relative_directory_and_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+def test_error_of_a_build_is_its_own_in_a_relative_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_text(self: Path, *_: Any, **__: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
-
     monkeypatch.chdir(tmp_path)
-    if is_full:
-        monkeypatch.setattr(Path, "write_text", write_text)
     dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
     with pytest.raises(DatasetError, match=r"row 200.*no such file"):
         fit(Path(), Regression(), dataset, "while_training")
@@ -331,7 +318,6 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     [
         ({"num_workers": 0}, "num_workers=0"),
         ({"overwrite": True}, "overwrite=True"),
-        ({"store_dir": "s3://bucket/stores"}, "store_dir='s3://bucket/stores'"),
         ({"residency": "stream"}, "residency='stream'.*shuffle_window"),
         ({"build": "later"}, "build='later'"),
     ],

@@ -242,7 +242,7 @@ def write_ranges_of(num_rows: int) -> None:
     it is written, so that a short build has many of them."""
     writing._MAX_ITEM_ROWS, writing._MAX_ITEM_BLOCKS = num_rows, 1
     workers._RANGE_S = workers._MIN_RANGE_S = 1e9
-    writing._JOURNAL_INTERVAL_S = -1.0
+    writing.JOURNAL_INTERVAL_S = -1.0
 
 
 def read_slowly(delay_s: float) -> None:

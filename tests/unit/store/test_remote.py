@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from time import sleep
 from typing import Any
 
 import fsspec
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import load_split
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
 from lightning_memmap.sampling import KFold, Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import (
@@ -232,7 +234,17 @@ def test_process_fetches_the_shards_that_it_owns(
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"subset": KFold(3), "member": 1}, {"residency": "host"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"subset": KFold(3), "member": 1},
+        {"residency": "host"},
+        {"build": "while_training", "num_workers": 1, "residency": "host"},
+        {"build": "while_training", "num_workers": 1, "residency": "stream", "shuffle_window": 2},
+        {"build": "while_training", "num_workers": 1, "subset": KFold(3), "member": 1},
+    ],
+)
 def test_training_on_a_url_has_the_batches_of_the_directory(
     tmp_path: Path, devices: int, options: dict[str, Any]
 ) -> None:
@@ -243,10 +255,62 @@ def test_training_on_a_url_has_the_batches_of_the_directory(
         data = MemmapDataModule(store_dir=place, batch_size=12 // devices, **options)
         module = Regression()
         strategy = SuperBatchStrategy(data_devices=["cpu"] * devices)
-        make_trainer(tmp_path, strategy=strategy).fit(module, data)
+        make_trainer(tmp_path, strategy=strategy, max_epochs=2).fit(module, data)
         seen.append((module.seen, weights(module).tolist()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]["train"]) >= 3
+    resident = {*data.placement.splits["train"].residency}
+    assert Residency(options.get("residency", "mmap")) in resident
+
+
+class Opening(L.Callback):
+    """Sets an event at the first step, and notes how much of the store was there."""
+
+    def __init__(self) -> None:
+        self.opened, self.shares = Event(), list[float]()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        supply = trainer.datamodule.stores["train"].supply
+        self.shares.append(1.0 if supply is None else supply.share)
+        self.opened.set()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_training_at_a_url_starts_with_the_first_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    build_store(Points(240), tmp_path / "far" / "train", num_shards=12, progress=False)
+    fits = []
+    read, opening, ranges = RemoteFiles.read, Opening(), list[int]()
+
+    def gated(self: RemoteFiles, name: str, start: int, end: int, **options: Any) -> bytes:
+        if name.endswith(".memmap"):
+            ranges.append(start)
+            # Lightning asks for two steps first: rows of four shards, of two fields.
+            assert len(ranges) <= 8 or opening.opened.wait(30), "a step waits for later shards"
+        data = read(self, name, start, end, **options)
+        is_wrong = is_damaged and name.endswith(".memmap") and len(ranges) > 16
+        return bytes(len(data)) if is_wrong else data
+
+    for place in (tmp_path / "far", (tmp_path / "far").as_uri()):
+        module = Regression()
+        options: dict[str, Any] = {"build": "while_training", "num_workers": 1}
+        data = MemmapDataModule(store_dir=place, batch_size=2, shuffle=False, **options)
+        fits.append((module, data))
+    given: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    make_trainer(tmp_path, **given).fit(*fits[0])
+    monkeypatch.setattr(RemoteFiles, "read", gated)
+    monkeypatch.setattr(shards, "_NUM_THREADS", 1)
+    trainer = make_trainer(tmp_path, callbacks=[opening], **given)
+    if is_damaged:
+        with pytest.raises(StoreError, match="is damaged: the bytes of field"):
+            trainer.fit(*fits[1])
+        return
+    trainer.fit(*fits[1])
+    assert opening.shares[0] < 0.5
+    assert opening.shares[-1] == 1.0
+    assert fits[0][0].seen == fits[1][0].seen
+    assert torch.equal(*(weights(module) for module, _ in fits))
 
 
 def test_store_that_is_missing_at_a_url_says_where_it_was_looked_for(tmp_path: Path) -> None:
