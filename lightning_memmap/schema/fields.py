@@ -127,7 +127,7 @@ class Field:
             return self.kind.decode(data)
         except ValueError as error:
             raise StoreError(
-                f"field {self.name!r}: a row is no {self.kind} ({error}): its store is damaged,"
+                f"field {self.name!r}: a row is not {self.kind} ({error}): its store is damaged,"
                 " build it again"
             ) from None
 

@@ -371,12 +371,12 @@ def test_manifest_whose_variable_columns_are_a_lie_is_refused(ragged: Path, colu
 
 
 def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
-    for name, row, words in (("a", "a" * 9, "is not UTF-8"), ("b", ["a"] * 9, "is not a list of")):
+    for name, row in (("a", "a" * 9), ("b", ["a"] * 9)):
         rows = [{"x": row}] * 8 + [{"x": row[:1]}]
         store = build(tmp_path / name, rows, variable=None if name == "a" else {"x": "list"})
         values = store.files / "x.values"
         values.write_bytes(b"\xff" * values.stat().st_size)
-        with pytest.raises(StoreError, match=f"'x': a row {words}"):
+        with pytest.raises(StoreError, match="'x': a row is not .*damaged"):
             open_store(store.path)[3]
 
 
