@@ -53,7 +53,10 @@ class Replicas(nn.Module):
         self.logs = [PartLog() for _ in devices]
         self.metrics = MetricCopies(devices)
         self._found_metrics: list[tuple[nn.Module, str, Any]] = []
-        #: By layer, its attributes and children in the last step.
+        #: In the last step: layers, tensors and metrics, shapes of buffers, and by layer its
+        #: attributes and children.
+        self._parts: list[Any] = []
+        self._shapes: list[Any] = []
         self._seen: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._copies = [_Copy(*each) for each in zip(devices[1:], self.logs[1:], strict=True)]
         others = dict.fromkeys(device for device in devices if device != devices[0])
@@ -83,26 +86,34 @@ class Replicas(nn.Module):
         layers, self._found_metrics = _find_layers(self.module)
         buffers = [b for each in layers for b in each._buffers.values() if b is not None]
         parameters = list(self.module.parameters())
-        seen = self._seen
+        # Only where something came or went, references are replaced again in all layers.
+        parts = [*layers, *buffers, *parameters, *(metric for *_, metric in self._found_metrics)]
+        shapes = [(each.shape, each.dtype) for each in buffers]
+        is_same = _are_the_same(parts, self._parts) and shapes == self._shapes
+        self._parts, self._shapes = parts, shapes
         same = {
             each
             for each in layers
-            if each in seen and all(map(_are_same, (vars(each), each._modules), seen[each]))
+            if each in self._seen
+            and all(map(_are_same, (vars(each), each._modules), self._seen[each]))
         }
         self._seen = {
-            each: seen[each] if each in same else (dict(vars(each)), dict(each._modules))
+            each: self._seen[each] if each in same else (dict(vars(each)), dict(each._modules))
             for each in layers
         }
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             for device, known in self._parameters_on.items():
                 self._parameters_on[device] = own = _own(parameters, known, device)
+                is_same = is_same and _are_same(own, known)
                 for parameter in parameters:
                     own[parameter].requires_grad_(parameter.requires_grad)
             for index, each in enumerate(self._copies, 1):
-                metrics = {id(m): self.metrics.of(m)[index] for *_, m in self._found_metrics}
-                each.buffers = _own(buffers, each.buffers, each.device)
-                each.follow(layers, same, metrics, self._parameters_on.get(each.device))
+                if not is_same:
+                    metrics = {id(m): self.metrics.of(m)[index] for *_, m in self._found_metrics}
+                    each.buffers = _own(buffers, each.buffers, each.device)
+                    each.refer(layers, metrics, self._parameters_on.get(each.device))
+                each.follow(same if is_same else ())
             if with_values:
                 self._pull_values(parameters, list(dict.fromkeys(buffers)))
 
@@ -163,48 +174,49 @@ class _Copy:
         self.layers: dict[nn.Module, nn.Module] = {}
         self.buffers: _Tensors = {}
         self._log = log
-        #: References that were replaced, by id; by layer, the attributes that its copy was given.
-        self._replaced: dict[int, Any] = {}
+        #: What takes the place of references, by id; by layer, the attributes of its copy.
+        self._own: dict[int, Any] = {}
         self._given: dict[nn.Module, dict[str, Any]] = {}
+        #: Recurrent layers whose weights on this device are not one piece of memory yet.
+        self._unpacked: list[nn.RNNBase] = []
         #: By layer, attributes that are not those of the module.
         self._special: dict[nn.Module, dict[str, Any]] = {}
 
-    def follow(
-        self,
-        layers: Sequence[nn.Module],
-        same: Container[nn.Module],
-        metrics: dict[int, Any],
-        parameters: _Tensors | None,
+    def refer(
+        self, layers: Sequence[nn.Module], metrics: dict[int, Any], parameters: _Tensors | None
     ) -> None:
-        """Give the copies of layers, which stay the same objects, the attributes of the layers.
-
-        ``same`` are the layers that have not changed since the last step.
-        """
+        """Copy layers, which stay the same objects, and note what takes the place of references."""
         known = self.layers
         self.layers = {
             each: known[each] if each in known else type(each).__new__(type(each))
             for each in layers
         }
-        own = dict(metrics)
+        self._unpacked = [
+            each
+            for each in layers
+            if isinstance(each, nn.RNNBase) and parameters is not None and each not in known
+        ]
+        self._own = dict(metrics)
         for tensors in (self.layers, self.buffers, parameters or {}):
-            own.update(zip(map(id, tensors), tensors.values(), strict=True))
-        # Each reference is looked for only where something has changed, which is far faster.
-        is_same = own.keys() == self._replaced.keys() and _are_same(own, self._replaced)
-        self._replaced = own
+            self._own.update(zip(map(id, tensors), tensors.values(), strict=True))
+
+    def follow(self, same: Container[nn.Module]) -> None:
+        """Give the copies the attributes of the layers, those excepted that have not changed."""
         given, self._given = self._given, {}
         for each, replica in self.layers.items():
-            if is_same and each in same and _are_same(vars(replica), given[each]):
+            if each in same and _are_same(vars(replica), given[each]):
                 self._given[each] = given[each]
                 continue
-            attributes = {name: _mapped(value, own) for name, value in vars(each).items()}
+            attributes = {name: _mapped(value, self._own) for name, value in vars(each).items()}
             if each not in self._special:
                 self._special[each] = self._special_of(each, replica)
             vars(replica).clear()
             vars(replica).update(attributes, **self._special[each])
             self._given[each] = dict(vars(replica))
-            if isinstance(each, nn.RNNBase) and parameters is not None and each not in known:
-                # Otherwise cuDNN copies all weights in each step, and warns.
-                replica.flatten_parameters()  # type: ignore[operator]
+        for each in self._unpacked:
+            # Otherwise cuDNN copies all weights in each step, and warns.
+            self.layers[each].flatten_parameters()  # type: ignore[operator]
+        self._unpacked = []
 
     def _special_of(self, layer: nn.Module, replica: nn.Module) -> dict[str, Any]:
         special: dict[str, Any] = {}
@@ -260,6 +272,10 @@ def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
 
 def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values()))
+
+
+def _are_the_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _own(tensors: Iterable[Tensor], known: _Tensors, device: torch.device) -> _Tensors:

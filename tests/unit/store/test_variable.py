@@ -376,7 +376,7 @@ def test_texts_that_are_none_are_refused(tmp_path: Path) -> None:
         store = build(tmp_path / name, rows, variable=None if name == "a" else {"x": "list"})
         values = store.files / "x.values"
         values.write_bytes(b"\xff" * values.stat().st_size)
-        with pytest.raises(StoreError, match="'x': a row is not .*damaged"):
+        with pytest.raises(StoreError, match=r"'x': a row is not .*damaged"):
             open_store(store.path)[3]
 
 
