@@ -237,6 +237,16 @@ class ReadWindows:
     sampler: Sampler
     rows: int
 
+    def __post_init__(self) -> None:
+        block = self.sampler.block
+        if not self.sampler.is_sequential and block != self.rows:
+            raise ValueError(
+                f"windows of {self.rows} rows of a shard are read (shuffle_window), and"
+                f" {type(self.sampler).__name__} takes the rows of a step from"
+                f" {'elsewhere too' if block is None else f'windows of {block}'}: use the same"
+                " window, or residency='mmap'"
+            )
+
     @property
     def has_runs(self) -> bool:
         """Whether a window has the same offsets of each shard, in runs of consecutive ones."""

@@ -68,7 +68,9 @@ def check_free(directory: Path, argument: str) -> None:
     if not os.path.lexists(directory) or is_store(directory):
         return
     names = os.listdir(directory) if directory.is_dir() else [""]
-    if all(GENERATION.fullmatch(name) or name in (_LOCK, _UNFINISHED_MANIFEST) for name in names):
+    # Another process may have finished the store a moment ago.
+    ours = (_LOCK, _UNFINISHED_MANIFEST, MANIFEST)
+    if all(GENERATION.fullmatch(name) or name in ours for name in names):
         return
     if names := stores_within(directory):
         raise StoreError(

@@ -112,7 +112,10 @@ def test_member_writes_below_its_own_folder(tmp_path: Path, member: int) -> None
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix != ".memmap"
     }
     folders = {path.split("/")[1] for path in written if path.count("/") and "stores" not in path}
-    assert folders == {"member_1", *(f"results-fit-{call}.json" for call in range(1, 5))}
+    assert folders >= {"member_1"}
+    results = sorted(folders - {"member_1"})
+    assert len(results) == 4
+    assert all(re.fullmatch(r"results-fit-[0-9]+\.json", name) for name in results)
     assert "mine/member_1/own.ckpt" in written
     for version in range(2):
         assert f"logs/member_1/lightning_logs/version_{version}/metrics.csv" in written

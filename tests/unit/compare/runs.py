@@ -143,7 +143,9 @@ def check_run(
     L.seed_everything(3)
     options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **options}
     data = data_class(rows or Points(ROWS), drop_last=True, **options)
-    train_variant(spec, L.Trainer(**trainer_options(spec)), make_model(), data)
+    made = L.Trainer(**trainer_options(spec))
+    train_variant(spec, made, make_model(), data)
+    made.strategy.barrier()  # Every process has written its record.
     return result_of(Path(spec.out))
 
 
