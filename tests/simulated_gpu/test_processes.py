@@ -142,7 +142,7 @@ def test_comparison_counts_what_the_collectives_of_a_step_send(tmp_path: Path) -
     }
     for strategy in comparing.STRATEGIES:
         for rank in result_of(tmp_path / "runs" / f"{strategy}-check").ranks:
-            assert rank.values["communication_bytes"] == sum(expected[strategy].values()), strategy
+            assert rank.moved_bytes == sum(expected[strategy].values()), strategy
 
 
 def test_tensor_parallel_of_lightning_trains_as_one_process(
