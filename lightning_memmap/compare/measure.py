@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -244,7 +245,7 @@ _BYTES_STEP, _MOVEMENT_STEP = 1, 2
 HAS_TRAINED = "trained"
 
 
-class RunCallback(L.Callback):
+class RunCallback(L.Callback, ABC):
     """Writes the record of each process at the end of a run."""
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule) -> None:
@@ -258,9 +259,9 @@ class RunCallback(L.Callback):
         """The data devices of the data module; None where another loader is used."""
         return None if self.data.placement is None else self.data.placement.topology
 
+    @abstractmethod
     def seen(self, trainer: L.Trainer) -> dict[str, Any]:
         """After the last step, on every rank: what the record has beside losses and memory."""
-        raise NotImplementedError
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

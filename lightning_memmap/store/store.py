@@ -119,19 +119,7 @@ class Store:
         return locations
 
     def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
-        """Read the value of a field of each row, such as a label.
-
-        Args:
-            field: Name of a field whose rows have one value each.
-            rows: The rows, int64 of shape (N,); by default all, in dataset order.
-
-        Returns:
-            An array of shape (N,).
-
-        Raises:
-            ValueError: There is no such field, its rows have more than one value, or the field is
-                None in one of the rows; see `given`.
-        """
+        """Read the value of a field of each row; see `lightning_memmap.sampling.Fields`."""
         index = self._index_of(field)
         found = self.schema.fields[index]
         if found.is_text:
