@@ -660,8 +660,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = self._set_up
         # Not while a training epoch goes on.
         if made is not None and not made.is_released and split == next(iter(made.stores)):
-            self._set_up = renewed(made)
-            self._print_placement(self._set_up.placement)
+            self._set_up = found = renewed(made)
+            if found is not made:
+                self._print_placement(found.placement)
         return self._rows.get(split)
 
     def _collate(self, split: str) -> Collate:
