@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.open_columns import Located
+from lightning_memmap.store.open_columns import ItemRows, Located
 from lightning_memmap.store.segments import copy_segments
 
 #: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
@@ -52,8 +52,10 @@ class Runs:
     def __len__(self) -> int:
         return len(self.begins)
 
-    def __getitem__(self, which: slice) -> "Runs":
-        return Runs(self.begins[which], self.ends[which], self.places[which])
+    def each(self) -> Iterator[tuple[int, int, int]]:
+        """The first item of each run, one past its last one, and its place."""
+        edges = self.begins.tolist(), self.ends.tolist(), self.places.tolist()
+        return zip(*edges, strict=True)
 
     def of(self, items: Integers) -> Integers:
         """Where items of the runs are in memory."""
@@ -81,11 +83,16 @@ class Runs:
         return first, bits, before, int(np.diff(before).max(initial=0))
 
 
-class ItemSpace:
-    """The memory of a window for items of some files, at the same places in each of them."""
+class WindowItems:
+    """Memory for the items that a window has of some files, at the same places in each of them."""
 
     def __init__(
-        self, name: str, files: Sequence[RowFile | None], max_items: int, num_shards: int
+        self,
+        name: str,
+        files: Sequence[RowFile | None],
+        kinds: Sequence[tuple[Sequence[int], torch.dtype]],
+        max_items: int,
+        num_shards: int,
     ) -> None:
         self._name, self._files = name, files
         self._max_runs = max_runs = MAX_RUNS * num_shards
@@ -95,45 +102,53 @@ class ItemSpace:
         blocks = [block_rows(file) for file in opened]
         #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
         self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
-        #: Items that there is room for.
-        self.num_items = max_items + 2 * (self._unit - 1) * max_runs
+        self._num_items = max_items + 2 * (self._unit - 1) * max_runs
+        #: By file, the items; undefined before they are read.
+        self.memory = [self._allocate(*kind) for kind in kinds]
+        #: Where the items of the window are.
+        self.runs = Runs(*np.zeros((3, 1), np.int64))
 
-    def place(self, found: Located) -> Runs:
+    def _allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that a disk can write items to."""
+        num_bytes = self._num_items * math.prod(item_shape) * dtype.itemsize
+        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+        return flat.view(dtype).view(self._num_items, *item_shape)
+
+    def reads(self, found: Located) -> Iterator[Read]:
+        """The reads that bring the items of a window to their places."""
+        self.runs = runs = self._placed(found)
+        for file, items in zip(self._files, self.memory, strict=True):
+            if file is None or not items.numel():
+                continue
+            target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
+            if len(runs) > self._max_runs or self._unit % block_rows(file):
+                yield from reads_of_pieces(file, runs, target)
+                continue
+            for begin, end, place in runs.each():
+                yield from reads_in_place(file, range(begin, end), place, target)
+
+    def _placed(self, found: Located) -> Runs:
         """Find places for items."""
         begins, ends = runs_of(found)
         unit = self._unit if len(begins) <= self._max_runs else 1
         free = begins % unit
         taken = -(-(free + ends - begins) // unit) * unit
-        if int(taken.sum()) > self.num_items:
+        if int(taken.sum()) > self._num_items:
             raise ValueError(
                 f"residency='stream': a window has {int((ends - begins).sum())} items of field"
                 f" {self._name!r}, and windows of rows that follow one another have"
-                f" {self.num_items} at most: let window_runs of the sampler return such rows"
+                f" {self._num_items} at most: let window_runs of the sampler return such rows"
             )
         return Runs(begins, ends, np.cumsum(taken) - taken + free)
 
-    def reads(self, runs: Runs, memory: Sequence[Tensor]) -> Iterator[Read]:
-        """The reads that bring the items of all files to their places."""
-        for file, items in zip(self._files, memory, strict=True):
-            if file is None or not items.numel():
-                continue
-            target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
-            if len(runs) > self._max_runs:
-                yield from reads_of_pieces(file, runs, target)
-                continue
-            for index, place in enumerate(runs.places.tolist()):
-                run = runs[index : index + 1]
-                if self._unit % block_rows(file):
-                    yield from reads_of_pieces(file, run, target)
-                    continue
-                rows = range(int(run.begins[0]), int(run.ends[0]))
-                yield from reads_in_place(file, rows, place, target)
+    def places(self, slots: Tensor) -> Tensor:
+        """Where items are in memory, by their places in the files."""
+        return torch.from_numpy(self.runs.of(slots.numpy()))
 
-    def allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that a disk can write items to, of shape (num_items, *item_shape)."""
-        num_bytes = self.num_items * math.prod(item_shape) * dtype.itemsize
-        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        return flat.view(dtype).view(self.num_items, *item_shape)
+    def located(self, rows: ItemRows, slots: Integers) -> Located:
+        """Where the items of some rows are in memory."""
+        starts, sizes = rows.at(slots)
+        return Located(self.runs.of(starts), sizes)
 
 
 def runs_of(found: Located) -> tuple[Integers, Integers]:

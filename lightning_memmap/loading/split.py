@@ -33,7 +33,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
 )
-from lightning_memmap.schema import Form
+from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Supply
@@ -47,6 +47,9 @@ class SplitRows:
     pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
+    #: The fields as batches have them, and the bytes of a row, on average where rows differ.
+    fields: Sequence[Field]
+    row_bytes: int = 0
     images: Images | None = None
     are_numbered: bool = False
     #: Brings rows that are not there yet.
@@ -103,7 +106,23 @@ def load_split(
         usual = default_threads(topology.num_local_processes)
         num_threads = max(usual if threads is None else threads for threads in given)
         images = Images(decoders, num_threads)
-    return SplitRows(topology, pool, tuple(sources), source_of_shard, images, supply=store.supply)
+    fields, row_bytes = list[Field](), 0
+    for column in store.manifest.columns:
+        field = column.field
+        if isinstance(pool.rows, WindowedRows) and field.name in cut:
+            field = field.windowed(pool.rows.length)
+        fields.append(field)
+        row_bytes += column.mean_bytes(1) if field.num_variable else field.row_bytes
+    return SplitRows(
+        topology,
+        pool,
+        tuple(sources),
+        source_of_shard,
+        fields,
+        row_bytes,
+        images,
+        supply=store.supply,
+    )
 
 
 def _source(

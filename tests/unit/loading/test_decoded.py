@@ -21,9 +21,9 @@ from lightning_memmap.loading import (
     Scaled,
     SplitRows,
     SuperBatchLoader,
+    fetch,
     image_decoder,
 )
-from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.sampling import (
     SequentialSampler,
     ShuffledSampler,
@@ -78,7 +78,7 @@ def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
     store: Store, num_devices: int, transform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Otherwise, the images of steps that are as small as these are in one fetch.
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, num_devices, forms=FORMS)
     counter = Counter(monkeypatch)
     loader = loader_over(store, rows, 12 // num_devices, transform=transform)
@@ -118,7 +118,7 @@ def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
 def test_threads_end_with_the_epoch(
     store: Store, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 2, forms=FORMS)
     steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch))
     next(steps)
@@ -210,7 +210,7 @@ def test_field_that_has_no_bytes_is_not_decoded(
 def test_process_that_was_forked_meanwhile_goes_on(
     store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
     loader = loader_over(store, rows, 6, shuffled=False, transform=lambda batch: batch)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()

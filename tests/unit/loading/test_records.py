@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
-from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
@@ -189,7 +188,7 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
     rows = split_with(store, DataTopology((CPU,) * num_devices), places)
     rows = dataclasses.replace(rows, are_numbered=True)
-    collate = NumberedCollate(FormedCollate(store.schema), store.schema)
+    collate = FormedCollate(store.schema, with_row_numbers=True)
     loader = SuperBatchLoader(
         rows,
         ShuffledSampler(rows.pool, 3),
