@@ -1,5 +1,7 @@
 """Names that the README and the pages of ``docs/`` leave to their reader."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ __all__ = [
     "augment",
     "compose",
     "data",
+    "epoch_of",
     "model",
     "test",
     "train",
@@ -34,3 +37,10 @@ def augment(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def compose(image: object, mask: object) -> dict[str, object]:
     """A per-sample callable with the interface of an Albumentations ``Compose``."""
     return {"image": image, "mask": mask}
+
+
+def epoch_of(data: MemmapDataModule) -> list[Any]:
+    """The training batches of an epoch."""
+    data.prepare_data()
+    data.setup("fit")
+    return list(data.train_dataloader())
