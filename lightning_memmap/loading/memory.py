@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading.buffers import Buffers, copy_rows, copy_windows
+from lightning_memmap.loading.buffers import Buffers, copy_rows, rows_of
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
@@ -133,16 +133,7 @@ class Columns:
         self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
         self.tensors = [each for each in columns if isinstance(each, Tensor)]
-        #: What is copied together: which of the fields of one shape, their rows, where they are.
-        self._dense = list[tuple[list[int], Buffers, Find | None]]()
-        self._windows = list[tuple[int, Tensor, Find | None]]()
-        by_find = [find for each, find in self._columns if isinstance(each, Tensor)]
-        for find in dict.fromkeys(by_find):
-            found = [(i, c) for i, c in enumerate(self.tensors) if by_find[i] == find]
-            # Windows that overlap are no rows that lie one after the other.
-            self._windows += [(i, c, find) for i, c in found if not c.is_contiguous()]
-            if dense := [(i, c) for i, c in found if c.is_contiguous()]:
-                self._dense.append(([i for i, _ in dense], Buffers.of([c for _, c in dense]), find))
+        self._rows = [rows_of(each) for each in self.tensors] if device.type == "cpu" else []
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
@@ -159,15 +150,16 @@ class Columns:
                 for column, find in self._columns
             ]
         out = out or Buffers.empty([(c.shape[1:], c.dtype) for c in self.tensors], len(slots))
-        for index, windows, find in self._windows:
-            copy_windows(windows, places[find], out.tensors[index])
-        for which, rows, find in self._dense:
-            copy_rows(rows, places[find], out if len(which) == len(out.tensors) else out[which])
-        copied = iter(out.tensors)
-        return [
-            column.take(places[find].numpy()) if isinstance(column, Ragged) else next(copied)
-            for column, find in self._columns
-        ]
+        memory = zip(self._rows, out.tensors, out.rows, strict=True)
+        leaves = list[Leaf]()
+        for column, find in self._columns:
+            if isinstance(column, Ragged):
+                leaves.append(column.take(places[find].numpy()))
+            else:
+                rows, target, raw = next(memory)
+                copy_rows(column, rows, places[find], target, raw)
+                leaves.append(target)
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)

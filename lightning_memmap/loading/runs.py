@@ -24,13 +24,8 @@ from lightning_memmap.store.segments import copy_segments
 _READ_BYTES = 4 * 2**20
 #: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
 _GAP_BYTES = 128 * 2**10
-#: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
-MAX_RUNS = 6
 #: In a table of runs, so many begin in one bucket at most.
 _MAX_BEGINS = 6
-#: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
-#: a share of the memory.
-_MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
 
 #: Reads rows to their places; the argument is scratch memory.
 Read: TypeAlias = Callable[[memoryview], None]
@@ -48,14 +43,6 @@ class Runs:
     begins: Integers
     ends: Integers
     places: Integers
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def each(self) -> Iterator[tuple[int, int, int]]:
-        """The first item of each run, one past its last one, and its place."""
-        edges = self.begins.tolist(), self.ends.tolist(), self.places.tolist()
-        return zip(*edges, strict=True)
 
     def of(self, items: Integers) -> Integers:
         """Where items of the runs are in memory."""
@@ -92,17 +79,8 @@ class WindowItems:
         files: Sequence[RowFile | None],
         kinds: Sequence[tuple[Sequence[int], torch.dtype]],
         max_items: int,
-        num_shards: int,
     ) -> None:
-        self._name, self._files = name, files
-        self._max_runs = max_runs = MAX_RUNS * num_shards
-        opened = [file for file in files if file is not None]
-        limit = _MAX_FREE_BYTES // max(1, sum(file.row_bytes for file in opened))
-        of_share = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
-        blocks = [block_rows(file) for file in opened]
-        #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
-        self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
-        self._num_items = max_items + 2 * (self._unit - 1) * max_runs
+        self._name, self._files, self._max_items = name, files, max_items
         #: By file, the items; undefined before they are read.
         self.memory = [self._allocate(*kind) for kind in kinds]
         #: Where the items of the window are.
@@ -110,36 +88,24 @@ class WindowItems:
 
     def _allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory that a disk can write items to."""
-        num_bytes = self._num_items * math.prod(item_shape) * dtype.itemsize
+        num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
         flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        return flat.view(dtype).view(self._num_items, *item_shape)
+        return flat.view(dtype).view(self._max_items, *item_shape)
 
     def reads(self, found: Located) -> Iterator[Read]:
         """The reads that bring the items of a window to their places."""
-        self.runs = runs = self._placed(found)
-        for file, items in zip(self._files, self.memory, strict=True):
-            if file is None or not items.numel():
-                continue
-            target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
-            if len(runs) > self._max_runs or self._unit % block_rows(file):
-                yield from reads_of_pieces(file, runs, target)
-                continue
-            for begin, end, place in runs.each():
-                yield from reads_in_place(file, range(begin, end), place, target)
-
-    def _placed(self, found: Located) -> Runs:
-        """Find places for items."""
         begins, ends = runs_of(found)
-        unit = self._unit if len(begins) <= self._max_runs else 1
-        free = begins % unit
-        taken = -(-(free + ends - begins) // unit) * unit
-        if int(taken.sum()) > self._num_items:
+        lengths = ends - begins
+        if (count := int(lengths.sum())) > self._max_items:
             raise ValueError(
-                f"residency='stream': a window has {int((ends - begins).sum())} items of field"
-                f" {self._name!r}, and windows of rows that follow one another have"
-                f" {self._num_items} at most: let window_runs of the sampler return such rows"
+                f"residency='stream': a window has {count} items of field {self._name!r}, and"
+                f" windows of rows that follow one another have {self._max_items} at most: let"
+                " block_runs of the sampler return such rows"
             )
-        return Runs(begins, ends, np.cumsum(taken) - taken + free)
+        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        for file, items in zip(self._files, self.memory, strict=True):
+            if file is not None and items.numel():
+                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
 
     def places(self, slots: Tensor) -> Tensor:
         """Where items are in memory, by their places in the files."""
@@ -159,23 +125,6 @@ def runs_of(found: Located) -> tuple[Integers, Integers]:
     ends = np.maximum.accumulate(begins + lengths[order])
     firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
     return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
-
-
-def block_rows(file: RowFile) -> int:
-    """The least number of rows that are whole blocks: a power of two."""
-    return file.block_bytes // math.gcd(file.block_bytes, file.row_bytes)
-
-
-def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> Iterator[Read]:
-    """Reads of whole blocks straight to the places of rows."""
-    begin, end = rows.start * file.row_bytes, rows.stop * file.row_bytes
-    skip = begin % file.block_bytes
-    memory = target.view(-1).numpy().data[place * file.row_bytes - skip :]
-    begin -= skip
-    for first in range(begin, end, _READ_BYTES):
-        last = min(first + _READ_BYTES, end)
-        block = memory[first - begin : file.whole_blocks(last) - begin]
-        yield partial(_read_in_place, file, first, last, block)
 
 
 def _pieces(
@@ -199,23 +148,17 @@ def _pieces(
     return begins, ends, runs, edges if len(begins) else []
 
 
-def reads_of_pieces(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
-    """Reads of runs of rows, and of small gaps between them, to scratch memory."""
+def reads_of(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
+    """Reads of runs of rows, and of small gaps between them, to their places in memory."""
     begins, ends, sources, edges = _pieces(runs.begins, runs.ends, file.row_bytes)
     places = begins + (runs.places - runs.begins)[sources]
-    memory = target.view(-1).numpy()
+    memory = target.numpy()
     for first, last in pairwise(edges):
         here = slice(first, last)
-        yield partial(_read_pieces, file, begins[here], ends[here], places[here], memory)
+        yield partial(_read, file, begins[here], ends[here], places[here], memory)
 
 
-def _read_in_place(
-    file: RowFile, begin: int, end: int, memory: memoryview, _scratch: memoryview
-) -> None:
-    file.read_bytes(begin, end, memory)
-
-
-def _read_pieces(
+def _read(
     file: RowFile,
     begins: Integers,
     ends: Integers,
@@ -223,12 +166,16 @@ def _read_pieces(
     memory: np.ndarray,
     scratch: memoryview,
 ) -> None:
-    first, size = int(begins[0]), file.row_bytes
-    data = np.frombuffer(file.read_rows(first, int(ends[-1]) - first, scratch), np.uint8)
-    lengths = (ends - begins) * size
-    if len(lengths) == 1:
-        # numpy lets other threads run meanwhile.
-        place = int(places[0]) * size
-        memory[place : place + len(data)] = data
+    first, last, size = int(begins[0]), int(ends[-1]), file.row_bytes
+    place, num_bytes = int(places[0]) * size, (last - first) * size
+    if len(begins) == 1 and size % file.block_bytes == 0:
+        # Whole blocks, straight to their place.
+        file.read_bytes(first * size, last * size, memory.data[place : place + num_bytes])
         return
+    data = np.frombuffer(file.read_rows(first, last - first, scratch), np.uint8)
+    if len(begins) == 1:
+        # numpy lets other threads run meanwhile.
+        memory[place : place + num_bytes] = data
+        return
+    lengths = (ends - begins) * size
     copy_segments(data, (begins - first) * size, memory, places * size, lengths)

@@ -97,7 +97,13 @@ def load_split(
     opened = store.provide(None, _stored_shards(store, pool, held))
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
-    for (residency, device), group in _held_together(topology, placement).items():
+    groups = dict[tuple[Residency, torch.device], list[int]]()
+    for (owner, residency), shards in placement.held(topology).items():
+        is_on_device = residency is Residency.DEVICE
+        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(shards)
+    for (residency, device), unsorted in groups.items():
+        group = sorted(unsorted)
         source_of_shard[group] = len(sources)
         sources.append(_source(store, placement, opened, residency, device, group))
     images = None
@@ -155,21 +161,6 @@ def _source(
         series=series,
     )
     return Stream(layout, windows.rows)
-
-
-def _held_together(
-    topology: DataTopology, placement: SplitPlacement
-) -> dict[tuple[Residency, torch.device], list[int]]:
-    """The shards that this process holds, by what they have in common: each group has a source."""
-    groups: dict[tuple[Residency, torch.device], list[int]] = {}
-    for shard, residency in enumerate(placement.residency):
-        owner = topology.owner(shard)
-        if residency is None or owner is None:
-            continue
-        is_on_device = residency is Residency.DEVICE
-        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
-        groups.setdefault((residency, device), []).append(shard)
-    return groups
 
 
 def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]) -> int:

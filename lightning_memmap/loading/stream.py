@@ -49,9 +49,7 @@ class Stream(RowSource):
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
-    def check_sampler(self, sampler: object) -> None:
-        super().check_sampler(sampler)
-        assert isinstance(sampler, Sampler)
+    def check_sampler(self, sampler: Sampler) -> None:
         # Its windows must be those that are read.
         ReadWindows(sampler, self._window)
 

@@ -96,23 +96,11 @@ class StreamLayout:
         windows: ReadWindows,
         series: SeriesPlaces | None = None,
     ) -> None:
-        if len(windows) * num_slots >= 2**63:
-            raise ValueError(
-                f"shuffle_window={windows.rows}: an epoch would be read in {len(windows)} windows,"
-                f" of {num_slots - 1} places of the files: choose a larger one"
-            )
         self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
-        self.series, count = series, len(held)
-        most = count * windows.longest
+        self.series, most = series, len(held) * windows.longest
         if series is not None:
             most = largest_window_steps(held, windows)
-            if self._pool.is_striped:
-                # In dataset order, series that follow one another are in all shards of the store.
-                count = self._pool.num_shards
-        # Re-striped rows and index views lie apart, and are read with what is between them.
-        is_apart = series is None and places.starts is None and places.slots is None
-        count = 0 if is_apart else count
         #: By the place of a field whose rows differ in length, what makes memory for their items.
         self.ragged = dict[int, Callable[[], WindowItems]]()
         kinds, read = list[tuple[Sequence[int], torch.dtype]](), list[RowFile | None]()
@@ -120,14 +108,14 @@ class StreamLayout:
             name, kind = field.name, (field.item_shape, field.dtype)
             if series is None and isinstance(rows, ItemRows):
                 items = largest_window(rows, places, held, windows)
-                self.ragged[index] = partial(WindowItems, name, [file], [kind], items, count)
+                self.ragged[index] = partial(WindowItems, name, [file], [kind], items)
             elif series is None or name in series.line.fields:
                 # Of a series, the items are steps.
                 shape = field.item_shape if series is None else field.windowed(1).item_shape[1:]
                 kinds.append((shape, field.dtype))
                 read.append(file)
         #: Makes memory for the rows that have one shape, or for steps.
-        self.make_items = partial(WindowItems, columns[0][0].name, read, kinds, most, count)
+        self.make_items = partial(WindowItems, columns[0][0].name, read, kinds, most)
         #: Of the largest item, which scratch memory of a read must hold.
         self.item_bytes = max((file.row_bytes for file in files if file is not None), default=1)
 
