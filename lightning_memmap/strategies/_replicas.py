@@ -2,9 +2,9 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from types import MethodType
@@ -32,9 +32,6 @@ _MAX_DEPTH = 4
 #: What Lightning compiles of a module.
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-#: Metrics of a module, each with the layer that has it and its name there.
-_Metrics = Sequence[tuple[nn.Module, str, Any]]
-
 
 class Replicas(nn.Module):
     """The module, and a copy of its layers on each further physical device."""
@@ -49,9 +46,10 @@ class Replicas(nn.Module):
         self.devices = tuple(devices)
         #: What each replica logs in a step.
         self.logs = [PartLog() for _ in devices]
-        self.metrics = MetricCopies(devices)
         others = dict.fromkeys(device for device in devices if device != devices[0])
-        self.copies = {device: _Copy(device) for device in others}
+        #: By ``id``: metrics overload comparison, and their hash changes with their state.
+        self._originals: dict[int, Any] = {}
+        self.copies = {device: _Copy(device, self._originals) for device in others}
         #: In the last step: layers, tensors and metrics; what the tensors were like; by layer, its
         #: attributes. And the tensors in groups, each with those of every copy.
         self._parts: list[Any] = []
@@ -62,8 +60,7 @@ class Replicas(nn.Module):
 
     def run(self, name: str, parts: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the method of each replica returns for its part. Metrics have counted all parts."""
-        layers, found = _find_layers(self.module)
-        metrics = [(parent, key, self.metrics.of(metric)) for parent, key, metric in found]
+        layers, metrics = _find_layers(self.module)
         results: list[Any] = [None] * len(parts)
 
         def run(device: torch.device) -> None:
@@ -71,21 +68,21 @@ class Replicas(nn.Module):
             module = own[self.module]
 
             def step(index: int) -> None:
-                for parent, key, copies in metrics:
-                    own[parent]._modules[key] = copies[index]
                 with logged_in(module, self.logs[index]):
                     results[index] = getattr(module, name)(parts[index], *args, **kwargs)
 
             turns = [index for index in range(len(parts)) if self.devices[index] == device]
             _take_turns([*own.values()], [partial(step, index) for index in turns])
 
-        try:
+        copies = [[each.metric(metric) for each in self.copies.values()] for metric in metrics]
+        with counted(metrics, copies):
             run_on_devices(run, dict.fromkeys(self.devices[: len(parts)]), self._threads)
-        finally:
-            for parent, key, metric in found:
-                parent._modules[key] = metric
-        self.metrics.merge([metric for *_, metric in found], len(parts))
         return results
+
+    def original(self, metric: Metric) -> Metric:
+        """The metric of the module that one on another device is a copy of."""
+        found: Metric = self._originals.get(id(metric), metric)
+        return found
 
     def close(self) -> None:
         """End the threads of further devices."""
@@ -108,17 +105,15 @@ class Replicas(nn.Module):
         layers, metrics = _find_layers(self.module)
         registered = (own.values() for e in layers for own in (e._parameters, e._buffers))
         tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
-        parts = [*layers, *tensors, *(metric for *_, metric in metrics)]
+        parts = [*layers, *tensors, *metrics]
         facts = [(each.shape, each.dtype, each.requires_grad) for each in tensors]
         seen = {each: _attributes(each) for each in layers}
         changed = [each for each in layers if not _are_same(seen[each], self._seen.get(each, ()))]
         if not _are_same(parts, self._parts) or facts != self._facts:
             # Any layer may refer to what came or went.
             changed = layers
-            for device, each in self.copies.items():
-                index = self.devices.index(device)
-                own = {id(metric): self.metrics.of(metric)[index] for *_, metric in metrics}
-                each.refer(layers, tensors, own)
+            for each in self.copies.values():
+                each.refer(layers, tensors, metrics)
             every = [tensors, *(list(each.tensors.values()) for each in self.copies.values())]
             self._buckets = _in_buckets(*every)
         self._parts, self._facts, self._seen = parts, facts, seen
@@ -180,19 +175,28 @@ def _apart(attributes: dict[str, Any], buffers: Mapping[Any, Tensor]) -> dict[st
 class _Copy:
     """The layers and tensors of a module on a further device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, originals: dict[int, Any]) -> None:
         self.device = device
         #: By layer, parameter and buffer of the module, that on this device.
         self.layers: dict[nn.Module, nn.Module] = {}
         self.tensors: dict[Tensor, Tensor] = {}
+        self._metrics: dict[int, Any] = {}
+        self._originals = originals
         #: What takes the place of references, by id; by layer of the module, the attributes of its
         #: copy, and those of them that are not those of the layer.
         self._own: dict[int, Any] = {}
         self._given: dict[nn.Module, dict[str, Any]] = {}
         self._special: dict[nn.Module, dict[str, Any]] = {}
 
+    def metric(self, metric: Any) -> Any:
+        """The copy of a metric or collection, which is made when it is first asked for."""
+        if id(metric) not in self._metrics:
+            self._metrics[id(metric)] = made = _copy_metric(metric, self.device)
+            self._originals.update(zip(map(id, made.modules()), metric.modules(), strict=True))
+        return self._metrics[id(metric)]
+
     def refer(
-        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor], metrics: dict[int, Any]
+        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor], metrics: Sequence[Any]
     ) -> None:
         """Copy layers and tensors, and note what takes the place of references to them."""
         known = self.layers
@@ -201,7 +205,7 @@ class _Copy:
             for each in layers
         }
         self.tensors = {each: self._copy_of(each) for each in tensors}
-        self._own = metrics
+        self._own = {id(each): self.metric(each) for each in metrics}
         for copies in (self.layers, self.tensors):
             self._own.update(zip(map(id, copies), copies.values(), strict=True))
 
@@ -245,20 +249,19 @@ class _Copy:
         return special
 
 
-def _find_layers(module: nn.Module) -> tuple[list[nn.Module], _Metrics]:
-    """The layers of a module, itself included, and its metrics."""
-    # Metrics and collections are copied and merged as a whole. One may have several names.
+def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """The layers of a module, itself included, and its metrics and collections of them."""
     layers = {module: None}
-    metrics = []
+    metrics: dict[int, Any] = {}
     pending = [module]
     for each in pending:
-        for name, child in each._modules.items():
+        for child in each._modules.values():
             if isinstance(child, (Metric, MetricCollection)):
-                metrics.append((each, name, child))
+                metrics[id(child)] = child
             elif child is not None and child not in layers:
                 layers[child] = None
                 pending.append(child)
-    return pending, metrics
+    return pending, list(metrics.values())
 
 
 def _attributes(layer: nn.Module) -> list[Any]:
@@ -369,38 +372,6 @@ def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Call
     return entered
 
 
-class MetricCopies:
-    """Empty copies of metrics, one for each replica, made when they are first asked for."""
-
-    # By ``id``: metrics overload comparison, and their hash changes with their state.
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-        self._copies: dict[int, tuple[nn.Module, list[Any]]] = {}
-        self._originals: dict[int, Any] = {}
-
-    def of(self, metric: nn.Module) -> list[Any]:
-        """The copies of a metric or collection, the same ones each time."""
-        if id(metric) not in self._copies:
-            copies = [_copy_metric(metric, device) for device in self._devices]
-            self._copies[id(metric)] = (metric, copies)
-            for each in copies:
-                self._originals.update(zip(map(id, each.modules()), metric.modules(), strict=True))
-        return self._copies[id(metric)][1]
-
-    def original(self, metric: Metric) -> Metric:
-        """The metric that one is a copy of."""
-        found: Metric = self._originals.get(id(metric), metric)
-        return found
-
-    def merge(self, metrics: Iterable[Any], count: int) -> None:
-        """Merge what the copies of the first replicas have counted, and let them begin again."""
-        # Ordinary tensors in inference mode too: a metric may be updated in training as well.
-        with torch.inference_mode(False), torch.no_grad():
-            for metric in {id(metric): metric for metric in metrics}.values():
-                _merge_metrics(metric, self.of(metric)[:count])
-
-
 def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
     copied: Any = copy.deepcopy(metric).to(device)
     for child in copied.modules():
@@ -411,41 +382,74 @@ def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
     return copied
 
 
-def _merge_metrics(metric: nn.Module, copies: list[Any]) -> None:
-    for own, *others in zip(metric.modules(), *(c.modules() for c in copies), strict=True):
-        if isinstance(own, Metric):
-            step, *rest = others
-            has_value = any(other._forward_cache is not None for other in others)
-            _merge_states(step, rest)
-            _merge_states(own, [step])
-            if has_value:
-                # What `self.log` logs for the step.
-                own._forward_cache = step.compute()
-    for each in copies:
-        each.reset()
+@contextmanager
+def counted(metrics: Sequence[Any], copies: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Let metrics and their copies count the parts of a step, and merge them at its end."""
+    # What a metric has counted before is set aside: `self.log` logs its value for the step.
+    before = [[_set_aside(each) for each in metric.modules()] for metric in metrics]
+    try:
+        yield
+    finally:
+        # Ordinary tensors in inference mode too: a metric may be updated in training as well.
+        with torch.inference_mode(False), torch.no_grad():
+            for metric, known, others in zip(metrics, before, copies, strict=True):
+                own = zip(metric.modules(), *(each.modules() for each in others), strict=True)
+                for counting, earlier in zip(own, known, strict=True):
+                    if earlier is not None:
+                        _merge(counting, earlier)
+                for each in others:
+                    each.reset()
 
 
-def _merge_states(target: Metric, sources: list[Metric]) -> None:
-    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``."""
-    updated = [metric for metric in (target, *sources) if metric._update_count]
-    # Metrics overload comparison: they must be compared by identity.
-    if all(metric is target for metric in updated):
-        return
-    for name, reduction in target._reductions.items():
-        values = [getattr(metric, name) for metric in updated]
+#: The states of a metric by name, and the number of its updates.
+_States = tuple[dict[str, Any], int]
+
+
+def _states_of(metric: Metric) -> _States:
+    return {name: getattr(metric, name) for name in metric._defaults}, metric._update_count
+
+
+@torch.inference_mode(False)
+def _set_aside(metric: nn.Module) -> _States | None:
+    """What a metric has counted, which then counts from nothing; None for a collection."""
+    if not isinstance(metric, Metric):
+        return None
+    counted = _states_of(metric)
+    for name, default in metric._defaults.items():
+        empty: Any = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+        setattr(metric, name, empty)
+    metric._update_count, metric._forward_cache, metric._computed = 0, None, None
+    return counted
+
+
+def _merge(metrics: Sequence[Any], earlier: _States) -> None:
+    """Merge what metrics have counted of a step into the first, and then what it had before."""
+    own = metrics[0]
+    has_value = any(each._forward_cache is not None for each in metrics)
+    _set_states(own, [_states_of(each) for each in metrics])
+    value = own.compute() if has_value else None
+    _set_states(own, [earlier, _states_of(own)])
+    own._forward_cache = value
+
+
+def _set_states(target: Metric, parts: Sequence[_States]) -> None:
+    """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
+    updated = [(states, count) for states, count in parts if count]
+    total = sum(count for _, count in updated)
+    for name, reduction in target._reductions.items() if total else ():
+        values = [states[name] for states, _ in updated]
         device = target.device
         if isinstance(values[0], list):
             merged: Any = [item.to(device) for value in values for item in value]
         elif reduction is dim_zero_cat:
             merged = torch.cat([value.to(device) for value in values])
-        elif reduction is dim_zero_mean:
-            counts = torch.tensor([float(metric._update_count) for metric in updated])
-            stacked = torch.stack([value.to(device) for value in values])
-            weights = (counts / counts.sum()).to(stacked)
-            merged = torch.tensordot(weights, stacked, dims=1)
         else:
-            merge: Any = reduction
-            merged = merge(torch.stack([value.to(device) for value in values]))
+            stacked = torch.stack([value.to(device) for value in values])
+            if reduction is dim_zero_mean:
+                weights = torch.tensor([count / total for _, count in updated]).to(stacked)
+                merged = torch.tensordot(weights, stacked, dims=1)
+            else:
+                merge: Any = reduction
+                merged = merge(stacked)
         setattr(target, name, merged)
-    target._update_count = sum(metric._update_count for metric in updated)
-    target._computed = None
+    target._update_count, target._computed = total, None
