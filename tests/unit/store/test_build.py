@@ -16,7 +16,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -132,63 +131,6 @@ def test_build_any_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str, carri
     )
 
 
-VALUES = np.arange(24, dtype=np.int32).reshape(4, 6) * 1_000_003
-
-
-def read_only() -> np.ndarray:
-    array = VALUES.copy()
-    array.flags.writeable = False
-    return array
-
-
-ARRAYS: dict[str, Callable[[], Any]] = {
-    "big-endian": lambda: VALUES.astype(">i4"),
-    "big-endian of eight bytes": lambda: VALUES.astype(">i8"),
-    "big-endian complex": lambda: VALUES.astype(">c8"),
-    "read-only": read_only,
-    "negative strides": lambda: VALUES[::-1, ::-2],
-    "fortran order": lambda: np.asfortranarray(VALUES),
-    "broadcast": lambda: np.broadcast_to(VALUES[0], (3, 6)),
-    "transposed tensor": lambda: torch.from_numpy(VALUES.copy()).T,
-    "expanded tensor": lambda: torch.from_numpy(VALUES.copy())[:1].expand(5, 6),
-    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
-    "conjugated tensor": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
-    "scalar array": lambda: np.array(7, ">u2"),
-}
-
-
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_build_leaf_of_any_layout_is_stored_right(tmp_path: Path, kind: str) -> None:
-    leaf = ARRAYS[kind]()
-    if isinstance(leaf, Tensor):
-        expected = leaf.detach().resolve_conj().contiguous()
-    else:
-        expected = torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("=")).copy())
-    store = build([(leaf, row) for row in range(10)], tmp_path / "s")
-    for row in (0, 9):
-        found, label = store[row]
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-        assert label.item() == row
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "1", "I;16", "RGBA"])
-def test_build_images_of_any_mode_come_back(tmp_path: Path, mode: str) -> None:
-    images = []
-    for row in range(5):
-        image = Image.new(mode, (7, 5))
-        bands = len(image.getbands())
-        image.putpixel((row, row), row + 1 if bands == 1 else tuple(range(row, row + bands)))
-        images.append(image)
-    store = build(images, tmp_path / "s", num_shards=2)
-    for row, image in enumerate(images):
-        pixels = np.asarray(image)
-        expected = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        assert expected.any()
-        assert np.array_equal(store[row].numpy(), expected)
-        assert store[row].numpy().dtype == expected.dtype
-
-
 class Pair(NamedTuple):
     image: Any
     label: Any
@@ -296,8 +238,8 @@ def test_build_starts_its_workers_once(
     context = multiprocessing.get_context(method)
     monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
     # One process for all probe rows of quick rows, and a range for each.
-    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 20)
-    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 20)
+    monkeypatch.setattr(writing, "_MAX_BLOCKS", 1)
     store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
     assert holds(store, Numbered(400))
     readers = set((tmp_path / "log").read_text().splitlines())
@@ -474,11 +416,6 @@ def test_build_with_many_more_shards_than_rows_holds_the_rows(tmp_path: Path) ->
     store = build(Numbered(300), tmp_path / "s", num_shards=2**16)
     assert torch.equal(store[299]["x"], Numbered(300)[299]["x"])
     assert verify_store(tmp_path / "s") == []
-
-
-@pytest.mark.parametrize("sample", [torch.arange(9.0)[::3][:1], torch.fft.fft(torch.ones(1)).real])
-def test_build_of_one_strided_element_holds_it(tmp_path: Path, sample: torch.Tensor) -> None:
-    assert torch.equal(build([sample] * 3, tmp_path / "s")[2], sample)
 
 
 def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> None:
