@@ -1,13 +1,10 @@
 import dataclasses
 import errno
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +22,6 @@ from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
-from tests.preloaded import python
 from tests.unit.store.layout import is_empty, names_in
 
 REPOSITORY = Path(__file__).parents[3]
@@ -530,56 +526,67 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 
 
-@pytest.mark.slow
+MIB, BLOCK = 2**20, 4096
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that answers like a disk of one mebibyte, which needs a block besides for a file
+    that is given its place."""
+    allocate, usage = os.posix_fallocate, type(shutil.disk_usage(tmp_path))
+
+    def used(but: int | None = None) -> int:
+        states = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
+        return sum(512 * state.st_blocks for state in states if state.st_ino != but)
+
+    def posix_fallocate(file: int, offset: int, length: int) -> None:
+        blocks = BLOCK * (1 - (-(offset + length) // BLOCK))
+        if used(os.fstat(file).st_ino) + blocks > MIB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, length)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(MIB, used(), MIB - used()))
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    return tmp_path
+
+
+def sounds(num_bytes: int) -> list[Tensor]:
+    """Rows that differ in length, of so many bytes in all."""
+    lengths = [num_bytes // 200 + row % 3 - 1 for row in range(200)]
+    return [torch.full((length,), row, dtype=torch.uint8) for row, length in enumerate(lengths)]
+
+
 def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
-    tmp_path: Path,
+    small_disk: Path,
 ) -> None:
-    # On a simulated disk, and on a real one where this user may mount it.
-    program = ["-m", "tests.unit.store.full_disk"]
-    commands = [[python(), *program, "pretended"]]
-    namespace = ["unshare", "--mount", "--map-root-user"]
-    mount = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if shutil.which("unshare") and not subprocess.run(mount, capture_output=True).returncode:
-        commands.append([*namespace, sys.executable, *program, "mounted"])
-    for command in commands:
-        directory = tmp_path / command[-1]
-        directory.mkdir()
-        result = subprocess.run(
-            [*command, str(directory)], capture_output=True, text=True, cwd=REPOSITORY
-        )
-        assert result.returncode == 0, result.stderr
-        check_full_disk(json.loads(result.stdout))
+    path = small_disk / "s"
 
+    def refused(rows: Any, **arguments: Any) -> int:
+        """The bytes that are needed, as the error has them beside those that are free."""
+        free = shutil.disk_usage(small_disk).free
+        with pytest.raises(OSError, match=f"needs .* {free} are free") as caught:
+            build(rows, path, **arguments)
+        assert caught.value.errno == errno.ENOSPC
+        return int(re.search(r"needs (\d+) bytes", str(caught.value))[1])  # type: ignore[index]
 
-def check_full_disk(outcomes: dict[str, Any]) -> None:
-    first = outcomes["larger than the disk"]
-    assert first["errno"] == errno.ENOSPC
-    assert f"needs {5 * 2**18} bytes" in first["message"]
-    assert str(first["free"]) in first["message"]
-    assert first["left"] == []
-
-    exact = outcomes["exactly what is free"]
-    assert exact["errno"] == errno.ENOSPC
-    needed = exact["free"] // 4 * 4
-    assert f"needs {needed} bytes" in exact["message"]
-    assert exact["left"] == []
-
-    # Before a row is written: each of eight was read twice.
-    refused = outcomes["rows of variable length"]
-    assert refused["errno"] == errno.ENOSPC
-    assert outcomes["rows read"] <= 16
-    needed = int(re.search(r"needs (\d+) bytes, judging by the rows", refused["message"])[1])
-    assert needed == pytest.approx(2 * 3 * 2**18 + 200 * 24, rel=0.02)
-    assert str(refused["free"]) in refused["message"]
-    assert refused["left"] == []
-    assert outcomes["sounds"]["num_rows"] == 200
-
-    # There is room again: the failed builds left nothing on the disk.
-    assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
-    overwrite = outcomes["overwrite"]
-    assert overwrite["errno"] == errno.ENOSPC
-    assert overwrite["left"] == ["train"]
-    assert overwrite["old rows"] == [0, 1, 2, 3, 4]
+    large = [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
+    assert refused(large) == 5 * MIB // 4
+    assert is_empty(path)
+    # As many bytes as are free: there is no room for the other files of a build.
+    free = shutil.disk_usage(small_disk).free
+    assert refused([torch.zeros(free // 4, dtype=torch.uint8)] * 4) == free // 4 * 4
+    # There is room for these, but not for twice as many bytes: known before a row is written.
+    counting = Counting(sounds(3 * MIB // 4))
+    assert refused(counting) == pytest.approx(2 * 3 * MIB // 4 + 200 * 24, rel=0.02)
+    assert len(counting.rows) <= 16
+    assert is_empty(path)
+    # The failed builds left nothing on the disk: there is room again.
+    small = [torch.full((1000,), row) for row in range(5)]
+    assert len(build(small, path)) == 5
+    refused(large, overwrite=True)
+    assert [int(row[0]) for row in open_store(path)] == [0, 1, 2, 3, 4]
+    shutil.rmtree(path)
+    assert len(build(sounds(3 * MIB // 8), path)) == 200
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
