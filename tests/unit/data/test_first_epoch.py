@@ -27,7 +27,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.directory import StoreDirectory
+from lightning_memmap.store.directory import JOURNAL, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import probe_rows
 from tests.command_line import CommandLine
@@ -251,6 +251,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
 
 
 def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).write_bytes(bytes(9))
     serving, heard = Serving.make(tmp_path, 9), set[Path]()
     for row in range(9):
         serving.want(np.array([row]))
