@@ -24,6 +24,7 @@ class Launched(subprocess.Popen[bytes]):
         output: Path,
         *,
         env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
     ) -> None:
         self.output = output
@@ -32,7 +33,7 @@ class Launched(subprocess.Popen[bytes]):
         with output.open("wb") as file:
             super().__init__(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=env,

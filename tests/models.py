@@ -348,3 +348,10 @@ def make_trainer(path: Path, **options: Any) -> L.Trainer:
 def weights(module: nn.Module) -> Tensor:
     """All parameters as one vector, on the CPU."""
     return torch.cat([p.detach().cpu().flatten() for p in module.parameters()])
+
+
+def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule:
+    """Build the stores of a data module, and set it up."""
+    data.prepare_data()
+    data.setup(stage)
+    return data

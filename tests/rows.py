@@ -1,6 +1,5 @@
 """Rows that tell their own index, and loaders over them, for one process or for several."""
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -321,7 +320,7 @@ def check_save_and_resume(
 
 
 def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes: int) -> None:
-    """Have windows read straight to their places, and nowhere else first.
+    """Have windows read from a disk of some blocks, in short reads.
 
     Args:
         monkeypatch: Undoes it.
@@ -329,12 +328,7 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
         read_bytes: The most bytes that are read at once.
     """
 
-    def not_called(*args: Any) -> None:
-        raise AssertionError("rows are read elsewhere first")
-
     monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(runs, "_read_pieces", not_called)
-    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
     monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")

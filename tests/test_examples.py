@@ -336,9 +336,6 @@ def test_mirror_and_turn_image_and_mask_stay_aligned(seed: int, height: int, wid
     assert (moved["mask"] != batch["mask"][:, 0]).flatten(1).any(dim=1).float().mean() > 0.9
 
 
-# Segmentation data
-
-
 # Photographs
 
 

@@ -32,7 +32,7 @@ NAMES = {
         compare
     """,
     "lightning_memmap.loading": """
-        BatchLoader EpochRows FormedCollate OnSuperBatch Padded RowList RowSource Scaled
+        BatchLoader FormedCollate OnSuperBatch Padded RowList RowSource Scaled
         SplitRows SuperBatch SuperBatchLoader has_streams load_split
     """,
     "lightning_memmap.sampling": """

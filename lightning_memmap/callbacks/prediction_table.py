@@ -160,7 +160,7 @@ class _Table:
         try:
             if self._schema is None:
                 self._schema = Schema.from_batch(prediction)
-            leaves = self._schema.flatten_batch(prediction)
+            values = self._schema.stack_batch(prediction)
         except SchemaError as error:
             raise SchemaError(f"predict_step, batch {batch_idx}: {error}") from error
         if not batch_indices:
@@ -168,16 +168,16 @@ class _Table:
         if self._loader is not None:
             # The rows of the table are those of the loader, which may have a part of the dataset.
             batch_indices = self._loader.step_positions(batch_idx)
-        if len(leaves[0]) != len(batch_indices):
+        if values[0].num_rows != len(batch_indices):
             raise ValueError(
-                f"predict_step, batch {batch_idx}: it returned {len(leaves[0])} rows for a batch of"
-                f" {len(batch_indices)}; the first dimension of every tensor must be the rows of"
-                " the batch"
+                f"predict_step, batch {batch_idx}: it returned {values[0].num_rows} rows for a"
+                f" batch of {len(batch_indices)}; the first dimension of every tensor must be the"
+                " rows of the batch"
             )
         if batch_idx == 0:
             self._open(trainer, self._schema)
         if self._writer is not None:
-            self._writer.write(batch_indices, leaves)
+            self._writer.write(batch_indices, values)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Complete the table on rank zero. All ranks must call this."""

@@ -243,6 +243,8 @@ def sent_bytes(kind: str, size: int, payload: int) -> int:
 _BYTES_STEP, _MOVEMENT_STEP = 1, 2
 #: Is made in the folder of a run when it has trained a step.
 HAS_TRAINED = "trained"
+#: Made by the first process of a run when it can go on.
+IS_READY = "ready"
 
 
 class RunCallback(L.Callback, ABC):

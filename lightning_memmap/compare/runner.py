@@ -3,16 +3,17 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 from rich.console import Console
@@ -28,6 +29,7 @@ from lightning_memmap.compare.config import (
     shared_config,
 )
 from lightning_memmap.compare.loaders import STORES
+from lightning_memmap.compare.measure import IS_READY
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
 from lightning_memmap.compare.prepare import describe_devices, prepare
@@ -36,6 +38,8 @@ from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
 RUNS = "variants"
+#: Runs whose processes start together, and import side by side.
+_TOGETHER = min(4, len(os.sched_getaffinity(0)))
 #: What a launcher sets for its processes. A run is independent of whatever started this process.
 _LAUNCHER = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -51,31 +55,56 @@ class RunError(Exception):
         self.refused = refused
 
 
-def run(spec: RunSpec, timeout_s: float) -> list[Rank]:
-    """Do a run in fresh processes, and wait for it."""
-    out = Path(spec.out)
-    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in _LAUNCHER and not key.startswith("PL_")
-    }
-    launched = Launched(command, out / "log.txt", env=environment)
-    try:
-        is_over = launched.ends_within(timeout_s)
-    finally:
-        launched.kill_group()
-    if not is_over:
-        tail = " | ".join(launched.tail())
-        raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
-    if launched.returncode:
-        raise _read_error(out, launched)
-    ranks = read_ranks(out)
-    found = [rank.rank for rank in ranks]
-    if found != list(range(ranks[0].world_size if ranks else 1)):
-        tail = " | ".join(launched.tail())
-        raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
-    return ranks
+class Run:
+    """A run in fresh processes. The first one has started: it imports, and waits to go on."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._out, self._is_closed = Path(spec.out), False
+        command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in _LAUNCHER and not key.startswith("PL_")
+        }
+        (self._out / IS_READY).unlink(missing_ok=True)
+        log = self._out / "log.txt"
+        self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
+        assert self._launched.stdin is not None
+        self._stdin = self._launched.stdin
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it needs, or ended."""
+        while not (self._out / IS_READY).exists() and self._launched.poll() is None:
+            sleep(0.01)
+
+    def result(self, timeout_s: float) -> list[Rank]:
+        """Have it go on, wait for its end, and read what its processes have measured."""
+        launched = self._launched
+        # Broken where it has ended already, which its exit code says.
+        with suppress(BrokenPipeError), self._stdin:
+            self._stdin.write(b"go on")
+        try:
+            is_over = launched.ends_within(timeout_s)
+        finally:
+            self.close()
+        if not is_over:
+            tail = " | ".join(launched.tail())
+            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
+        if launched.returncode:
+            raise _read_error(self._out, launched)
+        ranks = read_ranks(self._out)
+        found = [rank.rank for rank in ranks]
+        if found != list(range(ranks[0].world_size if ranks else 1)):
+            tail = " | ".join(launched.tail())
+            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+        return ranks
+
+    def close(self) -> None:
+        """End all of its processes."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._launched.kill_group()
+            self._stdin.close()
 
 
 def read_ranks(folder: Path) -> list[Rank]:
@@ -134,14 +163,12 @@ class Comparison:
         try:
             self._prepare()
             # The single device with the store is the reference; without it, the first that runs.
-            for variant in sorted(self._results, key=lambda each: each != Variant("auto")):
-                # An ideal loader gives one batch again and again: there is nothing to check.
-                if variant.loader != "ideal":
-                    self._try(variant, "check")
+            first = sorted(self._results, key=lambda each: each != Variant("auto"))
+            # An ideal loader gives one batch again and again: there is nothing to check.
+            self._do([each for each in first if each.loader != "ideal"], "check")
             # Variants alternate, so that whatever changes on the machine affects all of them.
             for repeat in range(1, self._options.repeats + 1):
-                for variant in self._results:
-                    self._try(variant, f"timed{repeat}")
+                self._do([*self._results], f"timed{repeat}")
         except KeyboardInterrupt:
             if not self._report.data:
                 raise
@@ -191,18 +218,30 @@ class Comparison:
     def _note(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 
-    def _try(self, variant: Variant, name: str) -> None:
-        """Do a run of a variant that nothing has stopped: its failure costs no other anything."""
-        result = self._results[variant]
-        if result.status != "pending":
-            return
+    def _do(self, variants: Sequence[Variant], name: str) -> None:
+        """Do a run of each variant that nothing has stopped, one after the other."""
         kind: RunKind = "check" if name == "check" else "timed"
-        spec = self._spec(kind, f"{variant.name}/{name}", variant)
+        pending = [each for each in variants if self._results[each].status == "pending"]
+        for first in range(0, len(pending), _TOGETHER):
+            some = pending[first : first + _TOGETHER]
+            specs = [self._spec(kind, f"{each.name}/{name}", each) for each in some]
+            # To import takes longer than most runs: a few do it side by side, none while another
+            # one is measured.
+            with ExitStack() as stack:
+                runs = [stack.enter_context(closing(Run(spec))) for spec in specs]
+                for run in runs if kind == "timed" else ():
+                    run.wait_until_ready()
+                for variant, spec, run in zip(some, specs, runs, strict=True):
+                    self._try(variant, name, spec, run)
+
+    def _try(self, variant: Variant, name: str, spec: RunSpec, run: Run) -> None:
+        """Do a run: its failure costs no other anything."""
+        result, kind = self._results[variant], spec.kind
         title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
         started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
             with self._console.status(escape(title)):
-                ranks = run(spec, self._options.timeout_s)
+                ranks = run.result(self._options.timeout_s)
             if kind == "check" and variant.is_compared:
                 self._compare(result, ranks, Path(spec.out))
             figures = figures_of(ranks, kind)

@@ -24,6 +24,7 @@ from lightning_memmap.compare.loaders import (
 )
 from lightning_memmap.compare.measure import (
     HAS_TRAINED,
+    IS_READY,
     CheckCallback,
     RunCallback,
     StepClock,
@@ -42,11 +43,21 @@ _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 def main() -> None:
     """Do the run, and write what came out, or what went wrong, into its folder."""
     spec = RunSpec.read(sys.argv[1])
+    wait_for_parent(Path(spec.out) / IS_READY)
     try:
         train(spec)
     except BaseException as error:
         write_error(Path(spec.out), error)
         raise
+
+
+def wait_for_parent(ready: Path) -> None:
+    """In the first process of a run, say that it has imported all, and wait to be told to go on."""
+    if ready.exists():
+        return
+    ready.touch()
+    if not sys.stdin.read():
+        sys.exit("the comparison has ended")
 
 
 def write_error(out: Path, error: BaseException) -> None:

@@ -33,7 +33,6 @@ from lightning_memmap.data.splits import SPLITS, has_several, named_datasets
 from lightning_memmap.errors import nearest
 from lightning_memmap.loading import BatchLoader, FormedCollate, SplitRows, SuperBatchLoader
 from lightning_memmap.loading.super_batch import Collate
-from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
@@ -206,7 +205,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
-        self._train_loader: SuperBatchLoader | BatchLoader | None = None
+        self._train_loader: SuperBatchLoader | None = None
         self._resume: Resume | None = None
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
@@ -475,7 +474,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             ValueError: No step would have its full size under ``drop_last``, the rows cannot be
                 read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
-        loader = self._train_loader = self._loader("train")
+        given = self._loader("train")
+        loader = self._train_loader = given.loader if isinstance(given, BatchLoader) else given
         if self.trainer is not None:
             loader.set_epoch(self.trainer.current_epoch)
             if self._resume is not None:
@@ -483,7 +483,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 self._resume = None
             renew_where_epochs_differ(loader, self.trainer)
         self._skipped = loader.skipped
-        return loader
+        return given
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loader stands, the same on every rank.
@@ -660,8 +660,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = self._set_up
         # Not while a training epoch goes on.
         if made is not None and not made.is_released and split == next(iter(made.stores)):
-            self._set_up = renewed(made)
-            self._print_placement(self._set_up.placement)
+            self._set_up = found = renewed(made)
+            if found is not made:
+                self._print_placement(found.placement)
         return self._rows.get(split)
 
     def _collate(self, split: str) -> Collate:
@@ -677,8 +678,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             sample = next(samples_of(dataset))
         else:
             sample = first_sample(dataset, self.num_workers)
-        collate = FormedCollate(schema, options.forms, sample)
-        return NumberedCollate(collate, schema) if self._rows[split].are_numbered else collate
+        return FormedCollate(schema, options.forms, sample, options.with_row_numbers)
 
 
 @rank_zero_only

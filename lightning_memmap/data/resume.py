@@ -8,7 +8,7 @@ import lightning as L
 import msgspec
 
 from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
-from lightning_memmap.loading import BatchLoader, SuperBatchLoader
+from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.state import Count, LoaderState
 
 
@@ -52,7 +52,7 @@ class Resume:
                 " subset of the checkpoint"
             )
 
-    def apply(self, loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
+    def apply(self, loader: SuperBatchLoader, trainer: L.Trainer) -> None:
         """Let a fit go on from here."""
         epoch = trainer.current_epoch
         loader.set_epoch(epoch)
@@ -61,7 +61,7 @@ class Resume:
             go_on_after(trainer, self.num_trained)
 
 
-def renew_where_epochs_differ(loader: SuperBatchLoader | BatchLoader, trainer: L.Trainer) -> None:
+def renew_where_epochs_differ(loader: SuperBatchLoader, trainer: L.Trainer) -> None:
     """Have the Trainer ask for its loader again before an epoch of another number of steps."""
     epoch = trainer.current_epoch
     later = {epoch + 1, *(at + more for at in loader.skipped.epochs() for more in (0, 1))}

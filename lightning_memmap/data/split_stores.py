@@ -273,18 +273,13 @@ class SplitStores:
         return member
 
     def check_place(self, split: str) -> None:
-        """Check that the stores of several datasets and that of one do not go into each other."""
+        """Check that the stores of several datasets do not go into the store of one."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind
         if name and is_store(path):
             raise StoreError(
                 f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
                 " that directory: choose another store_dir, or delete this store"
-            )
-        if not name and (names := stores_within(path)):
-            raise StoreError(
-                f"{path} holds the stores of several datasets, {', '.join(names)}, and"
-                f" {kind}_dataset is one: choose another store_dir"
             )
 
     def _check_no_several(self, split: str) -> None:

@@ -22,20 +22,18 @@ _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 def named_datasets(kind: str, given: Any) -> dict[str, Any]:
     """The datasets that are given for one argument, by split."""
-    if _is_by_name(given) and has_several(given):
-        return {f"{kind}/{name}": dataset for name, dataset in given.items()}
-    if has_several(given):
-        return {f"{kind}/{index}": dataset for index, dataset in enumerate(given)}
-    return {kind: given}
+    if not has_several(given):
+        return {kind: given}
+    return {f"{kind}/{name}": dataset for name, dataset in _entries(given).items()}
 
 
 def has_several(given: Any) -> bool:
     """Whether several datasets are given for one argument."""
-    entries = _entries(given)
-    is_any = any(map(_is_dataset, entries.values()))
-    if _is_by_name(given) and entries and all(map(_is_list_of_samples, entries.values())):
-        return True
-    return is_any or (bool(entries) and all(entry is None for entry in entries.values()))
+    entries = _entries(given).values()
+    if not entries or any(map(_is_dataset, entries)):
+        return bool(entries)
+    is_by_name = _is_by_name(given) and all(map(_is_list_of_samples, entries))
+    return is_by_name or all(entry is None for entry in entries)
 
 
 def check_datasets(kind: str, given: Any) -> None:

@@ -18,7 +18,7 @@ from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.row_source import EpochRows, RowSource
+from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.split import SplitRows, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import OnSuperBatch
@@ -28,7 +28,6 @@ from lightning_memmap.schema import RowList
 
 __all__ = [
     "BatchLoader",
-    "EpochRows",
     "FormedCollate",
     "OnSuperBatch",
     "Padded",

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.sampling.schedule import SkippedSteps
 
 
 class BatchLoader(DataLoader[Any]):
@@ -31,25 +30,6 @@ class BatchLoader(DataLoader[Any]):
         super().__init__(rows, batch_size=None, sampler=sampler)
         #: The epoch of the next iteration; None for that of the sampler.
         self._next_epoch: int | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of an epoch that is not resumed and leaves none out."""
-        return self.loader.num_steps
-
-    def num_steps_of(self, epoch: int) -> int:
-        """Steps of an epoch that is not resumed."""
-        return self.loader.num_steps_of(epoch)
-
-    @property
-    def skipped(self) -> SkippedSteps:
-        """The steps that the run leaves out."""
-        return self.loader.skipped
-
-    @property
-    def num_trained(self) -> int | None:
-        """Batches that a Trainer has trained on; see `SuperBatchLoader.num_trained`."""
-        return self.loader.num_trained
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has, instead of the next one."""

@@ -8,7 +8,7 @@ backward, no numpy array.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,8 +30,13 @@ _SLACK = 1.25
 Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
-def rows_of(tensor: Tensor) -> NDArray[Any]:
-    """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory."""
+def rows_of(tensor: Tensor) -> NDArray[Any] | None:
+    """The rows of a CPU tensor as raw bytes, one element per row, sharing its memory.
+
+    None where they do not lie one after the other, as windows that overlap.
+    """
+    if not tensor.is_contiguous():
+        return None
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
         return np.empty(num_rows, np.dtype((np.void, row_bytes)))
@@ -44,27 +49,14 @@ class Buffers:
     """Memory for the rows of a batch."""
 
     tensors: list[Tensor]
-    rows: list[NDArray[Any]]
-
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> "Buffers":
-        """Wrap the memory of tensors."""
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        return cls(tensors, [rows_of(tensor) for tensor in tensors] if on_cpu else [])
-
-    def __getitem__(self, which: Sequence[int]) -> "Buffers":
-        return Buffers([self.tensors[i] for i in which], [self.rows[i] for i in which])
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all fields."""
-        return sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in self.tensors)
+    rows: list[NDArray[Any] | None]  # The same as raw bytes.
 
     @classmethod
     def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
         """New buffers on the CPU, with undefined content."""
         made = partial(torch.empty, pin_memory=True) if pin_memory else _empty
-        return cls.of([made((num_rows, *shape), dtype=dtype) for shape, dtype in fields])
+        tensors = [made((num_rows, *shape), dtype=dtype) for shape, dtype in fields]
+        return cls(tensors, [rows_of(tensor) for tensor in tensors])
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -78,27 +70,27 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
-def copy_rows(source: Buffers, locations: Tensor, out: Buffers) -> None:
-    """Copy rows, one per location, in order."""
-    if torch.get_num_threads() > 1 and len(locations) * source.row_bytes >= _SHARED_COPY_BYTES:
-        for tensor, target in zip(source.tensors, out.tensors, strict=True):
-            torch.index_select(tensor, 0, locations, out=target)
+def copy_rows(
+    source: Tensor,
+    rows: NDArray[Any] | None,
+    places: Tensor,
+    out: Tensor,
+    taken: NDArray[Any] | None,
+) -> None:
+    """Copy the rows at some places, in their order; raw bytes are given beside the tensors."""
+    if rows is None:
+        # numpy, which is faster where rows lie apart, would copy all windows that overlap first.
+        torch.index_select(source.flatten(1), 0, places, out=out.flatten(1))
         return
-    if not source.tensors:
+    if torch.get_num_threads() > 1 and out.nbytes >= _SHARED_COPY_BYTES:
+        torch.index_select(source, 0, places, out=out)
         return
-    chosen: NDArray[np.int64] = locations.numpy()
-    # As an unsigned integer, a negative location is larger than any other.
-    if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(source.tensors[0]):
-        raise IndexError(f"location {np.uint64(largest).astype(np.int64)}: outside the rows")
-    for rows, taken in zip(source.rows, out.rows, strict=True):
-        # No location is outside: "clip" only saves numpy a copy.
-        rows.take(chosen, out=taken, mode="clip")
-
-
-def copy_windows(windows: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Copy windows over steps, one per start, in order."""
-    # numpy, which is faster where rows lie apart, would copy all windows that overlap first.
-    torch.index_select(windows.flatten(1), 0, starts, out=out.flatten(1))
+    chosen: NDArray[np.int64] = places.numpy()
+    # As an unsigned integer, a negative place is larger than any other.
+    if len(chosen) and (largest := int(chosen.view(np.uint64).max())) >= len(rows):
+        raise IndexError(f"place {np.uint64(largest).astype(np.int64)}: outside the rows")
+    # No place is outside: "clip" only saves numpy a copy.
+    rows.take(chosen, out=taken, mode="clip")
 
 
 class BufferPool:
@@ -152,5 +144,6 @@ def byte_pool() -> Callable[[int], Tensor]:
 def _handed_out(slot: Buffers, num_rows: int) -> Buffers:
     # New tensors: the pool's own must have no more owners than they began with.
     return Buffers(
-        [tensor[:num_rows] for tensor in slot.tensors], [rows[:num_rows] for rows in slot.rows]
+        [tensor[:num_rows] for tensor in slot.tensors],
+        [None if rows is None else rows[:num_rows] for rows in slot.rows],
     )

@@ -1,7 +1,8 @@
 """Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,22 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import BufferPool
+from lightning_memmap.loading.buffers import BufferPool, Buffers
 from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.row_source import (
-    EpochRows,
-    Fetched,
-    Leaf,
-    Steps,
-    fixed_fields,
-    has_variable,
-)
+from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.variable_rows import joined_rows, send_rows
+from lightning_memmap.loading.variable_rows import send_rows
 from lightning_memmap.sampling import Integers, Sampler
 
-#: Small steps are fetched several at once, up to this number of bytes.
-_FETCH_BYTES = 2**22
+#: Small steps are fetched several at once, up to these numbers of bytes and steps.
+_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
 
 
 class Fetcher:
@@ -50,23 +44,36 @@ class Fetcher:
         # Two steps may be under way, each with a batch on every data device, and images of a third
         # one are decoded.
         slots = 3 * len(devices) + 2
-        self._pools = [BufferPool(fixed_fields(each.fields), slots) for each in rows.sources]
+        fixed = [(field.item_shape, field.dtype) for field in rows.fields if not field.num_variable]
+        self._are_variable = any(field.num_variable for field in rows.fields)
+        #: By source, what gives memory for a number of rows; None where its device does.
+        self._memory = list[Callable[[int], Buffers] | None]()
+        for source, receivers in zip(rows.sources, self._receivers_of, strict=True):
+            users = {self._receivers[receiver] for receiver in receivers} - {source.device}
+            if source.device.type != "cpu":
+                self._memory.append(None)
+            elif any(map(has_streams, users)):
+                # Copies to a device may still be reading this memory when the next rows come:
+                # torch's allocator does not hand it out again before they are done.
+                self._memory.append(partial(Buffers.empty, fixed, pin_memory=True))
+            else:
+                self._memory.append(BufferPool(fixed, slots).get)
 
     @contextmanager
-    def epoch(self, epoch: int, position: int) -> Iterator[list[EpochRows]]:
-        """The rows of each source in the order of an epoch, from a position on."""
+    def epoch(self, epoch: int, position: int) -> Iterator[list[Take]]:
+        """What fetches rows of each source in the order of an epoch, from a position on."""
         with ExitStack() as stack:
             yield [
                 stack.enter_context(source.epoch(self._sampler, epoch, position))
                 for source in self._rows.sources
             ]
 
-    def fetch(self, sources: list[EpochRows], steps: Steps) -> Iterator[Fetched]:
+    def fetch(self, takes: list[Take], steps: Steps) -> Iterator[Fetched]:
         """Fetch the rows of consecutive steps, several small ones at once."""
         longest, images = steps.lengths[0], self._rows.images
-        row_bytes = self._rows.sources[0].row_bytes + (0 if images is None else images.row_bytes)
+        row_bytes = self._rows.row_bytes + (0 if images is None else images.row_bytes)
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
-        together = min(together, self._rows.sources[0].max_steps, len(steps.lengths))
+        together = min(together, _FETCH_STEPS, len(steps.lengths))
         supply, numbers = self._rows.supply, np.zeros(0, np.int64)
         if self._rows.are_numbered or supply is not None:
             numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
@@ -78,7 +85,7 @@ class Fetcher:
         edges = np.append(edges[:-1:together], edges[-1])
         count = len(self._rows.topology.data_devices)
         first = steps.positions.start // steps.positions.step % count
-        asked = [self._asked(which, steps, first, edges) for which in range(len(sources))]
+        asked = [self._asked(which, steps, first, edges) for which in range(len(takes))]
         for group, (start, end) in enumerate(pairwise(edges.tolist())):
             some = slice(group * together, (group + 1) * together)
             part = Steps(
@@ -93,7 +100,7 @@ class Fetcher:
                 supply.wait(numbers[start:end])
             # Ordinary tensors in inference mode too: it may be over before the last step.
             with torch.inference_mode(False):
-                fetched.leaves = self._leaves(sources, asked, group)
+                fetched.leaves = self._leaves(takes, asked, group)
                 if self._rows.are_numbered:
                     fetched.number(torch.from_numpy(numbers[start:end]))
             yield fetched
@@ -124,53 +131,32 @@ class Fetcher:
             rows, slots = rows[order], slots[order]
         sizes = np.bincount(turns, minlength=(len(edges) - 1) * count).reshape(-1, count)
         located = torch.from_numpy(slots)
-        if not has_variable(source.fields):
+        if not self._are_variable:
             located = send(located, source.device)
-        users = {self._receivers[receiver] for receiver in receivers} - {source.device}
-        on_cpu = source.device.type == "cpu"
-        # Copies to a device may still be reading this memory when the next rows come: torch's
-        # allocator does not hand it out again before they are done.
-        is_pinned = on_cpu and any(map(has_streams, users))
-        pool = self._pools[which] if on_cpu and not is_pinned else None
         firsts = [0, *np.cumsum(sizes.sum(axis=1)).tolist()]
-        return _Asked(pool, is_pinned, receivers, located, rows, sizes[:, receivers], firsts)
+        return _Asked(self._memory[which], receivers, located, rows, sizes[:, receivers], firsts)
 
-    def _leaves(
-        self, sources: list[EpochRows], asked: list["_Asked"], group: int
-    ) -> list[list[Leaf]]:
+    def _leaves(self, takes: list[Take], asked: list["_Asked"], group: int) -> list[list[Leaf]]:
         """The rows of a group of steps, for each receiver."""
         found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
-        for source, each in zip(sources, asked, strict=True):
+        for take, each in zip(takes, asked, strict=True):
             sizes, first = each.sizes[group].tolist(), each.firsts[group]
             slots = each.slots[first : first + sum(sizes)]
-            out = None if each.pool is None else each.pool.get(len(slots))
-            leaves = [*source.fetch(slots, out, pin_memory=each.is_pinned)]
+            leaves = take(slots, None if each.memory is None else each.memory(len(slots)))
             split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
             for index, (receiver, size) in enumerate(zip(each.receivers, sizes, strict=True)):
                 rows, first = each.rows[first : first + size], first + size
                 device = self._receivers[receiver]
                 found[receiver].append((rows, [send_rows(leaf[index], device) for leaf in split]))
-        return [
-            parts[0][1] if len(parts) == 1 else _in_order(parts, device)
-            for parts, device in zip(found, self._receivers, strict=True)
-        ]
+        return [in_order(*each) for each in zip(found, self._receivers, strict=True)]
 
 
 class _Asked(NamedTuple):
     """The rows that a source is asked for in some groups of steps."""
 
-    pool: BufferPool | None  # Memory for them; None where their source or its device gives it.
-    is_pinned: bool  # Whether the source gives pinned memory.
+    memory: Callable[[int], Buffers] | None  # Gives memory for them.
     receivers: list[int]
     slots: Tensor  # Group by group, and in each of them one receiver after another.
     rows: Integers  # Which of all rows these are.
     sizes: Integers  # How many each receiver has in each group, (groups, receivers).
     firsts: list[int]  # The first of each group among the slots.
-
-
-def _in_order(fetched: Sequence[tuple[Integers, list[Leaf]]], device: torch.device) -> list[Leaf]:
-    """The rows of one receiver, whose shards may live in several places, in their order."""
-    rows = np.concatenate([rows for rows, _ in fetched])
-    order = send(torch.from_numpy(np.argsort(rows)), device)
-    columns = zip(*(leaves for _, leaves in fetched), strict=True)
-    return [joined_rows(column).index_select(0, order) for column in columns]

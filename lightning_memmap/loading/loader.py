@@ -24,7 +24,6 @@ from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
 from lightning_memmap.sampling.identity import difference_of
-from lightning_memmap.sampling.sampler import check_seed
 from lightning_memmap.sampling.schedule import SkippedSteps
 
 #: Positions and steps that are located at once.
@@ -52,9 +51,6 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: at least 1 row per data device")
-        check_seed(seed)
         rows.check_order(sampler)
         #: The order of the rows.
         self.order = sampler
@@ -331,17 +327,13 @@ class SuperBatchLoader:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
         topology, devices = self._rows.topology, self._rows.topology.data_devices
-        is_whole = self._fetcher.is_whole
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
-            if is_whole:
-                columns = parts.pop()[0]
-                super_batch = SuperBatch(devices, length, step_rows, first, collator, columns)
-                del columns
-            else:
-                leaves, batches = [*parts.pop()], list[Any]()
+            leaves, batches = [*parts.pop()], list[Any]()
+            columns = leaves.pop() if self._fetcher.is_whole else None
+            if columns is None:
                 for index, device in enumerate(devices):
                     batch = collator.collate(leaves.pop(0))
                     if collator.is_apart:
@@ -350,10 +342,8 @@ class SuperBatchLoader:
                         batch = collator.transformed(batch, device, seed, index)
                     batches.append(batch)
                     del batch
-                super_batch = SuperBatch(
-                    devices, length, step_rows, first, collator, batches=batches
-                )
-                del leaves, batches
+            super_batch = SuperBatch(devices, length, step_rows, first, collator, columns, batches)
+            del leaves, columns, batches
             if collator.is_on_super_batch:
                 super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)
             first = (first + length) % len(devices)

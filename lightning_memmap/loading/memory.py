@@ -6,6 +6,7 @@ a window. Steps that windows have in common are there once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -17,14 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading.buffers import Buffers, copy_rows, copy_windows
+from lightning_memmap.loading.buffers import Buffers, copy_rows, rows_of
 from lightning_memmap.loading.device_streams import send, upload
-from lightning_memmap.loading.row_source import (
-    Leaf,
-    RowSource,
-    fixed_fields,
-    released_error,
-)
+from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
@@ -134,30 +130,13 @@ class Columns:
         finds: Sequence[Find | None] | None = None,
     ) -> None:
         self.device = device
-        self.fields = [
-            (each.field.shape, each.field.dtype)
-            if isinstance(each, Ragged)
-            else (tuple(each.shape[1:]), each.dtype)
-            for each in columns
-        ]
-        self._fixed = fixed_fields(self.fields)
-        self.row_bytes = sum(torch.Size(shape).numel() * d.itemsize for shape, d in self._fixed)
         self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
         self.tensors = [each for each in columns if isinstance(each, Tensor)]
-        #: What is copied together: which of the fields of one shape, their rows, where they are.
-        self._dense = list[tuple[list[int], Buffers, Find | None]]()
-        self._windows = list[tuple[int, Tensor, Find | None]]()
-        by_find = [find for each, find in self._columns if isinstance(each, Tensor)]
-        for find in dict.fromkeys(by_find):
-            found = [(i, c) for i, c in enumerate(self.tensors) if by_find[i] == find]
-            # Windows that overlap are no rows that lie one after the other.
-            self._windows += [(i, c, find) for i, c in found if not c.is_contiguous()]
-            if dense := [(i, c) for i, c in found if c.is_contiguous()]:
-                self._dense.append(([i for i, _ in dense], Buffers.of([c for _, c in dense]), find))
+        self._rows = [rows_of(each) for each in self.tensors] if device.type == "cpu" else []
 
-    def take(self, slots: Tensor, out: Buffers | None, pin_memory: bool = False) -> list[Leaf]:
-        """Copy the rows in some slots into one batch."""
+    def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
+        """Copy the rows in some slots into one batch; see `Take`."""
         slots = send(slots, self.device)
         places: dict[Find | None, Tensor] = {None: slots}
         for _, find in self._columns:
@@ -170,16 +149,17 @@ class Columns:
                 else column.index_select(0, places[find])
                 for column, find in self._columns
             ]
-        out = out or Buffers.empty(self._fixed, len(slots), pin_memory=pin_memory)
-        for index, windows, find in self._windows:
-            copy_windows(windows, places[find], out.tensors[index])
-        for which, rows, find in self._dense:
-            copy_rows(rows, places[find], out if len(which) == len(out.tensors) else out[which])
-        copied = iter(out.tensors)
-        return [
-            column.take(places[find].numpy()) if isinstance(column, Ragged) else next(copied)
-            for column, find in self._columns
-        ]
+        out = out or Buffers.empty([(c.shape[1:], c.dtype) for c in self.tensors], len(slots))
+        memory = zip(self._rows, out.tensors, out.rows, strict=True)
+        leaves = list[Leaf]()
+        for column, find in self._columns:
+            if isinstance(column, Ragged):
+                leaves.append(column.take(places[find].numpy()))
+            else:
+                rows, target, raw = next(memory)
+                copy_rows(column, rows, places[find], target, raw)
+                leaves.append(target)
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,8 +224,7 @@ class Memory(RowSource):
     """Rows of some shards in one place in memory."""
 
     def __init__(self, columns: Columns, places: Places) -> None:
-        self.device, self.fields = columns.device, columns.fields
-        self.row_bytes = columns.row_bytes
+        self.device = columns.device
         #: The fields; None once they are released.
         self.columns: Columns | None = columns
         self._places = places
@@ -259,13 +238,15 @@ class Memory(RowSource):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         return self._places.locate(sampler, epoch, positions)
 
-    def fetch(
-        self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Leaf]:
-        """Copy rows into a batch; see `EpochRows.fetch`."""
+    @override
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> AbstractContextManager[Take]:
+        return nullcontext(self.take)
+
+    def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
+        """Copy rows, in any order, into a batch; see `Take`."""
         if self.columns is None:
             raise released_error()
-        return self.columns.take(slots, out, pin_memory)
+        return self.columns.take(slots, out)
 
 
 def mapped(

@@ -17,20 +17,15 @@ from torch import Tensor
 
 from lightning_memmap.loading.row_file import MAX_BLOCK_BYTES, RowFile, aligned_memory
 from lightning_memmap.sampling import Integers
-from lightning_memmap.store.open_columns import Located
+from lightning_memmap.store.open_columns import ItemRows, Located
 from lightning_memmap.store.segments import copy_segments
 
 #: Bytes of one read: enough for the full rate of a disk, and few compared with any window.
 _READ_BYTES = 4 * 2**20
 #: Gaps of this size between wanted rows are read too: skipping them takes a disk as long.
 _GAP_BYTES = 128 * 2**10
-#: Runs of a shard in a window that are few: it may wrap around, and reach into another store.
-MAX_RUNS = 6
 #: In a table of runs, so many begin in one bucket at most.
 _MAX_BEGINS = 6
-#: What may stay free so that a disk can write to memory directly: bytes at each end of a run, or
-#: a share of the memory.
-_MAX_FREE_BYTES, _MAX_FREE = 64 * 2**10, 1 / 64
 
 #: Reads rows to their places; the argument is scratch memory.
 Read: TypeAlias = Callable[[memoryview], None]
@@ -48,12 +43,6 @@ class Runs:
     begins: Integers
     ends: Integers
     places: Integers
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def __getitem__(self, which: slice) -> "Runs":
-        return Runs(self.begins[which], self.ends[which], self.places[which])
 
     def of(self, items: Integers) -> Integers:
         """Where items of the runs are in memory."""
@@ -81,59 +70,51 @@ class Runs:
         return first, bits, before, int(np.diff(before).max(initial=0))
 
 
-class ItemSpace:
-    """The memory of a window for items of some files, at the same places in each of them."""
+class WindowItems:
+    """Memory for the items that a window has of some files, at the same places in each of them."""
 
     def __init__(
-        self, name: str, files: Sequence[RowFile | None], max_items: int, num_shards: int
+        self,
+        name: str,
+        files: Sequence[RowFile | None],
+        kinds: Sequence[tuple[Sequence[int], torch.dtype]],
+        max_items: int,
     ) -> None:
-        self._name, self._files = name, files
-        self._max_runs = max_runs = MAX_RUNS * num_shards
-        opened = [file for file in files if file is not None]
-        limit = _MAX_FREE_BYTES // max(1, sum(file.row_bytes for file in opened))
-        of_share = max_items * _MAX_FREE / (2 * max_runs) if max_runs else 0
-        blocks = [block_rows(file) for file in opened]
-        #: A run's place is, modulo this, its first item: whole blocks of as many files as may be.
-        self._unit = max((each for each in blocks if each <= max(1, limit, of_share)), default=1)
-        #: Items that there is room for.
-        self.num_items = max_items + 2 * (self._unit - 1) * max_runs
+        self._name, self._files, self._max_items = name, files, max_items
+        #: By file, the items; undefined before they are read.
+        self.memory = [self._allocate(*kind) for kind in kinds]
+        #: Where the items of the window are.
+        self.runs = Runs(*np.zeros((3, 1), np.int64))
 
-    def place(self, found: Located) -> Runs:
-        """Find places for items."""
-        begins, ends = runs_of(found)
-        unit = self._unit if len(begins) <= self._max_runs else 1
-        free = begins % unit
-        taken = -(-(free + ends - begins) // unit) * unit
-        if int(taken.sum()) > self.num_items:
-            raise ValueError(
-                f"residency='stream': a window has {int((ends - begins).sum())} items of field"
-                f" {self._name!r}, and windows of rows that follow one another have"
-                f" {self.num_items} at most: let window_runs of the sampler return such rows"
-            )
-        return Runs(begins, ends, np.cumsum(taken) - taken + free)
-
-    def reads(self, runs: Runs, memory: Sequence[Tensor]) -> Iterator[Read]:
-        """The reads that bring the items of all files to their places."""
-        for file, items in zip(self._files, memory, strict=True):
-            if file is None or not items.numel():
-                continue
-            target = items.view(-1).view(torch.uint8).view(-1, file.row_bytes)
-            if len(runs) > self._max_runs:
-                yield from reads_of_pieces(file, runs, target)
-                continue
-            for index, place in enumerate(runs.places.tolist()):
-                run = runs[index : index + 1]
-                if self._unit % block_rows(file):
-                    yield from reads_of_pieces(file, run, target)
-                    continue
-                rows = range(int(run.begins[0]), int(run.ends[0]))
-                yield from reads_in_place(file, rows, place, target)
-
-    def allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that a disk can write items to, of shape (num_items, *item_shape)."""
-        num_bytes = self.num_items * math.prod(item_shape) * dtype.itemsize
+    def _allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that a disk can write items to."""
+        num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
         flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        return flat.view(dtype).view(self.num_items, *item_shape)
+        return flat.view(dtype).view(self._max_items, *item_shape)
+
+    def reads(self, found: Located) -> Iterator[Read]:
+        """The reads that bring the items of a window to their places."""
+        begins, ends = runs_of(found)
+        lengths = ends - begins
+        if (count := int(lengths.sum())) > self._max_items:
+            raise ValueError(
+                f"residency='stream': a window has {count} items of field {self._name!r}, and"
+                f" windows of rows that follow one another have {self._max_items} at most: let"
+                " block_runs of the sampler return such rows"
+            )
+        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        for file, items in zip(self._files, self.memory, strict=True):
+            if file is not None and items.numel():
+                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
+
+    def places(self, slots: Tensor) -> Tensor:
+        """Where items are in memory, by their places in the files."""
+        return torch.from_numpy(self.runs.of(slots.numpy()))
+
+    def located(self, rows: ItemRows, slots: Integers) -> Located:
+        """Where the items of some rows are in memory."""
+        starts, sizes = rows.at(slots)
+        return Located(self.runs.of(starts), sizes)
 
 
 def runs_of(found: Located) -> tuple[Integers, Integers]:
@@ -144,23 +125,6 @@ def runs_of(found: Located) -> tuple[Integers, Integers]:
     ends = np.maximum.accumulate(begins + lengths[order])
     firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
     return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
-
-
-def block_rows(file: RowFile) -> int:
-    """The least number of rows that are whole blocks: a power of two."""
-    return file.block_bytes // math.gcd(file.block_bytes, file.row_bytes)
-
-
-def reads_in_place(file: RowFile, rows: range, place: int, target: Tensor) -> Iterator[Read]:
-    """Reads of whole blocks straight to the places of rows."""
-    begin, end = rows.start * file.row_bytes, rows.stop * file.row_bytes
-    skip = begin % file.block_bytes
-    memory = target.view(-1).numpy().data[place * file.row_bytes - skip :]
-    begin -= skip
-    for first in range(begin, end, _READ_BYTES):
-        last = min(first + _READ_BYTES, end)
-        block = memory[first - begin : file.whole_blocks(last) - begin]
-        yield partial(_read_in_place, file, first, last, block)
 
 
 def _pieces(
@@ -184,23 +148,17 @@ def _pieces(
     return begins, ends, runs, edges if len(begins) else []
 
 
-def reads_of_pieces(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
-    """Reads of runs of rows, and of small gaps between them, to scratch memory."""
+def reads_of(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
+    """Reads of runs of rows, and of small gaps between them, to their places in memory."""
     begins, ends, sources, edges = _pieces(runs.begins, runs.ends, file.row_bytes)
     places = begins + (runs.places - runs.begins)[sources]
-    memory = target.view(-1).numpy()
+    memory = target.numpy()
     for first, last in pairwise(edges):
         here = slice(first, last)
-        yield partial(_read_pieces, file, begins[here], ends[here], places[here], memory)
+        yield partial(_read, file, begins[here], ends[here], places[here], memory)
 
 
-def _read_in_place(
-    file: RowFile, begin: int, end: int, memory: memoryview, _scratch: memoryview
-) -> None:
-    file.read_bytes(begin, end, memory)
-
-
-def _read_pieces(
+def _read(
     file: RowFile,
     begins: Integers,
     ends: Integers,
@@ -208,12 +166,16 @@ def _read_pieces(
     memory: np.ndarray,
     scratch: memoryview,
 ) -> None:
-    first, size = int(begins[0]), file.row_bytes
-    data = np.frombuffer(file.read_rows(first, int(ends[-1]) - first, scratch), np.uint8)
-    lengths = (ends - begins) * size
-    if len(lengths) == 1:
-        # numpy lets other threads run meanwhile.
-        place = int(places[0]) * size
-        memory[place : place + len(data)] = data
+    first, last, size = int(begins[0]), int(ends[-1]), file.row_bytes
+    place, num_bytes = int(places[0]) * size, (last - first) * size
+    if len(begins) == 1 and size % file.block_bytes == 0:
+        # Whole blocks, straight to their place.
+        file.read_bytes(first * size, last * size, memory.data[place : place + num_bytes])
         return
+    data = np.frombuffer(file.read_rows(first, last - first, scratch), np.uint8)
+    if len(begins) == 1:
+        # numpy lets other threads run meanwhile.
+        memory[place : place + num_bytes] = data
+        return
+    lengths = (ends - begins) * size
     copy_segments(data, (begins - first) * size, memory, places * size, lengths)

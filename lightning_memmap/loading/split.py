@@ -33,7 +33,7 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
 )
-from lightning_memmap.schema import Form
+from lightning_memmap.schema import Field, Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Supply
@@ -47,6 +47,9 @@ class SplitRows:
     pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
+    #: The fields as batches have them, and the bytes of a row, on average where rows differ.
+    fields: Sequence[Field]
+    row_bytes: int = 0
     images: Images | None = None
     are_numbered: bool = False
     #: Brings rows that are not there yet.
@@ -94,7 +97,13 @@ def load_split(
     opened = store.provide(None, _stored_shards(store, pool, held))
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
-    for (residency, device), group in _held_together(topology, placement).items():
+    groups = dict[tuple[Residency, torch.device], list[int]]()
+    for (owner, residency), shards in placement.held(topology).items():
+        is_on_device = residency is Residency.DEVICE
+        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(shards)
+    for (residency, device), unsorted in groups.items():
+        group = sorted(unsorted)
         source_of_shard[group] = len(sources)
         sources.append(_source(store, placement, opened, residency, device, group))
     images = None
@@ -103,7 +112,23 @@ def load_split(
         usual = default_threads(topology.num_local_processes)
         num_threads = max(usual if threads is None else threads for threads in given)
         images = Images(decoders, num_threads)
-    return SplitRows(topology, pool, tuple(sources), source_of_shard, images, supply=store.supply)
+    fields, row_bytes = list[Field](), 0
+    for column in store.manifest.columns:
+        field = column.field
+        if isinstance(pool.rows, WindowedRows) and field.name in cut:
+            field = field.windowed(pool.rows.length)
+        fields.append(field)
+        row_bytes += column.mean_bytes(1) if field.num_variable else field.row_bytes
+    return SplitRows(
+        topology,
+        pool,
+        tuple(sources),
+        source_of_shard,
+        fields,
+        row_bytes,
+        images,
+        supply=store.supply,
+    )
 
 
 def _source(
@@ -136,21 +161,6 @@ def _source(
         series=series,
     )
     return Stream(layout, windows.rows)
-
-
-def _held_together(
-    topology: DataTopology, placement: SplitPlacement
-) -> dict[tuple[Residency, torch.device], list[int]]:
-    """The shards that this process holds, by what they have in common: each group has a source."""
-    groups: dict[tuple[Residency, torch.device], list[int]] = {}
-    for shard, residency in enumerate(placement.residency):
-        owner = topology.owner(shard)
-        if residency is None or owner is None:
-            continue
-        is_on_device = residency is Residency.DEVICE
-        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
-        groups.setdefault((residency, device), []).append(shard)
-    return groups
 
 
 def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]) -> int:

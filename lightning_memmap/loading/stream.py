@@ -4,9 +4,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import closing, contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -16,15 +16,14 @@ from typing_extensions import override
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import (
-    EpochRows,
     Leaf,
     RowSource,
-    fixed_fields,
+    Take,
+    in_order,
     released_error,
 )
 from lightning_memmap.loading.runs import Read, scratch_memory
 from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
-from lightning_memmap.loading.variable_rows import joined_rows
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
 #: Windows in memory: rows are fetched from one while the other is read.
@@ -45,15 +44,12 @@ class Stream(RowSource):
 
     def __init__(self, layout: StreamLayout, window: int) -> None:
         self.layout, self._window = layout, window
-        self.fields, self.row_bytes = layout.fields, layout.row_bytes
         #: Memory for windows that nobody uses.
         self._idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
-    def check_sampler(self, sampler: object) -> None:
-        super().check_sampler(sampler)
-        assert isinstance(sampler, Sampler)
+    def check_sampler(self, sampler: Sampler) -> None:
         # Its windows must be those that are read.
         ReadWindows(sampler, self._window)
 
@@ -63,13 +59,12 @@ class Stream(RowSource):
         return self.layout.locate(ReadWindows(sampler, self._window), epoch, positions)
 
     @override
-    def epoch(
-        self, sampler: Sampler, epoch: int, position: int
-    ) -> AbstractContextManager[EpochRows]:
+    @contextmanager
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
         windows = ReadWindows(sampler, self._window)
-        rows = _StreamedEpoch(self.layout, windows, epoch, position, self._idle)
-        self._epochs.add(rows)
-        return closing(rows)
+        with closing(_StreamedEpoch(self.layout, windows, epoch, position, self._idle)) as rows:
+            self._epochs.add(rows)
+            yield rows.take
 
     @override
     def release(self) -> None:
@@ -90,7 +85,6 @@ class _StreamedEpoch:
         position: int,
         idle: list[StreamMemory],
     ) -> None:
-        self._fixed = fixed_fields(layout.fields)
         self._layout, self._windows, self._epoch = layout, windows, epoch
         self._idle = idle
         #: The window whose rows are fetched, and its memory.
@@ -99,34 +93,19 @@ class _StreamedEpoch:
         self._is_closed = False
         self._start()
 
-    def fetch(
-        self, slots: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> Sequence[Leaf]:
+    def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
+        """Copy rows into a batch: some after those before, in the order of the windows."""
         size = self._layout.num_slots
         first, last = (int(edge) // size for edge in slots.aminmax())
         assert first >= self._number, "windows come in their order"
-        if out is None:
-            out = Buffers.empty(self._fixed, len(slots), pin_memory=pin_memory)
         if first == last:
-            return self._window_of(first).fetch(slots - first * size, out)
+            return self._window_of(first).take(slots - first * size, out)
         # From one window into the next.
-        orders, parts = list[Integers](), list[Sequence[Leaf]]()
+        parts = list[tuple[Integers, list[Leaf]]]()
         for number in range(first, last + 1):
-            within = slots - number * size
-            here = np.flatnonzero((within >= 0) & (within < size))
-            some = Buffers.empty(self._fixed, len(here))
-            parts.append(self._window_of(number).fetch(within[here], some))
-            orders.append(here)
-            for rows, fetched in zip(some.rows, out.rows, strict=True):
-                fetched[here] = rows
-        order = torch.from_numpy(np.argsort(np.concatenate(orders)))
-        fixed = iter(out.tensors)
-        return [
-            next(fixed)
-            if isinstance(pieces[0], Tensor)
-            else joined_rows(pieces).index_select(0, order)
-            for pieces in zip(*parts, strict=True)
-        ]
+            here = np.flatnonzero(slots.numpy() // size == number)
+            parts.append((here, self._window_of(number).take(slots[here] - number * size)))
+        return in_order(parts, slots.device)
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import Buffers, byte_pool
+from lightning_memmap.loading.buffers import byte_pool
 from lightning_memmap.loading.memory import (
     Columns,
     Find,
@@ -22,8 +22,7 @@ from lightning_memmap.loading.memory import (
     in_place,
 )
 from lightning_memmap.loading.row_file import RowFile
-from lightning_memmap.loading.row_source import FieldRows, Leaf
-from lightning_memmap.loading.runs import ItemSpace, Read, Runs
+from lightning_memmap.loading.runs import Read, WindowItems
 from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
@@ -39,59 +38,35 @@ _LOOKUP_ROWS = 2**18
 _MAX_RUNS = 3
 
 
-class _Items:
-    """Items of a window, of files in which they lie at the same places."""
-
-    def __init__(self, space: ItemSpace, kinds: Sequence[tuple[Sequence[int], torch.dtype]]):
-        self._space = space
-        self.memory = [space.allocate(shape, dtype) for shape, dtype in kinds]
-        self.runs = Runs(*np.zeros((3, 1), np.int64))
-
-    def reads(self, found: Located) -> Iterator[Read]:
-        """The reads that bring items to memory."""
-        self.runs = self._space.place(found)
-        yield from self._space.reads(self.runs, self.memory)
-
-    def places(self, slots: Tensor) -> Tensor:
-        """Where items are in memory, by their places in the files."""
-        return torch.from_numpy(self.runs.of(slots.numpy()))
-
-    def rows(self, rows: ItemRows, slots: Integers) -> Located:
-        """Where the items of some rows are in memory."""
-        starts, sizes = rows.at(slots)
-        return Located(self.runs.of(starts), sizes)
-
-
 class StreamMemory:
     """The memory of a window, on the CPU, with undefined content."""
 
     def __init__(self, layout: "StreamLayout") -> None:
         self._layout, series = layout, layout.series
         #: Rows of one shape, or steps.
-        self.items = _Items(layout.space, layout.kinds)
+        self.items = layout.make_items()
         #: The items of rows that differ in length, by the places of their fields.
-        self.ragged = dict[int, _Items]()
+        self.ragged = {index: make() for index, make in layout.ragged.items()}
         columns, finds = list[Tensor | Ragged](), list[Find | None]()
         memory = iter(self.items.memory)
         for index, (field, rows) in enumerate(layout.columns):
-            if index in layout.ragged:
-                of_rows, space = layout.ragged[index]
-                items = _Items(space, [(field.item_shape, field.dtype)])
-                self.ragged[index] = items
+            find: Find | None = None
+            if isinstance(rows, ItemRows) and (items := self.ragged.get(index)) is not None:
                 # The memory will be read over.
-                at = partial(items.rows, of_rows)
+                at = partial(items.located, rows)
                 columns.append(Ragged(field, items.memory[0], at, byte_pool()))
-                finds.append(None)
             elif series is None:
                 columns.append(next(memory))
-                finds.append(self.items.places)
-            elif layout.is_cut[index]:
+                find = self.items.places
+            elif field.name in series.line.fields:
                 columns.append(windows_over(next(memory), series.line.length))
-                finds.append(self.items.places)
+                find = self.items.places
             else:
                 columns.append(in_place(rows))
-                finds.append(series.rows_of)
+                find = series.rows_of
+            finds.append(find)
         self._columns = Columns(columns, torch.device("cpu"), finds)
+        self.take = self._columns.take
 
     def reads(self, windows: ReadWindows, epoch: int, number: int) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once."""
@@ -102,11 +77,9 @@ class StreamMemory:
             shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
             slots = shifts + np.arange(len(shifts))
             for index, items in self.ragged.items():
-                yield from items.reads(self._layout.ragged[index][0].at(slots))
-
-    def fetch(self, slots: Tensor, out: Buffers) -> list[Leaf]:
-        """Copy rows into a batch."""
-        return self._columns.take(slots, out)
+                rows = self._layout.columns[index][1]
+                assert isinstance(rows, ItemRows)
+                yield from items.reads(rows.at(slots))
 
 
 class StreamLayout:
@@ -123,53 +96,28 @@ class StreamLayout:
         windows: ReadWindows,
         series: SeriesPlaces | None = None,
     ) -> None:
-        if len(windows) * num_slots >= 2**63:
-            raise ValueError(
-                f"shuffle_window={windows.rows}: an epoch would be read in {len(windows)} windows,"
-                f" of {num_slots - 1} places of the files: choose a larger one"
-            )
         self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
-        self.series, count = series, len(held)
-        most = count * windows.longest
+        self.series, most = series, len(held) * windows.longest
         if series is not None:
             most = largest_window_steps(held, windows)
-            if self._pool.is_striped:
-                # In dataset order, series that follow one another are in all shards of the store.
-                count = self._pool.num_shards
-        # Re-striped rows and index views lie apart, and are read with what is between them.
-        is_apart = series is None and places.starts is None and places.slots is None
-        count = 0 if is_apart else count
-        self.is_cut = [
-            series is not None and field.name in series.line.fields for field, _ in columns
-        ]
-        #: What batches have of the fields that have one shape: that of an item.
-        self.kinds = list[tuple[Sequence[int], torch.dtype]]()
-        #: By the place of a field whose rows differ in length: these, and room for their items.
-        self.ragged = dict[int, tuple[ItemRows, ItemSpace]]()
-        read = list[RowFile | None]()
+        #: By the place of a field whose rows differ in length, what makes memory for their items.
+        self.ragged = dict[int, Callable[[], WindowItems]]()
+        kinds, read = list[tuple[Sequence[int], torch.dtype]](), list[RowFile | None]()
         for index, ((field, rows), file) in enumerate(zip(columns, files, strict=True)):
+            name, kind = field.name, (field.item_shape, field.dtype)
             if series is None and isinstance(rows, ItemRows):
                 items = largest_window(rows, places, held, windows)
-                self.ragged[index] = rows, ItemSpace(field.name, [file], items, count)
-            elif series is None or self.is_cut[index]:
-                shape = field.shape if series is None else field.shape[1:]
-                self.kinds.append(([size for size in shape if size is not None], field.dtype))
+                self.ragged[index] = partial(WindowItems, name, [file], [kind], items)
+            elif series is None or name in series.line.fields:
+                # Of a series, the items are steps.
+                shape = field.item_shape if series is None else field.windowed(1).item_shape[1:]
+                kinds.append((shape, field.dtype))
                 read.append(file)
-        #: Room for the rows that have one shape, or for steps.
-        self.space = ItemSpace(columns[0][0].name, read, most, count)
-        batched = [
-            field.windowed(series.line.length) if series is not None and cut else field
-            for (field, _), cut in zip(columns, self.is_cut, strict=True)
-        ]
-        #: Shape of one row and dtype of each field.
-        self.fields: list[FieldRows] = [(field.shape, field.dtype) for field in batched]
-        #: Bytes of one row over all fields, on average over the store where rows differ.
-        self.row_bytes = sum(field.row_bytes for field in batched if not field.num_variable)
-        for rows, _ in self.ragged.values():
-            self.row_bytes += -(-rows.items.nbytes // len(rows.index))
-        #: The largest item, which scratch memory of a read must hold.
-        self.item_bytes = max((field.item_bytes for field in batched), default=1)
+        #: Makes memory for the rows that have one shape, or for steps.
+        self.make_items = partial(WindowItems, columns[0][0].name, read, kinds, most)
+        #: Of the largest item, which scratch memory of a read must hold.
+        self.item_bytes = max((file.row_bytes for file in files if file is not None), default=1)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where rows are in the files, if these came again for each block."""

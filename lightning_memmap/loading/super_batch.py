@@ -5,6 +5,7 @@ assembles them, rows are interleaved: those of data device ``d`` go to every ``D
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,6 @@ from lightning_memmap.loading.transform import (
     BatchTransform,
     DeviceTransform,
     OnSuperBatch,
-    check_callable,
 )
 from lightning_memmap.loading.variable_rows import VariableRows, send_rows
 from lightning_memmap.schema import RowList
@@ -45,8 +45,6 @@ class Collator:
     """Makes the batches of a loader: nested, transformed, and assembled in buffers used again."""
 
     def __init__(self, collate: Collate, transform: BatchTransform | None = None) -> None:
-        if transform is not None:
-            check_callable("transform", transform)
         self.collate = collate
         self._transform = transform
         #: Whether the transform runs on assembled batches.
@@ -103,55 +101,35 @@ class Collator:
         return self._pool.get(num_rows).tensors
 
 
+@dataclass(eq=False, repr=False)
 class SuperBatch:
     """The batches of one step."""
 
-    __slots__ = (
-        "_batches",
-        "_collator",
-        "_columns",
-        "data_devices",
-        "first",
-        "num_rows",
-        "seed",
-        "step_rows",
-    )
-
-    def __init__(
-        self,
-        data_devices: Sequence[torch.device],
-        num_rows: int,
-        step_rows: int,
-        first: int,
-        collator: Collator,
-        columns: Sequence[Tensor | VariableRows] | None = None,
-        batches: Sequence[Any] = (),
-    ) -> None:
-        self.data_devices = data_devices
-        self.num_rows = num_rows
-        self.step_rows = step_rows  # Rows of the step over all processes.
-        self.first = first  # The data device whose batch has the first row.
-        self.seed = 0  # Of a random transform of the assembled batch.
-        self._collator = collator
-        # Either all rows in order, where they lie on one device, or a batch of each data device.
-        self._columns = columns
-        self._batches = [*batches]
+    data_devices: Sequence[torch.device]
+    num_rows: int
+    step_rows: int  # Rows of the step over all processes.
+    first: int  # The data device whose batch has the first row.
+    collator: Collator
+    #: Either all rows in order, where they lie on one device, or a batch of each data device.
+    columns: Sequence[Tensor | VariableRows] | None
+    made: list[Any] = field(default_factory=list)
+    seed: int = 0  # Of a random transform of the assembled batch.
 
     @property
     def batches(self) -> list[Any]:
         """The batch of each data device, on that device, as its transform left it."""
-        if self._columns is not None and not self._batches:
+        if self.columns is not None and not self.made:
             count = len(self.data_devices)
-            self._batches = [
-                self._collator.collate(
+            self.made = [
+                self.collator.collate(
                     [
                         leaf[(index - self.first) % count :: count].contiguous()
-                        for leaf in self._columns
+                        for leaf in self.columns
                     ]
                 )
                 for index in range(count)
             ]
-        return self._batches
+        return self.made
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
         """Assemble the super-batch on one device. Only copies to the CPU are waited for.
@@ -160,12 +138,12 @@ class SuperBatch:
         batch on the device comes after the copies, and nobody overwrites what they read.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
-        if self._columns is None:
-            batch = self._collator.assemble(self._batches, self.first, self.num_rows, target)
+        if self.columns is None:
+            batch = self.collator.assemble(self.made, self.first, self.num_rows, target)
         else:
-            batch = self._collator.collate([send_rows(leaf, target) for leaf in self._columns])
-        if self._collator.is_on_super_batch:
-            batch = self._collator.transformed(batch, target, self.seed)
+            batch = self.collator.collate([send_rows(leaf, target) for leaf in self.columns])
+        if self.collator.is_on_super_batch:
+            batch = self.collator.transformed(batch, target, self.seed)
         if self.step_rows != self.num_rows:
             _UNASKED[:] = [(self.num_rows, self.step_rows)]
             for leaf in _with_memory(batch):

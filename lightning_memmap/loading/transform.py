@@ -67,7 +67,6 @@ class DeviceTransform:
         self._device = device
         if isinstance(transform, OnSuperBatch):
             transform = transform.transform
-        check_callable("transform", transform)
         self._takes_generator = takes_generator(transform)
         if isinstance(transform, nn.Module):
             transform = copy.deepcopy(transform).to(device)

@@ -1,6 +1,6 @@
 """What a batch has for fields whose rows differ in length, and how it is put together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema import (
     Decode,
     Form,
+    Node,
     Pad,
     Rows,
     Schema,
@@ -24,11 +25,21 @@ ROW_NUMBER = "row_number"
 
 
 class FormedCollate:
-    """Nests a batch like the dataset's samples, with each variable field in its form."""
+    """Nests a batch like the dataset's samples, with each variable field in its form.
+
+    The leaves of the fields may be followed by row numbers, and by the places of decoded images.
+    """
 
     def __init__(
-        self, schema: Schema, variable: Mapping[str, Form] | None = None, sample: Any = None
+        self,
+        schema: Schema,
+        variable: Mapping[str, Form] | None = None,
+        sample: Any = None,
+        with_row_numbers: bool = False,
     ) -> None:
+        self._with_row_numbers = with_row_numbers
+        if with_row_numbers:
+            _check_has_place(schema.structure)
         forms = _forms_of_fields(schema, variable or {})
         self._build = schema.builder(sample)
         self._forms = [
@@ -38,7 +49,8 @@ class FormedCollate:
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
         """Make a batch."""
-        places: Iterator[Any] = iter(leaves[len(self._forms) :])
+        others: Iterator[Any] = iter(leaves[len(self._forms) :])
+        numbers = next(others) if self._with_row_numbers else None
         made = list[Any]()
         for formed, leaf in zip(self._forms, leaves, strict=False):
             if formed is None:
@@ -48,10 +60,11 @@ class FormedCollate:
             if isinstance(leaf, VariableRows):
                 made.append(form.batch(replace(leaf, allocate=allocate)))
             elif isinstance(form, Decode) and form.with_scale:
-                made.append(Scaled.of(leaf, next(places)))
+                made.append(Scaled.of(leaf, next(others)))
             else:
                 made.append(leaf)
-        return self._build(made)
+        batch = self._build(made)
+        return _numbered(batch, numbers) if self._with_row_numbers else batch
 
 
 def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, Form]:
@@ -99,29 +112,24 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
     return forms
 
 
-class NumberedCollate:
-    """Adds row numbers to batches: under the key `ROW_NUMBER`, or behind what a list has."""
+def _check_has_place(node: Node) -> None:
+    """Check that samples have a place for row numbers."""
+    if node.name:
+        raise ValueError(
+            f"with_row_numbers=True: the samples are of the class {node.name!r}, which has no"
+            f" place for row numbers: give a dict, or a field of your own with the row"
+        )
+    if ROW_NUMBER in node.keys:
+        raise ValueError(
+            f"with_row_numbers=True: the samples have a key {ROW_NUMBER!r} of their own: rename"
+            " it, or leave the argument out"
+        )
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Any], schema: Schema) -> None:
-        node = schema.structure
-        if node.name:
-            raise ValueError(
-                f"with_row_numbers=True: the samples are of the class {node.name!r}, which has no"
-                f" place for row numbers: give a dict, or a field of your own with the row"
-            )
-        if ROW_NUMBER in node.keys:
-            raise ValueError(
-                f"with_row_numbers=True: the samples have a key {ROW_NUMBER!r} of their own: rename"
-                " it, or leave the argument out"
-            )
-        self._collate = collate
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Make a batch."""
-        *others, numbers = leaves
-        batch = self._collate(others)
-        if isinstance(batch, TensorDictBase):
-            return batch.set(ROW_NUMBER, numbers)
-        if type(batch) is dict:
-            return {**batch, ROW_NUMBER: numbers}
-        return [*batch, numbers] if type(batch) is list else [batch, numbers]
+def _numbered(batch: Any, numbers: Any) -> Any:
+    """A batch with row numbers: under the key `ROW_NUMBER`, or behind what a list has."""
+    if isinstance(batch, TensorDictBase):
+        return batch.set(ROW_NUMBER, numbers)
+    if type(batch) is dict:
+        return {**batch, ROW_NUMBER: numbers}
+    return [*batch, numbers] if type(batch) is list else [batch, numbers]

@@ -148,6 +148,15 @@ class SplitPlacement:
         """Shards that this process holds."""
         return len(self.residency) - self.residency.count(None)
 
+    def held(self, topology: DataTopology) -> dict[tuple[int, Residency], list[int]]:
+        """The shards that this process holds, by data device and residency."""
+        found = defaultdict[tuple[int, Residency], list[int]](list)
+        for shard, residency in enumerate(self.residency):
+            owner = topology.owner(shard)
+            if residency is not None and owner is not None:
+                found[owner, residency].append(shard)
+        return found
+
     def window_bytes(self, num_shards: int) -> int:
         """Host memory for a window of some of the shards that this process holds, in bytes."""
         if self.window is None:
@@ -185,16 +194,11 @@ class Placement:
         """What this process holds, by data device, then by split and residency."""
         for index, device in enumerate(self.topology.data_devices):
             for name, split in self.splits.items():
-                groups: dict[Residency, list[int]] = defaultdict(list)
-                for shard, residency in enumerate(split.residency):
-                    if residency is not None and self.topology.owner(shard) == index:
-                        groups[residency].append(shard)
-                for residency, shards in groups.items():
-                    num_rows = int(split.pool.sizes[shards].sum())
-                    num_bytes = sum(split.size.shard_bytes[shard] for shard in shards)
-                    yield HeldShards(
-                        index, device, name, residency, tuple(shards), num_rows, num_bytes
-                    )
+                for (owner, residency), shards in split.held(self.topology).items():
+                    if owner == index:
+                        rows = int(split.pool.sizes[shards].sum())
+                        size = sum(split.size.shard_bytes[shard] for shard in shards)
+                        yield HeldShards(index, device, name, residency, tuple(shards), rows, size)
 
 
 def check_residency(residency: str) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.schema.fields import Field, RowList, dtype_name, field_name, where
+from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.kinds import Mask, is_missing, to_array
-from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype
+from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype, rows_apart
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
     LEAF,
@@ -235,10 +235,3 @@ def describe_rows(name: str, leaf: Any) -> Field:
         raise SchemaError(f"field {name!r}: found {wrong}")
     found = describe_leaf(name, leaf)
     return replace(found, shape=found.shape[1:])
-
-
-def rows_apart(leaf: Any) -> list[Any] | None:
-    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor."""
-    if isinstance(leaf, Tensor):
-        return list(leaf.unbind()) if leaf.is_nested else None
-    return leaf if isinstance(leaf, RowList) else None

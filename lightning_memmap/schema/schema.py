@@ -9,18 +9,11 @@ import msgspec
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.fields import (
-    Field,
-    RowList,
-    Values,
-    check_names,
-    dtype_name,
-    field_name,
-)
+from lightning_memmap.schema.fields import Field, Values, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.infer import describe_rows, infer_batch, infer_samples, rows_apart
-from lightning_memmap.schema.stack import Samples, as_tensor, leaf_array, stack
-from lightning_memmap.schema.structure import Node, Path, builder, columns_of
+from lightning_memmap.schema.infer import infer_batch, infer_samples
+from lightning_memmap.schema.stack import Batch, Samples, stack
+from lightning_memmap.schema.structure import Node, builder
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
@@ -158,37 +151,25 @@ class Schema:
         """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
-    def stack(
-        self, samples: Sequence[Any], room: Mapping[str, Tensor] | None = None
-    ) -> list[Values]:
-        """Check samples, and stack their leaves, where there is room if possible."""
-        return stack(Samples(samples), self.structure, self.fields, room or {})
+    def stack(self, samples: Sequence[Any]) -> list[Values]:
+        """Check samples, and stack their leaves."""
+        return stack(Samples(samples), self.structure, self.fields)
 
     def flatten(self, sample: Any) -> list[Tensor]:
         """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""
         return [next(values.rows()) for values in self.stack([sample])]
 
-    def flatten_batch(self, batch: Any) -> list[Tensor | RowList]:
-        """The tensor of each field in a batch, or its rows one by one, on the CPU."""
-        leaves = _batch_leaves(batch, self.structure, ())
-        found_leaves = list[Tensor | RowList]()
-        for field, leaf in zip(self.fields, leaves, strict=True):
-            found = describe_rows(field.name, leaf)
-            if found != field:
+    def stack_batch(self, batch: Any) -> list[Values]:
+        """Check the rows of a batch, and bring them to the CPU."""
+        found = stack(Batch(batch), self.structure, self.fields)
+        for field, values in zip(self.fields, found, strict=True):
+            if values.num_rows != found[0].num_rows:
                 raise SchemaError(
-                    f"field {field.name!r}: found rows of {found}, expected rows of {field}"
+                    f"field {field.name!r}: found {values.num_rows} rows, and {found[0].num_rows}"
+                    f" of field {self.fields[0].name!r}; a list is a field for each of its items:"
+                    " give rows that differ in length as a lightning_memmap.loading.RowList"
                 )
-            if len(leaf) != len(leaves[0]):
-                raise SchemaError(
-                    f"field {field.name!r}: found {len(leaf)} rows, and {len(leaves[0])} of field"
-                    f" {self.fields[0].name!r}; a list is a field for each of its items: give rows"
-                    " that differ in length as a lightning_memmap.loading.RowList"
-                )
-            if (rows := rows_apart(leaf)) is None:
-                found_leaves.append(leaf.detach().resolve_conj().resolve_neg())
-            else:
-                found_leaves.append(RowList(as_tensor(leaf_array(field, row)) for row in rows))
-        return found_leaves
+        return found
 
     def builder(
         self, sample: Any = None, *, is_row: bool = False
@@ -201,11 +182,3 @@ class Schema:
         """Convert this schema to JSON values."""
         found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dtype_name)
         return found
-
-
-def _batch_leaves(batch: Any, node: Node, path: Path) -> list[Any]:
-    """The leaves of a batch that has a structure."""
-    if node.kind == "leaf":
-        return [batch]
-    children = zip(node.paths(path), node.children, columns_of([batch], node, path), strict=True)
-    return [leaf for at, child, (value,) in children for leaf in _batch_leaves(value, child, at)]

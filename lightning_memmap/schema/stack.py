@@ -7,7 +7,7 @@ which field does not fit.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
@@ -26,6 +26,7 @@ from lightning_memmap.schema.fields import (
     FROM_NUMPY,
     TO_NUMPY,
     Field,
+    RowList,
     Values,
     described,
     dtype_name,
@@ -45,7 +46,6 @@ from lightning_memmap.schema.kinds import (
 from lightning_memmap.schema.structure import Node, Path, columns_of
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-_NO_ROOM: Mapping[str, Tensor] = {}
 
 
 class Column(ABC):
@@ -71,8 +71,8 @@ class Column(ABC):
         raise SchemaError(f"{where(path)}: there are no lists")
 
     @abstractmethod
-    def leaves(self, field: Field, room: Tensor | None) -> Values:
-        """The rows of a field, at least one, where there is room for them if possible."""
+    def leaves(self, field: Field) -> Values:
+        """The rows of a field, at least one."""
 
 
 class Samples(Column):
@@ -109,30 +109,55 @@ class Samples(Column):
         return Samples(list(chain.from_iterable(self._values))), lengths
 
     @override
-    def leaves(self, field: Field, room: Tensor | None) -> Values:
+    def leaves(self, field: Field) -> Values:
         leaves = self._values
         if isinstance(field.kind, Text):
             return _stack_texts(field, field.kind, leaves)
         if not isinstance(field.kind, Image):
             # Whatever goes wrong here is told by the leaves one by one.
             with suppress(RuntimeError, TypeError, ValueError, OverflowError, AttributeError):
-                return _stack_alike(field, leaves, room)
-        data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves], room)
+                return _stack_alike(field, leaves)
+        data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves])
         return Values(as_tensor(data), sizes)
 
 
-def stack(
-    column: Column,
-    node: Node,
-    fields: Sequence[Field],
-    room: Mapping[str, Tensor] = _NO_ROOM,
-    path: Path = (),
-) -> list[Values]:
+class Batch(Column):
+    """The rows of a batch, in tensors or one by one."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    @override
+    def __len__(self) -> int:
+        return 1  # At least: how many rows there are is known by field.
+
+    @override
+    def given(self) -> NDArray[np.bool_]:
+        return np.ones(1, np.bool_)
+
+    @override
+    def parts(self, node: Node, path: Path) -> Sequence[Column]:
+        return [Batch(part) for (part,) in columns_of([self._batch], node, path)]
+
+    @override
+    def leaves(self, field: Field) -> Values:
+        rows = rows_apart(self._batch)
+        return fit(field, self._batch) if rows is None else Samples(rows).leaves(field)
+
+
+def rows_apart(leaf: Any) -> list[Any] | None:
+    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor."""
+    if isinstance(leaf, Tensor):
+        return list(leaf.unbind()) if leaf.is_nested else None
+    return leaf if isinstance(leaf, RowList) else None
+
+
+def stack(column: Column, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
     """Stack what a column has for each field of a node."""
     if not len(column):
         return [Values.none(field) for field in fields]
     if node.kind == "leaf":
-        return [column.leaves(fields[0], room.get(fields[0].name))]
+        return [column.leaves(fields[0])]
     if node.kind == "none":
         if column.given().any():
             raise MismatchError(f"{where(path)}: found a value, expected None")
@@ -140,16 +165,16 @@ def stack(
     if node.kind == "optional":
         given, part, within = column.given(), node.children[0], fields[:-1]
         if given.all():
-            found = stack(column, part, within, room, path)
+            found = stack(column, part, within, path)
         else:
-            some = stack(column.where(given), part, within, path=path)
+            some = stack(column.where(given), part, within, path)
             found = [each.spread(given) for each in some]
         return [*found, Values(torch.from_numpy(given))]
     if node.kind == "records":
         return _stack_records(*column.lists(path), node.children[0], fields, path)
     stacked, columns = list[Values](), column.parts(node, path)
     for each, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
-        stacked += stack(each, child, within, room, at)
+        stacked += stack(each, child, within, at)
     return stacked
 
 
@@ -157,7 +182,7 @@ def _stack_records(
     records: Column, lengths: Integers, record: Node, fields: Sequence[Field], path: Path
 ) -> list[Values]:
     """Stack what the records of lists have."""
-    found, stacked = stack(records, record, [f.of_record for f in fields], path=path), []
+    found, stacked = stack(records, record, [f.of_record for f in fields], path), []
     for field, values in zip(fields, found, strict=True):
         try:
             in_lists = _join_texts if field.is_text else Values.in_lists
@@ -180,7 +205,7 @@ def _join_texts(texts: Values, lengths: Integers) -> Values:
     return Values(torch.from_numpy(np.concatenate(rows)), sizes)
 
 
-def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Values:
+def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
     """Stack leaves of one type and dtype; any error where they are not."""
     (kind,) = set(map(type, leaves))
     if kind in (list, tuple):
@@ -194,31 +219,24 @@ def _stack_alike(field: Field, leaves: Sequence[Any], room: Tensor | None) -> Va
         return fit(field, np.array(leaves, dtype))
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
         raise TypeError("the leaves are to be converted one by one")
-    return fit(field, *_joined(field, leaves, room))
+    return fit(field, *_joined(field, leaves))
 
 
-def _joined(
-    field: Field, leaves: Sequence[Any], room: Tensor | None
-) -> tuple[Array, Integers | None]:
+def _joined(field: Field, leaves: Sequence[Any]) -> tuple[Array, Integers | None]:
     """Arrays or tensors of shapes that a field admits, one after the other, and their sizes."""
     count = field.num_variable
     sizes = np.array([leaf.shape[:count] for leaf in leaves], np.int64) if count else None
     if count > 1:
         leaves = [leaf.reshape(-1, *field.item_shape) for leaf in leaves]
     kinds = set(map(type, leaves))
-    are_arrays = not any(issubclass(kind, Tensor) for kind in kinds)
-    dtype = FROM_NUMPY.get(leaves[0].dtype) if are_arrays else leaves[0].dtype
-    if count or room is None or room.dtype != dtype:
-        room = None
-    if not are_arrays:
+    if any(issubclass(kind, Tensor) for kind in kinds):
         tensors = tuple(leaves if kinds == {Tensor} else map(as_tensor, leaves))
         with torch.no_grad():
-            data = torch.cat(tensors) if count else torch.stack(tensors, out=room)
+            data = torch.cat(tensors) if count else torch.stack(tensors)
             return data.resolve_conj().resolve_neg(), sizes
     if not field.shape:
         return np.array(leaves, leaves[0].dtype), None
-    out = None if room is None else room.flatten(0, 1).numpy()
-    items = np.concatenate(leaves, out=out)
+    items = np.concatenate(leaves)
     return items if count else items.reshape(len(leaves), *field.shape), sizes
 
 
@@ -242,15 +260,18 @@ def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
     """Rows of a field in one array, or their items and the sizes of each: in the same memory where
     possible."""
     array, kind = to_array(rows)
-    count, shape = field.num_variable, tuple(array.shape[1:])
-    fits = field.kind.takes_rows(kind) and array_dtype(array) == field.dtype
+    count, shape, dtype = field.num_variable, tuple(array.shape[1:]), array_dtype(array)
+    fits = field.kind.takes_rows(kind) and dtype == field.dtype
     if sizes is not None:
         fits &= (sizes.shape[1], shape) == (count, field.item_shape)
     elif (fits := fits and field.admits(shape)) and count:
         sizes = np.full((len(array), count), shape[:count], np.int64)
         array = array.reshape(-1, *field.item_shape)
     if not fits:
-        raise MismatchError(f"field {field.name!r}: the rows are not those of the field")
+        found = described(dtype, shape, kind)
+        raise MismatchError(
+            f"field {field.name!r}: found rows of {found}, expected rows of {field.described}"
+        )
     return Values(as_tensor(array), sizes)
 
 

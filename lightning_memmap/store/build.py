@@ -15,7 +15,6 @@ from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
@@ -38,15 +37,13 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import nullable_columns, reading_order
+from lightning_memmap.store.sources import nullable_columns
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
-from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, check_num_workers
-from lightning_memmap.store.writing import RangeWriter, write_dataset
+from lightning_memmap.store.workers import Workers, check_num_workers
+from lightning_memmap.store.writing import Appended, write_rows
 
-#: By how much slices are faster than items, as a first guess.
-_SLICE_SPEED = 32
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
 _MAX_PARTS, _MAX_NAMED = 2**16, 16
@@ -139,7 +136,7 @@ def build_store(
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
         with Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes) as building:
-            _write(building, workers, range(draft.num_rows), probes, asked.show)
+            write_rows(building, workers, probes, asked.show)
             building.finish(num_threads=num_workers, show=asked.show)
     return open_directory(directory.path)
 
@@ -222,8 +219,7 @@ def build_part(
                 directory.path, draft, resume=True, part=(index, num_parts), row_bytes=row_bytes
             )
         with building:
-            rows = rows_of_part(index, num_parts, draft.num_rows)
-            _write(building, workers, rows, probes, asked.show)
+            write_rows(building, workers, probes, asked.show)
             building.sync()
 
 
@@ -329,21 +325,21 @@ def append_store(
         )
     directory, show, identity = asked.directory, asked.show, asked.identity()
     open_directory(directory.path)  # Before a lock is made where there is nothing.
-    with directory.locked(), Workers(dataset, num_workers) as workers:
+    with directory.locked():
         store = open_directory(directory.path)
-        num_old, row_bytes = store.num_rows, store.manifest.row_bytes
-        num_rows = num_old + len(dataset)
+        both = Appended(store, dataset)
         _log.warning(
             "appending %s rows to %s: the %s of the old version are copied",
             f"{len(dataset):,}",
             directory.path,
             format_bytes(store.manifest.num_bytes),
         )
-        probes = take_probes(workers, len(dataset), store.schema)
-        added = ((num_old + row, digest) for row, digest in probes.digests)
+        with Workers(dataset, num_workers) as readers:
+            probes = take_probes(readers, len(dataset), store.schema)
+        added = ((store.num_rows + row, digest) for row, digest in probes.digests)
         name = f"{store.manifest.source.get('dataset', 'a table')} + {_class_name(dataset)}"
         draft = Manifest.draft(
-            num_rows,
+            both.num_rows,
             store.num_shards,
             store.schema,
             probes=(*store.manifest.probes, *added),
@@ -354,11 +350,10 @@ def append_store(
                 ".old rows": store.manifest.content,
             },
         )
+        row_bytes = store.manifest.row_bytes
         with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:
-            with Workers(store, num_workers) as copiers:
-                as_stored = probes._replace(row_s=0.0, row_bytes=row_bytes)
-                _write(building, copiers, range(num_old), as_stored, show, "copying")
-            _write(building, workers, range(num_old, num_rows), probes, show, first_row=num_old)
+            with Workers(both, num_workers) as workers:
+                write_rows(building, workers, probes, show)
             given = Fingerprint({}, fingerprint) if fingerprint is not None else None
             building.finish(num_threads=num_workers, show=show, fingerprint=given)
     return open_directory(directory.path)
@@ -431,38 +426,6 @@ class Asked:
 def _probes_of(spool: Spool) -> Probes:
     digests = tuple((row, spool.hash_row(row)) for row in probe_rows(len(spool)))
     return Probes(spool.schema, digests, 0.0, spool.row_bytes, spool.row_bytes)
-
-
-def _write(
-    building: Building,
-    workers: Workers,
-    rows: range,
-    probes: Probes,
-    show: ShowProgress,
-    what: str = "storing",
-    first_row: int = 0,
-) -> None:
-    """Write those of some rows that are missing. The workers end with that."""
-    missing = building.missing(rows)
-    num_done = len(rows) - sum(map(len, missing))
-    with show(what, len(rows), probes.row_bytes, num_done) as advance:
-
-        def plan(writer: RangeWriter) -> RowRanges:
-            todo: list[RowNumbers] = [*missing]
-            if (order := reading_order(writer.source, len(workers.dataset))) is not None:
-                is_missing = np.zeros(len(order), np.bool_)
-                for some in missing:
-                    is_missing[some.start - first_row : some.stop - first_row] = True
-                todo = [order[is_missing[order]] + first_row]
-            return RowRanges(
-                todo,
-                max_rows=writer.max_rows,
-                num_workers=workers.num_workers,
-                row_s=probes.row_s / (1 if writer.source is None else _SLICE_SPEED),
-                advance=advance,
-            )
-
-        write_dataset(building, workers, plan, row_bytes=probes.row_bytes, first_row=first_row)
 
 
 def _class_name(dataset: Any) -> str:

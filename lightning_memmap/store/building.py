@@ -1,9 +1,9 @@
 """A store that is being written: a generation, a draft, journals, and a writer in each process.
 
-``build.json`` is the manifest before a row is written. ``journal`` has a byte for each row, which
-is set once the row is on the disk: from there, the next build of the same goes on. A build in parts
-is called ``parts.json``, and each part has a journal of its own. What begins with a dot in the
-source of a draft is for that comparison alone.
+``build.json`` is the manifest before a row is written. ``journal`` has a byte for each row: whether
+it is written, and may be read meanwhile, and whether it is on the disk, from where the next build
+of the same goes on. A build in parts is called ``parts.json``, and each part has a journal of its
+own. What begins with a dot in the source of a draft is for that comparison alone.
 
 The building process and all its workers share a lock on the journal: while one of them lives, no
 other process writes the same rows.
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Values
 from lightning_memmap.store.columns import Column, columns_of, compute_checksums
 from lightning_memmap.store.directory import (
@@ -38,7 +38,6 @@ from lightning_memmap.store.directory import (
     KEY,
     PARTS,
     StoreDirectory,
-    remove_tree,
 )
 from lightning_memmap.store.files import (
     TEMPORARY,
@@ -65,6 +64,8 @@ _MAX_OPEN_FILES = 64
 _MARKED_ROWS = 2**24
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
+#: What a journal has for a row: it can be read; and it is on the disk.
+WRITTEN, KEPT = 1, 2
 #: In the source of a draft: the number of parts.
 NUM_PARTS = ".num_parts"
 _log = logging.getLogger(__name__)
@@ -90,13 +91,16 @@ class Journal:
             if num_bytes not in (0, len(rows)):
                 raise StoreError(f"{self.name} has {num_bytes} bytes, expected {len(rows)}")
             os.truncate(self._file, len(rows))
+            # What a killed process has written is not known to be on the disk.
+            for some in self._where(WRITTEN) if num_bytes else ():
+                self.mark(some, 0)
         except BaseException:
             self.close()
             raise
 
-    def mark(self, rows: RowNumbers) -> None:
-        """Note that rows are on the disk."""
-        marks = np.ones((len(rows), 1), np.uint8)
+    def mark(self, rows: RowNumbers, what: int) -> None:
+        """Note that rows are written, or on the disk."""
+        marks = np.full((len(rows), 1), what, np.uint8)
         if isinstance(rows, range):
             write_all(self._file, marks.data.cast("B"), rows.start - self.rows.start)
         else:
@@ -106,19 +110,22 @@ class Journal:
         """Bring the marks to the disk."""
         os.fsync(self._file)
 
-    def missing(self, rows: range) -> Iterator[range]:
-        """Those of some of its rows that are not on the disk, in ranges."""
-        for index in range(0, len(rows), _MARKED_ROWS):
-            some = rows[index : index + _MARKED_ROWS]
-            first = some.start - self.rows.start
-            marks = _marks(self._generation, self.name, first, len(some)) != 0
-            edges = np.flatnonzero(np.diff(marks, prepend=True, append=True)).tolist()
+    def missing(self) -> Iterator[range]:
+        """The rows that are still to be written, in ranges."""
+        return self._where(0)
+
+    def _where(self, what: int) -> Iterator[range]:
+        """The rows for which it has this, in ranges."""
+        for first in range(0, len(self.rows), _MARKED_ROWS):
+            some = self.rows[first : first + _MARKED_ROWS]
+            is_other = _marks(self._generation, self.name, first, len(some)) != what
+            edges = np.flatnonzero(np.diff(is_other, prepend=True, append=True)).tolist()
             yield from (some[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
 
     @property
     def num_done(self) -> int:
-        """How many of its rows are on the disk."""
-        return len(self.rows) - sum(map(len, self.missing(self.rows)))
+        """How many of its rows are written."""
+        return len(self.rows) - sum(map(len, self.missing()))
 
     def close(self) -> None:
         """Close it. The lock is free once no worker shares it. A second call does nothing."""
@@ -265,17 +272,21 @@ class Building:
         kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
         return f"the store at {self.store}: {kept} at {self.path}"
 
-    def missing(self, rows: range) -> list[range]:
-        """Those of some rows that are not on the disk, in ranges."""
+    def missing(self) -> list[range]:
+        """The rows that are still to be written, in ranges: of a part, those of the part."""
         assert self.journal is not None
-        return list(self.journal.missing(rows))
+        return list(self.journal.missing())
 
     def wrote(self, rows: RowNumbers) -> None:
         """Note rows that were written, by whichever process. `sync` brings them to the disk."""
+        assert self.journal is not None
+        self.journal.mark(rows, WRITTEN)
         self._written.append(rows)
 
     def sync(self) -> None:
         """Bring what was written to the disk, and mark it in the journal."""
+        if self._is_committed:
+            return
         # If this fails they are never marked: when asked again, the file system may no longer
         # report the failure.
         rows, self._written = self._written, []
@@ -284,7 +295,7 @@ class Building:
             list(pool.map(sync_path, self.path.iterdir()))
         if self.journal is not None:
             for some in rows:
-                self.journal.mark(some)
+                self.journal.mark(some, KEPT)
             self.journal.sync()
 
     def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
@@ -303,7 +314,7 @@ class Building:
                     self.path, columns, num_threads=max(2, num_threads), advance=advance
                 )
             syncing.result()
-        assert self.journal is None or not self.missing(self.journal.rows)
+        assert self.journal is None or not self.missing()
 
         def digest(row: int) -> str:
             return hash_row([column.row(row) for column in opened])
@@ -343,7 +354,9 @@ class Building:
         if self.journal is not None:
             self.journal.close()
         if not (self._is_kept or self._is_committed):
-            self._remove()
+            with suppress(OSError):  # Unless it is the store: the disk may fail after the commit.
+                (self.path / KEY).unlink()
+            StoreDirectory(self.store).clear()
         then = "the same call then goes on" if self._is_kept else "nothing was changed"
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(
@@ -354,18 +367,6 @@ class Building:
             ) from error
         if isinstance(error, MemoryError):
             raise StoreError(f"{self.store}: memory is too short for its build; {then}") from error
-
-    def _remove(self) -> None:
-        """Remove what was written, unless it is the store: the disk may fail after the commit."""
-        try:
-            current = Manifest.read(self.store).generation
-        except StoreNotFoundError:
-            current = ""
-        except StoreError:
-            return  # Whose files these are cannot be told.
-        if current != self.path.name:
-            with suppress(StoreError):
-                remove_tree(self.path)
 
 
 def _own_version() -> str:
@@ -393,7 +394,8 @@ def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
     """How many rows of an unfinished build are on the disk, and of how many; None without one."""
     for generation in StoreDirectory(store).unfinished(KEY):
         num_rows = read_draft(generation, KEY).num_rows
-        return int(np.count_nonzero(_marks(generation, JOURNAL, 0, num_rows))), num_rows
+        marks = _marks(generation, JOURNAL, 0, num_rows)
+        return int(np.count_nonzero(marks == KEPT)), num_rows
     return None
 
 

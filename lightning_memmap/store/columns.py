@@ -12,6 +12,7 @@ size says where each row is; `RaggedColumn.finish` lays them together.
 import errno
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ FileRange = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class _Column:
+class _Column(ABC):
     """How one field of one store is kept in files: a frozen value that keeps nothing open.
 
     A column is made when a build begins, and `finish` makes the one that the manifest records.
@@ -73,6 +74,26 @@ class _Column:
 
     field: Field
     shards: Shards
+
+    @property
+    @abstractmethod
+    def bounds(self) -> Mapping[str, Integers]:
+        """By file, the byte at which each shard begins and the last one ends, int64 of shape (C +
+        1,)."""
+
+    @property
+    def file_bytes(self) -> Mapping[str, int]:
+        """The size of each file by its name. There is no file for a field without bytes."""
+        return {name: int(bounds[-1]) for name, bounds in self.bounds.items() if bounds[-1]}
+
+    def shard_ranges(self) -> list[list[FileRange]]:
+        """The pieces of files that each shard consists of, in order: together all bytes."""
+        ranges: list[list[FileRange]] = [[] for _ in range(self.shards.num_shards)]
+        for name, bounds in self.bounds.items():
+            for pieces, (first, end) in zip(ranges, pairwise(bounds.tolist()), strict=True):
+                if first < end:
+                    pieces.append((name, first, end))
+        return ranges
 
     @property
     def shard_bytes(self) -> Integers:
@@ -114,18 +135,9 @@ class FixedColumn(_Column):
         return f"{self.field.name}.memmap"
 
     @property
-    def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name. There is no file for a field without bytes."""
-        num_bytes = self.shards.num_rows * self.field.row_bytes
-        return {self.rows_name: num_bytes} if num_bytes else {}
-
-    def shard_ranges(self) -> list[list[FileRange]]:
-        """The pieces of files that each shard consists of, in order: together all bytes."""
-        size = self.field.row_bytes
-        if not size:
-            return [[] for _ in range(self.shards.num_shards)]
-        bounds = (*self.shards.starts.tolist(), self.shards.num_rows)
-        return [[(self.rows_name, first * size, end * size)] for first, end in pairwise(bounds)]
+    @override
+    def bounds(self) -> Mapping[str, Integers]:
+        return {self.rows_name: _row_bounds(self.shards) * self.field.row_bytes}
 
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         """Write rows in any order. Several writers may do this at once, each with other rows."""
@@ -204,34 +216,19 @@ class RaggedColumn(_Column):
         return 1 if count == 1 else 1 + count
 
     @property
-    def file_bytes(self) -> Mapping[str, int]:
-        """The size of each file by its name."""
-        num_rows = self.shards.num_rows
+    @override
+    def bounds(self) -> Mapping[str, Integers]:
+        rows = _row_bounds(self.shards)
         if not self.shard_items:
-            return {self.places_name: 8 * (2 + self.field.num_variable) * num_rows}
-        sizes = {self._index_name: 8 * self._index_width * num_rows}
-        num_bytes = sum(self.shard_items) * self.field.item_bytes
-        return {**sizes, self.rows_name: num_bytes} if num_bytes else sizes
+            return {self.places_name: rows * 8 * (2 + self.field.num_variable)}
+        items = np.cumsum((0, *self.shard_items), dtype=np.int64)
+        index = rows * 8 * self._index_width
+        return {self._index_name: index, self.rows_name: items * self.field.item_bytes}
 
     @property
     @override
     def shard_bytes(self) -> Integers:
-        if not self.shard_items:
-            return super().shard_bytes
-        return np.array(self.shard_items, np.int64) * self.field.item_bytes
-
-    def shard_ranges(self) -> list[list[FileRange]]:
-        """The pieces of files that each shard consists of, in order: together all bytes."""
-        width, size = 8 * self._index_width, self.field.item_bytes
-        rows = (*self.shards.starts.tolist(), self.shards.num_rows)
-        items = np.cumsum((0, *self.shard_items)).tolist()
-        ranges = []
-        for (first, end), (begin, stop) in zip(pairwise(rows), pairwise(items), strict=True):
-            found = [(self._index_name, first * width, end * width)]
-            if stop > begin:
-                found.append((self.rows_name, begin * size, stop * size))
-            ranges.append(found)
-        return ranges
+        return np.diff(self.bounds[self.rows_name]) if self.shard_items else super().shard_bytes
 
     @override
     def edge_bytes(self, shard: int) -> Sequence[tuple[str, int, bytes]]:
@@ -267,7 +264,7 @@ class RaggedColumn(_Column):
 
     def finish(self, directory: Path) -> "RaggedColumn":
         """Lay the rows together once all are written. After a kill it is done again."""
-        bounds = np.append(self.shards.starts, self.shards.num_rows)
+        bounds = _row_bounds(self.shards)
         edges = np.zeros(len(bounds), np.int64)
         end = num_bytes = 0
         with closing(OpenFiles(directory)) as files:
@@ -332,6 +329,11 @@ class RaggedColumn(_Column):
 
 
 Column = FixedColumn | RaggedColumn
+
+
+def _row_bounds(shards: Shards) -> Integers:
+    """Where each shard begins and the last one ends, in rows."""
+    return np.append(shards.starts, shards.num_rows)
 
 
 #: The items of each shard of a column whose rows differ in length, as a manifest has them.

@@ -130,7 +130,7 @@ class StoreDirectory:
                     f"the store at {self.path} cannot be locked: {error}: choose another directory,"
                     f" or let the owner of {self.path} build the store or remove {path}"
                 ) from error
-            self._clear()
+            self.clear()
             yield
 
     def _open_lock(self, path: Path) -> int:
@@ -168,10 +168,10 @@ class StoreDirectory:
         manifest.write(self.path)
         sync_path(self.path)
         sync_path(self.path.parent)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
-        """Remove what nobody needs."""
+    def clear(self) -> None:
+        """Remove what nobody needs. The lock must be held."""
         for path in list(self._left()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

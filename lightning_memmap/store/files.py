@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 
-_PIECE_BYTES = 2**20
 #: No link is followed, no pipe waited for, and no program that is started has the file.
 SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Suffix of files that a build needs only until its store is in place.
@@ -149,13 +148,10 @@ class OpenFiles:
         """Read a file from its start to its end."""
         with open(os.dup(self.open(name)), "rb") as file:
             file.seek(0)
-            data = bytearray()
-            # Piece by piece: all that is asked for is allocated.
-            while len(data) <= max_bytes and (piece := file.read(_PIECE_BYTES)):
-                data += piece
+            data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise StoreError(f"{name} is larger than {max_bytes} bytes")
-        return bytes(data)
+        return data
 
     def sync(self) -> None:
         """Bring the files that are open to the disk."""

@@ -1,7 +1,7 @@
 """Stores that are trained from while they are built: what readers wait for is read first.
 
-The building process and all readers on its machine share ``serving`` in the generation: ``present``
-has a byte for each row, ``wanted-*`` the rows that a reader needs next, one file for each reader.
+The readers on the machine of the building process look into its journal, which says by row whether
+it is there. In ``serving`` in the generation, ``wanted-*`` has the rows that a reader needs next.
 """
 
 import fcntl
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -40,14 +39,12 @@ from lightning_memmap.store.directory import (
 )
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
-from lightning_memmap.store.samples import Prober, Probes
-from lightning_memmap.store.sources import reading_order, source_of
+from lightning_memmap.store.samples import Probes, read_probes
+from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.store import Store, Supply, open_directory
-from lightning_memmap.store.workers import Workers
-from lightning_memmap.store.writing import JOURNAL_INTERVAL_S, writer_of
+from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.writing import run_writers, writer_of
 
-#: The state of a build, in the byte before those of the rows.
-_BUILDING, _WHOLE, _ENDED = range(3)
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
 _FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
@@ -71,10 +68,8 @@ class Serving(Supply):
 
     def __init__(self, generation: Path, num_rows: int) -> None:
         self.generation, self.path = generation.resolve(), generation / SERVING
-        shared = np.memmap(self.path / "present", np.uint8, "r+", shape=1 + num_rows)
-        #: By row, whether it is there.
-        self.present: NDArray[np.uint8] = shared[1:]
-        self._state = shared[:1]
+        #: By row, what is not 0 where it is there.
+        self.present = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
         self._said: Path | None = None
 
     @classmethod
@@ -84,20 +79,12 @@ class Serving(Supply):
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         _errors.pop(generation.resolve(), None)
-        with open(path / "present", "xb") as file:
-            file.truncate(1 + num_rows)
         return cls(generation, num_rows)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Tell the readers that the store is whole, or why it will not be."""
-        if error is not None:
-            _errors[self.generation] = error
-        self._state[0] = _WHOLE if error is None else _ENDED
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store is committed."""
-        return bool(self._state[0] == _WHOLE)
+        """Whether the store is committed, or was removed since then: a build has its journal."""
+        return not os.path.lexists(self.generation / JOURNAL)
 
     @property
     @override
@@ -147,16 +134,9 @@ class Serving(Supply):
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         looked, pause = monotonic(), _SHORT_S
-        while True:
-            if self._state[0] == _ENDED:
-                if (error := _errors.get(self.generation)) is not None:
-                    raise error
-                raise StoreError(
-                    f"the build of the store at {self.generation.parent} has ended, and the process"
-                    " with local rank 0 says why"
-                )
-            if is_there():
-                return
+        while not is_there():
+            if (error := _errors.get(self.generation)) is not None:
+                raise error
             if monotonic() - looked > _LOOK_S:
                 looked = monotonic()
                 self._check_alive()
@@ -171,8 +151,8 @@ class Serving(Supply):
         except OSError:  # It is held; or the store was just committed, and has no journal.
             return
         raise StoreError(
-            f"the process that builds the store at {self.generation.parent} has died: start again,"
-            " and it goes on with the rows that are there"
+            f"the process that builds the store at {self.generation.parent} has ended, and the one"
+            " with local rank 0 says why: start again, and it goes on with the rows that are there"
         )
 
 
@@ -183,10 +163,7 @@ class _Build:
         self.building, self.probes = building, probes
         num_rows = building.draft.num_rows
         self.serving = Serving.make(building.path, num_rows)
-        self.serving.present[:] = 1
-        for missing in building.missing(range(num_rows)):
-            self.serving.present[missing.start : missing.stop] = 0
-        self._taken = self.serving.present.astype(np.bool_)
+        self._taken = self.serving.present != 0
         self._row_s, self._num_others = probes.row_s, 0
         self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         self._wants: dict[Path, Integers] = {}
@@ -215,7 +192,6 @@ class _Build:
     def note(self, rows: Integers, duration_s: float) -> None:
         """Tell the readers that rows are there, and take into account how long they took."""
         self.building.wrote(rows)
-        self.serving.present[rows] = 1
         self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
@@ -277,7 +253,7 @@ class BackgroundBuild:
             self._error = error
             for build in self._builds.values():
                 if not build.serving.is_whole:
-                    build.serving.end(error)
+                    _errors[build.serving.generation] = error
         finally:
             self._has_begun.set()
 
@@ -289,16 +265,13 @@ class BackgroundBuild:
             return
         identities = {name: each.identity() for name, each in asked.items()}
         unfit = []
-        probers = {n: partial(Prober, forms=each.probe_forms) for n, each in asked.items()}
+        probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
         found = list[tuple[str, Probes]]()
         sizes = ((name, len(each.dataset)) for name, each in asked.items())
         self._workers.run(partial(_Each, probers), sizes, found.append)
         for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
             draft = asked[name].draft(asked[name].dataset, probes, identities[name])
-            if (
-                reading_order(source_of(asked[name].dataset, draft.schema), draft.num_rows)
-                is not None
-            ):
+            if source_of(asked[name].dataset, draft.schema).order is not None:
                 unfit.append(name)
                 self._locks[name].close()
                 continue
@@ -310,32 +283,27 @@ class BackgroundBuild:
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
-        last_sync = monotonic()
         makers = {
             name: writer_of(build.building, build.probes.row_bytes)
             for name, build in self._builds.items()
         }
 
         def receive(outcome: tuple[str, tuple[Integers, float]]) -> None:
-            nonlocal last_sync
             name, done = outcome
             self._builds[name].note(*done)
-            if monotonic() - last_sync > JOURNAL_INTERVAL_S:
-                self._sync()
-                last_sync = monotonic()
             self._finish(name)
 
         try:
             for name in self._builds:
                 self._finish(name)
-            self._workers.run(partial(_Each, makers), self._tasks(), receive)
+            buildings = [build.building for build in self._builds.values()]
+            run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
         except BaseException:
-            self._workers.close(at_once=True)
-            self._sync()
             for build in self._builds.values():
                 if not build.serving.is_whole:
+                    build.building.sync()
                     _log.warning("%s; the next run goes on with them", build.building)
             raise
 
@@ -361,14 +329,7 @@ class BackgroundBuild:
         if build.serving.has_all:
             show = self._asked[name].show
             build.building.finish(num_threads=self._workers.num_workers, show=show)
-            build.serving.end()
             self._locks[name].close()
-
-    def _sync(self) -> None:
-        """Bring what was written to the disk."""
-        for build in self._builds.values():
-            if not build.serving.is_whole:
-                build.building.sync()
 
 
 class _Each:
@@ -422,18 +383,6 @@ class GrowingStore(Store):
             )
         self.serving.wait_for_commit()
         return open_directory(self.path, self.manifest.generation)
-
-    @override
-    def values(self, field: str, rows: Integers | None = None) -> NDArray[Any]:
-        return self.whole.values(field, rows)
-
-    @override
-    def given(self, field: str) -> NDArray[np.bool_]:
-        return self.whole.given(field)
-
-    @override
-    def lengths(self, field: str) -> Integers:
-        return self.whole.lengths(field)
 
 
 def open_growing(path: Path) -> GrowingStore | None:

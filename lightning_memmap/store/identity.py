@@ -7,6 +7,7 @@ import sys
 import types
 from array import array
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -135,15 +136,10 @@ class _Reader:
         if isinstance(value, (list, tuple)) and len(value) > _MAX_ITEMS:
             value = [len(value), value[:: -(-len(value) // _MAX_ITEMS)]]
         encode = partial(msgspec.msgpack.encode, enc_hook=self._describe, order="deterministic")
-        for as_pairs in (False, True):
-            self._objects = {**self._datasets}
-            try:
-                return _digest(encode(_pairs(value) if as_pairs else value))
-            except TypeError:  # A dict has keys that are not text: they cannot be sorted.
-                continue
-            except (ValueError, OverflowError, RecursionError):
-                break  # Circular, or nested too deeply.
-        return f"type {type(value).__qualname__}"
+        self._objects = {**self._datasets}
+        with suppress(TypeError, ValueError, OverflowError, RecursionError):
+            return _digest(encode(_pairs(value)))
+        return f"type {type(value).__qualname__}"  # Circular, or nested too deeply.
 
     def _describe(self, value: Any) -> Any:
         """A value that MessagePack cannot hold, as one that it can."""

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from lightning_memmap.errors import DatasetError, SchemaError
+from lightning_memmap.schema import Values
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import (
-    NUM_PROBES,
-    hash_row,
-    read_samples,
-    stack_rows,
-)
+from lightning_memmap.store.samples import NUM_PROBES, hash_row, stack_rows
+from lightning_memmap.store.sources.source import source_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
-from lightning_memmap.store.workers import run_tasks
+from lightning_memmap.store.workers import Workers, calling
 
 #: Rows that are compared at once.
 _MAX_PIECE_ROWS, _PIECE_BYTES = 256, 2**20
@@ -54,8 +50,8 @@ def check_briefly(
         _check_first_rows(store, dataset)
     else:
         probes = store.manifest.probes
-        work = partial(_check_probe, dataset, store)
-        run_tasks(work, probes, min(num_workers, len(probes)), lambda num_rows: None)
+        with Workers(dataset, min(num_workers, len(probes))) as workers:
+            workers.run(calling(_check_probe, store), probes, lambda num_rows: None)
 
 
 def recognise(
@@ -129,13 +125,16 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
         return
     rows, step = range(store.manifest.num_rows), _piece_rows(store)
     pieces = (rows[first : first + step] for first in range(0, len(rows), step))
-    with progress("comparing", len(rows), store.manifest.row_bytes) as advance:
-        run_tasks(partial(_compare_rows, dataset, store), pieces, num_workers, advance)
+    with (
+        progress("comparing", len(rows), store.manifest.row_bytes) as advance,
+        Workers(dataset, num_workers) as workers,
+    ):
+        workers.run(calling(_compare_rows, store), pieces, advance)
 
 
-def _compare_rows(dataset: Any, store: StoredRows, rows: range) -> int:
+def _compare_rows(dataset: Any, rows: range, store: StoredRows) -> int:
     """Compare rows of a dataset with those of a store. Returns their number."""
-    _compare(store, rows, read_samples(dataset, rows))
+    _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
     return len(rows)
 
 
@@ -143,9 +142,10 @@ def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows, samples = 0, iter(samples)
     while piece := list(islice(samples, _piece_rows(store))):
-        _check_length(store, max(num_rows + len(piece), store.manifest.num_rows))
-        _compare(store, range(num_rows, num_rows + len(piece)), piece)
-        num_rows += len(piece)
+        rows = range(num_rows, num_rows + len(piece))
+        _check_length(store, max(rows.stop, store.manifest.num_rows))
+        _compare(store, rows, partial(stack_rows, piece, rows, store.manifest.schema))
+        num_rows = rows.stop
     return num_rows
 
 
@@ -153,33 +153,30 @@ def _piece_rows(store: StoredRows) -> int:
     return max(1, min(_MAX_PIECE_ROWS, _PIECE_BYTES // max(1, store.manifest.row_bytes)))
 
 
-def _compare(store: StoredRows, rows: range, samples: Sequence[Any]) -> None:
-    """Compare samples with rows of a store."""
+def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -> None:
+    """Compare rows that are read with those of a store."""
     columns = zip(store.manifest.schema.fields, store.columns, strict=True)
-    leaves = _leaves(store, rows, samples)
-    for (field, column), found in zip(columns, zip(*leaves, strict=True), strict=True):
+    for (field, column), values in zip(columns, _as_stored(store, read), strict=True):
         stored = column.fetch(np.asarray(rows, np.int64))
-        for row, one, other in zip(rows, found, stored, strict=True):
+        for row, one, other in zip(rows, values.rows(), stored, strict=True):
             if hash_row([one]) != hash_row([other]):
                 raise _other_row(store, row, f", in field {field.name!r}")
 
 
-def _check_probe(dataset: Any, store: StoredRows, probe: tuple[int, str]) -> int:
+def _check_probe(dataset: Any, probe: tuple[int, str], store: StoredRows) -> int:
     """Compare the hash of a row with that of a store, of which no row is read."""
     row, expected = probe
-    rows = range(row, row + 1)
-    if hash_row(_leaves(store, rows, read_samples(dataset, rows))[0]) != expected:
+    read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))
+    if hash_row([next(values.rows()) for values in _as_stored(store, read)]) != expected:
         raise _other_row(store, row)
     return 1
 
 
-def _leaves(store: StoredRows, rows: range, samples: Sequence[Any]) -> list[tuple[Tensor, ...]]:
-    """The leaves of samples, row by row, as the store would have them."""
+def _as_stored(store: StoredRows, read: Callable[[], list[Values]]) -> list[Values]:
     try:
-        stacked = stack_rows(samples, rows, store.manifest.schema)
+        return read()
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
-    return list(zip(*(values.rows() for values in stacked), strict=True))
 
 
 def _other_row(store: StoredRows, row: int, where: str = "") -> DatasetError:

@@ -6,8 +6,7 @@ Probe rows are a few of them, which identify a dataset, and show whether it is r
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import is_dataclass
 from itertools import islice
 from statistics import median
 from time import perf_counter
@@ -24,7 +23,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Form, Schema, Values, read_forms
 from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.workers import Workers, run_tasks
+from lightning_memmap.store.workers import Workers, calling
 
 NUM_PROBES = 8
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
@@ -61,7 +60,8 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
     if num_workers:
         pickled = list[bytes]()
         with suppress(Exception):  # Its class may be one that cannot be sent.
-            run_tasks(partial(_pickled, dataset), [0], 1, pickled.append)
+            with Workers(dataset, 1) as workers:
+                workers.run(calling(_pickled), [0], pickled.append)
             return pickle.loads(pickled[0])
     return read_sample(dataset, 0)
 
@@ -111,11 +111,10 @@ def stack_rows(
     rows: range | Integers,
     schema: Schema,
     another: Callable[[], Any] | None = None,
-    room: Mapping[str, Tensor] | None = None,
 ) -> list[Values]:
     """Stack the leaves of samples; see `Schema.stack`."""
     try:
-        return schema.stack(samples, room)
+        return schema.stack(samples)
     except SchemaError:
         for row, sample in zip(np.asarray(rows).tolist(), samples, strict=True):
             flatten_row(sample, row, schema, another)
@@ -215,41 +214,34 @@ class Probes(NamedTuple):
 def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
     """Read each probe row twice and hash it. The schema is found with some forms, or given."""
     found = list[Probes]()
-    workers.run(partial(Prober, forms=forms), [num_rows], found.append)
+    workers.run(calling(read_probes, forms), [num_rows], found.append)
     return found[0]
 
 
-@dataclass(frozen=True)
-class Prober:
-    """Reads each probe row of a dataset of so many rows twice; see `take_probes`."""
-
-    dataset: Any
-    forms: Mapping[str, Form] | Schema
-
-    def __call__(self, num_rows: int) -> Probes:
-        """Read them."""
-        rows, durations = probe_rows(num_rows), list[float]()
-        samples = list[Any]()
-        for row in rows:
-            start = perf_counter()
-            samples.append(read_sample(self.dataset, row))
-            durations.append(perf_counter() - start)
-        schema = self.forms
-        if not isinstance(schema, Schema):
-            spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
-            others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-            more = ((row, read_sample(self.dataset, row)) for row in others)
-            schema = find_schema(list(samples), list(rows), schema, more)
-        digests, sizes = [], list[int]()
-        for row, sample in zip(rows, samples, strict=True):
-            leaves = flatten_row(sample, row, schema)
-            again = flatten_row(read_sample(self.dataset, row), row, schema)
-            for field, one, other in zip(schema.fields, leaves, again, strict=True):
-                if hash_row([one]) != hash_row([other]):
-                    raise random_dataset_error(row, field.name)
-            digests.append((row, hash_row(leaves)))
-            sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
-        return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
+def read_probes(dataset: Any, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+    """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
+    rows, durations = probe_rows(num_rows), list[float]()
+    samples = list[Any]()
+    for row in rows:
+        start = perf_counter()
+        samples.append(read_sample(dataset, row))
+        durations.append(perf_counter() - start)
+    schema = forms
+    if not isinstance(schema, Schema):
+        spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
+        others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+        more = ((row, read_sample(dataset, row)) for row in others)
+        schema = find_schema(list(samples), list(rows), schema, more)
+    digests, sizes = [], list[int]()
+    for row, sample in zip(rows, samples, strict=True):
+        leaves = flatten_row(sample, row, schema)
+        again = flatten_row(read_sample(dataset, row), row, schema)
+        for field, one, other in zip(schema.fields, leaves, again, strict=True):
+            if hash_row([one]) != hash_row([other]):
+                raise random_dataset_error(row, field.name)
+        digests.append((row, hash_row(leaves)))
+        sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
+    return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
 
 
 def random_dataset_error(row: int, field: str) -> DatasetError:

@@ -159,8 +159,9 @@ class Store:
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """The values of rows of a field that has one in each."""
         blocks = [np.empty(0, np.int64)] if not len(rows) else []
+        column = self.whole.columns[index]
         for first in range(0, len(rows), _BLOCK_ROWS):
-            fetched = self.columns[index].fetch(rows[first : first + _BLOCK_ROWS])
+            fetched = column.fetch(rows[first : first + _BLOCK_ROWS])
             assert isinstance(fetched, Tensor)  # The rows have one shape.
             values = fetched.reshape(-1)
             # numpy has no bfloat16.
@@ -171,7 +172,7 @@ class Store:
         """The items of each row in dataset order, for text its bytes. No value is read."""
         if not self.schema.fields[self._index_of(field)].num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
-        (column,) = self.provide([field], range(self.num_shards))
+        (column,) = self.whole.provide([field], range(self.num_shards))
         if not isinstance(column, ItemRows):
             raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
         return column.lengths()

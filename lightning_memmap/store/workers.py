@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     Future,
@@ -18,7 +18,7 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from mmap import mmap
 from multiprocessing import connection
@@ -141,15 +141,19 @@ class Workers:
         self.close(at_once=error is not None)
 
 
-def run_tasks(
-    work: Callable[[Task], Outcome],
-    tasks: Iterable[Task],
-    num_workers: int,
-    receive: Callable[[Outcome], None],
-) -> None:
-    """Do tasks of one kind, by processes of their own: see `Workers.run`."""
-    with Workers(work, num_workers) as workers:
-        workers.run(_as_it_is, tasks, receive)
+def calling(
+    work: Callable[..., Outcome], *arguments: Any
+) -> Callable[[Any], Callable[[Any], Outcome]]:
+    """For `Workers.run`: what calls a function with the dataset, a task and further arguments."""
+    return partial(_Each, work, arguments)
+
+
+class _Each:
+    def __init__(self, work: Callable[..., Any], arguments: Sequence[Any], dataset: Any) -> None:
+        self._work, self._arguments, self._dataset = work, arguments, dataset
+
+    def __call__(self, task: Any) -> Any:
+        return self._work(self._dataset, task, *self._arguments)
 
 
 class RowRanges:
@@ -223,10 +227,6 @@ def _our_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise DatasetError(describe_error(error)) from error
-
-
-def _as_it_is(outcome: Any) -> Any:
-    return outcome
 
 
 # In a worker process

@@ -7,51 +7,120 @@ each row was written exactly once if all are marked, and the processes have writ
 the table has. If a process ends before that, there is no table, or the old one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lightning_memmap.errors import SchemaError, StoreError
+from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import RowList, Schema, Values
-from lightning_memmap.schema.fields import join_values
-from lightning_memmap.store.building import Building, RowWriter
+from lightning_memmap.schema import Schema, Values
+from lightning_memmap.store.building import WRITTEN, Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import write_rows
+from lightning_memmap.store.files import write_rows as write_at
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
-from lightning_memmap.store.sources import Source, source_of
+from lightning_memmap.store.progress import ShowProgress, show_progress
+from lightning_memmap.store.samples import Probes
+from lightning_memmap.store.sources import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
 #: Of slices, most of which are views: long, so that each of many shards gets much of it at once.
 _SLICE_BYTES = 128 * 2**20
-#: Of rows that are read item by item.
-_ITEM_BYTES, _MAX_ITEM_ROWS = 32 * 2**20, 2**14
-#: The most of these in a range: the last one alone is written while nothing is read.
-_MAX_ITEM_BLOCKS = 16
 #: Of slices of fields whose rows differ in length, which may be longer than those that were probed.
 _MAX_PACKED_ROWS = 2**18
-#: Items that are held as Python objects, before they are copied.
-_PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
+#: By how much slices are faster than items, as a first guess.
+_SLICE_SPEED = 32
+#: Of rows that are read item by item: those that are written together.
+_BLOCK_BYTES, _MAX_BLOCK_ROWS = 32 * 2**20, 2**14
+#: The most such blocks in a range: the last one alone is written while nothing is read.
+_MAX_BLOCKS = 16
 #: How often what was written is brought to the disk, and marked in the journal.
 JOURNAL_INTERVAL_S = 5.0
 
 
-def writer_of(
-    building: Building, row_bytes: int, first_row: int = 0
-) -> Callable[[Any], "RangeWriter"]:
-    """Makes a writer of the rows of a dataset, which begins at ``first_row`` of the store."""
+class Appended(NamedTuple):
+    """The rows of a store, and after them those of a dataset."""
+
+    store: Store
+    dataset: Any
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of both."""
+        return len(self.store) + len(self.dataset)
+
+
+def write_rows(building: Building, workers: Workers, probes: Probes, show: ShowProgress) -> None:
+    """Write the rows of the workers' dataset that are missing. The workers end with that."""
+    assert building.journal is not None
+    missing, num_rows = building.missing(), len(building.journal.rows)
+    num_done = num_rows - sum(map(len, missing))
+    make = writer_of(building, probes.row_bytes)
+    with (
+        show("storing", num_rows, probes.row_bytes, num_done) as advance,
+        closing(make(workers.dataset)) as writer,
+    ):
+        todo: list[RowNumbers] = [*missing]
+        if (order := writer.source.order) is not None:
+            is_missing = np.zeros(len(order), np.bool_)
+            for some in missing:
+                is_missing[some.start : some.stop] = True
+            todo = [order[is_missing[order]]]
+        tasks = RowRanges(
+            todo,
+            max_rows=writer.max_rows,
+            num_workers=workers.num_workers,
+            row_s=probes.row_s / (_SLICE_SPEED if writer.source.is_sliced else 1),
+            advance=advance,
+        )
+
+        def receive(outcome: tuple[RowNumbers, float]) -> None:
+            building.wrote(outcome[0])
+            tasks.note(*outcome)
+
+        run_writers(
+            [building], workers, make if workers.num_workers else lambda _: writer, tasks, receive
+        )
+    workers.close()
+
+
+def run_writers(
+    buildings: Sequence[Building],
+    workers: Workers,
+    make: Callable[[Any], Callable[[Any], Any]],
+    tasks: Iterable[Any],
+    receive: Callable[[Any], None],
+) -> None:
+    """Do tasks that write rows. These are brought to the disk now and then, and after an error."""
+    last_sync = monotonic()
+
+    def receive_and_sync(outcome: Any) -> None:
+        nonlocal last_sync
+        receive(outcome)
+        if monotonic() - last_sync > JOURNAL_INTERVAL_S:
+            for building in buildings:
+                building.sync()
+            last_sync = monotonic()
+
+    try:
+        workers.run(make, tasks, receive_and_sync)
+    except BaseException:
+        workers.close(at_once=True)
+        for building in buildings:
+            building.sync()
+        raise
+
+
+def writer_of(building: Building, row_bytes: int) -> Callable[[Any], "RangeWriter"]:
+    """Makes a writer of the rows of a dataset."""
     assert building.journal is not None
     return partial(
         RangeWriter,
@@ -60,42 +129,7 @@ def writer_of(
         generation=building.path,
         journal=building.journal.name,
         row_bytes=row_bytes,
-        first_row=first_row,
     )
-
-
-def write_dataset(
-    building: Building,
-    workers: Workers,
-    plan: Callable[["RangeWriter"], RowRanges],
-    *,
-    row_bytes: int,
-    first_row: int = 0,
-) -> None:
-    """Write rows of the workers' dataset, which begins at ``first_row`` of the store.
-
-    ``plan`` is given a writer like those of the workers, which end with the last task.
-    """
-    make, last_sync = writer_of(building, row_bytes, first_row), monotonic()
-    with closing(make(workers.dataset)) as writer:
-        tasks = plan(writer)
-
-        def receive(outcome: tuple[RowNumbers, float]) -> None:
-            nonlocal last_sync
-            rows, duration_s = outcome
-            building.wrote(rows)
-            tasks.note(rows, duration_s)
-            if monotonic() - last_sync > JOURNAL_INTERVAL_S:
-                building.sync()
-                last_sync = monotonic()
-
-        try:
-            workers.run(make if workers.num_workers else lambda _: writer, tasks, receive)
-        except BaseException:
-            workers.close(at_once=True)
-            building.sync()
-            raise
-    workers.close()
 
 
 class RangeWriter:
@@ -109,90 +143,32 @@ class RangeWriter:
         generation: Path,
         journal: str,
         row_bytes: int,
-        first_row: int = 0,
     ) -> None:
-        self._dataset, self._schema, self._first_row = dataset, schema, first_row
-        self._row_bytes = max(1, row_bytes)
-        #: The arrays in which the rows lie, which are read by slices.
-        self.source = _source_of(dataset, schema)
-        # Two take turns: while one is being written, the other is filled.
-        self._memory: list[dict[str, Tensor]] = [{}, {}]
-        self._thread = threads(1)
-        self._writing: Future[None] = Future()
-        self._writing.set_result(None)
-        self._max_item_rows = min(_MAX_ITEM_ROWS, self._rows_of(_ITEM_BYTES))
+        def rows_of(num_bytes: int) -> int:
+            return max(1, num_bytes // max(1, row_bytes))
+
+        self.source = _source_of(dataset, schema, row_bytes)
+        self._block_rows = min(_MAX_BLOCK_ROWS, rows_of(_BLOCK_BYTES))
         #: The most rows of a range.
-        self.max_rows = _MAX_ITEM_BLOCKS * self._max_item_rows
-        if self.source is not None:  # Rows of a store are copied.
-            is_copied = isinstance(self.source, _StoredRows)
-            self.max_rows = self._rows_of(_ITEM_BYTES if is_copied else _SLICE_BYTES)
+        self.max_rows = _MAX_BLOCKS * self._block_rows
+        if self.source.is_sliced:
+            self.max_rows = self._block_rows = rows_of(_SLICE_BYTES)
             if any(field.num_variable for field in schema.fields):
                 self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._writer = RowWriter(generation, columns, journal)
-
-    def _rows_of(self, num_bytes: int) -> int:
-        """The rows that take so many bytes, at least one."""
-        return max(1, num_bytes // self._row_bytes)
+        self._thread, self._writer = threads(1), RowWriter(generation, columns, journal)
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
 
     def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
-        """Write rows, given by their numbers in the store."""
-        start, mine = perf_counter(), _moved(rows, -self._first_row)
-        if not self._write_slices(mine):
-            for index in range(0, len(rows), self._max_item_rows):
-                self._write_items(mine[index : index + self._max_item_rows])
+        """Write rows. While some are written, the next ones are read."""
+        start = perf_counter()
+        for first in range(0, len(rows), self._block_rows):
+            block = rows[first : first + self._block_rows]
+            found = self.source.read(block)
             self._writing.result()
-        return rows, perf_counter() - start
-
-    def _write_slices(self, rows: RowNumbers) -> bool:
-        """Write rows that are read many at once; False where they must be read as items."""
-        if self.source is None:
-            return False
-        try:
-            found = self.source.read(rows)
-        except SchemaError:  # Some do not fit, and are to be named.
-            return False
-        if any(values.num_rows != len(rows) for values in found):
-            return False
-        # Once all of them fit: what is written of rows that differ in length takes place on the
-        # disk even where they are written again.
-        self._writer.write(_moved(rows, self._first_row), found)
-        return True
-
-    def _write_items(self, rows: RowNumbers) -> None:
-        """Read rows item by item, and begin to write them when those before them are written."""
-        self._memory.reverse()
-        memory, fields = self._memory[0], self._schema.fields
-        for field in fields if not memory else ():
-            if not field.num_variable:
-                shape = (self._max_item_rows, *field.item_shape)
-                memory[field.name] = torch.empty(shape, dtype=field.dtype, device="cpu")
-        step = min(_MAX_PIECE_ROWS, self._rows_of(_PIECE_BYTES))
-        pieces: list[list[Values]] = []
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            room = {name: each[first : first + len(some)] for name, each in memory.items()}
-            samples = read_samples(self._dataset, some)
-            found = stack_rows(
-                samples, some, self._schema, lambda: read_sample(self._dataset, 0), room
-            )
-            for field, values in zip(fields, found, strict=True):
-                place = room.get(field.name)
-                if place is not None and values.data.data_ptr() != place.data_ptr():
-                    place.copy_(values.data)
-            pieces.append(found)
+            self._writing = self._thread.submit(self._writer.write, block, found)
         self._writing.result()
-        self._writing = self._thread.submit(self._write_pieces, rows, memory, pieces)
-
-    def _write_pieces(
-        self, rows: RowNumbers, memory: Mapping[str, Tensor], pieces: list[list[Values]]
-    ) -> None:
-        whole = [
-            Values(memory[field.name][: len(rows)])
-            if field.name in memory
-            else join_values([piece[index] for piece in pieces])
-            for index, field in enumerate(self._schema.fields)
-        ]
-        self._writer.write(_moved(rows, self._first_row), whole)
+        return rows, perf_counter() - start
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
@@ -200,33 +176,22 @@ class RangeWriter:
         self._writer.close()
 
 
-def _moved(rows: RowNumbers, by: int) -> RowNumbers:
-    """Rows with other numbers."""
-    return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
-
-
-class _StoredRows:
-    """The rows of a store, as a source."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def read(self, rows: RowNumbers) -> list[Values]:
-        numbers = np.asarray(rows, np.int64)
-        found = [column.fetch(numbers) for column in self._store.columns]
-        return [
-            Values(each) if isinstance(each, Tensor) else Values.of_rows(field, each)
-            for field, each in zip(self._store.schema.fields, found, strict=True)
-        ]
-
-    def pieces(self, rows: Integers) -> None:
-        """All rows are equally far."""
-
-
-def _source_of(dataset: Any, schema: Schema) -> Source | None:
+def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
+    if isinstance(dataset, Appended):
+        sizes = [len(dataset.store), len(dataset.dataset)]
+        return in_turn([_source_of(each, schema, row_bytes) for each in dataset], sizes)
     if isinstance(dataset, Store) and dataset.schema == schema:
-        return _StoredRows(dataset)
-    return source_of(dataset, schema)
+        return Source(partial(_read_store, dataset))
+    return source_of(dataset, schema, row_bytes)
+
+
+def _read_store(store: Store, rows: RowNumbers) -> list[Values]:
+    numbers = np.asarray(rows, np.int64)
+    found = [column.fetch(numbers) for column in store.columns]
+    return [
+        Values(each) if isinstance(each, Tensor) else Values.of_rows(field, each)
+        for field, each in zip(store.schema.fields, found, strict=True)
+    ]
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
@@ -255,7 +220,7 @@ class TableBuild:
         """Commit the table, once all processes have closed their writers."""
         num_rows = self._building.draft.num_rows
         with self._cleanup:
-            if missing := self._building.missing(range(num_rows)):
+            if missing := self._building.missing():
                 raise StoreError(
                     f"{sum(map(len, missing))} of {num_rows} rows were not written, the first of"
                     f" them is row {missing[0].start}"
@@ -287,20 +252,16 @@ class TableWriter:
                 " must share one file system there, also those of other machines"
             ) from None
 
-    def write(self, rows: Sequence[int] | Integers, leaves: Sequence[Tensor | RowList]) -> None:
+    def write(self, rows: Sequence[int] | Integers, values: Sequence[Values]) -> None:
         """Write rows in any order."""
         numbers, num_rows = np.asarray(rows, np.int64), self._draft.num_rows
         if not len(numbers):
             return
         if numbers.min() < 0 or numbers.max() >= num_rows:
             raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
-        values = [
-            Values.of_rows(field, leaf) if isinstance(leaf, RowList) else Values(leaf)
-            for field, leaf in zip(self._draft.schema.fields, leaves, strict=True)
-        ]
         self._writer.write(numbers, values)
         # The marks last: a row with one has all its values.
-        write_rows(self._writer.journal, numbers, np.ones((len(numbers), 1), np.uint8))
+        write_at(self._writer.journal, numbers, np.full((len(numbers), 1), WRITTEN, np.uint8))
         self.num_written += len(numbers)
 
     def close(self) -> None:

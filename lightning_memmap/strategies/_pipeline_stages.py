@@ -28,7 +28,6 @@ from lightning_memmap.strategies._base import (
     parameters_by_stage,
     stages_given_by,
 )
-from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
 SCHEDULES: dict[str, Any] = {
@@ -39,6 +38,7 @@ SCHEDULES: dict[str, Any] = {
 #: Number of schedules that are kept, each with buffers for all of its micro-batches. One is enough
 #: unless shapes differ by more than rows, as of padded text, or parameters are frozen in turn.
 _MAX_KEPT = 4
+_WITH_ROWS = (Tensor, TensorDictBase)
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
 #: Many small tensors as few large ones; torch has no public names for these functions.
@@ -210,23 +210,24 @@ class StagePipeline:
         frozen: Hashable,
     ) -> Tensor:
         """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
-        schedule, padded_rows = self._run(args, num_rows, frozen)
+        schedule, length = self._run(args, num_rows, frozen)
         losses: list[Tensor] = []
         if self._has_last:
-            parts = MicroBatches.split_padded(batch, self._num, num_rows, padded_rows)
+            _check_rows(batch, num_rows)
+            parts = _divide(num_rows, self._num)
 
             def weighted(index: int, output: Any) -> Tensor:
-                count = parts.rows[index]
                 # Of a micro-batch without rows, a copy of one, with weight 0.
-                own = [_first_rows(each, count or 1) for each in (output, parts.parts[index])]
-                return loss(*own) * (count / num_rows)
+                own = parts[index] or range(1)
+                found = loss(_rows_of(output, range(len(own))), _rows_of(batch, own))
+                return found * (len(parts[index]) / num_rows)
 
             self._loss = weighted
         try:
             # The backward pass must not run under autocast; the stages enter it themselves.
             with torch.autocast(self._device.type, enabled=False):
                 schedule.step(
-                    *self._padded(args, num_rows, padded_rows),
+                    *self._padded(args, num_rows, length),
                     target=self._numbers,
                     losses=losses if self._has_last else None,
                     return_outputs=False,
@@ -241,32 +242,31 @@ class StagePipeline:
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""
-        schedule, size = self._run(args, num_rows, None)
+        schedule, length = self._run(args, num_rows, None)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            output = schedule.eval(*self._padded(args, num_rows, size), target=self._numbers)
-            if self._has_last:
-                rows = MicroBatches.split_padded(args, self._num, num_rows, size)
-                output = rows.merge(
-                    [
-                        apply_to_collection(output, Tensor, lambda t, i=i: t[i * size :][:size])
-                        for i in range(self._num)
-                    ]
-                )
+            output = schedule.eval(*self._padded(args, num_rows, length), target=self._numbers)
+            parts = _divide(num_rows, self._num)
+            rows = [
+                index * length + row for index, own in enumerate(parts) for row in range(len(own))
+            ]
+            if self._has_last and len(rows) < length * self._num:
+                output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
             return broadcast_nested(output, self._last, self._group, self._device)
 
     def close(self) -> None:
         """Drop all schedules and their buffers."""
         self._runs.clear()
 
-    def _padded(self, args: Sequence[Tensor], num_rows: int, padded_rows: int) -> list[Tensor]:
+    def _padded(self, args: Sequence[Tensor], num_rows: int, length: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
         if 0 not in self._stages:
             return []
-        if num_rows == self._num * padded_rows:
-            return list(args)
-        parts = MicroBatches.split_padded(list(args), self._num, num_rows, padded_rows).parts
-        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
+        rows: list[int] = []
+        for own in _divide(num_rows, self._num):
+            first = [*own] or [0]
+            rows += first + first[-1:] * (length - len(first))
+        return [arg[rows] for arg in args] if len(rows) > num_rows else list(args)
 
     def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> tuple[Any, int]:
         """The schedule of a batch; of an evaluation, for which nothing is frozen, any."""
@@ -328,13 +328,32 @@ class _ScheduledStage(PipelineStage):
         self._before = ()
 
 
-def _first_rows(batch: Any, num_rows: int) -> Any:
-    """The first rows of any nesting; tensors without dimensions and other values stay."""
+def _divide(num_rows: int, num: int) -> list[range]:
+    """The consecutive rows of each micro-batch."""
+    base, more = divmod(num_rows, num)
+    stops = itertools.accumulate((base + (index < more) for index in range(num)), initial=0)
+    return [range(start, stop) for start, stop in itertools.pairwise(stops)]
 
-    def first(leaf: Any) -> Any:
-        return leaf[:num_rows] if leaf.ndim else leaf
 
-    return apply_to_collection(batch, (Tensor, TensorDictBase), first)
+def _rows_of(batch: Any, rows: range) -> Any:
+    """Some rows of any nesting; tensors without dimensions and other values stay."""
+
+    def part(leaf: Any) -> Any:
+        return leaf[rows.start : rows.stop] if leaf.ndim else leaf
+
+    return apply_to_collection(batch, _WITH_ROWS, part)
+
+
+def _check_rows(batch: Any, num_rows: int) -> None:
+    def check(leaf: Any) -> None:
+        if leaf.ndim and leaf.shape[0] != num_rows:
+            raise ValueError(
+                f"a batch of {num_rows} rows has a tensor of shape {tuple(leaf.shape)}: batches are"
+                " divided by rows, so the first dimension of every tensor must be the rows; omit"
+                " others from the batch"
+            )
+
+    apply_to_collection(batch, _WITH_ROWS, check)
 
 
 # What processes exchange outside of a schedule

@@ -1,11 +1,11 @@
-"""Replicas of a module in one process: on one physical device they share its parameters."""
+"""Replicas of a module in one process: those of a physical device take turns with its layers."""
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from functools import partial, reduce
+from functools import partial
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -32,18 +32,13 @@ _MAX_DEPTH = 4
 #: What Lightning compiles of a module.
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-#: By tensor of the module, that of a copy.
-_Tensors = dict[Tensor, Tensor]
-
 
 class Replicas(nn.Module):
-    """The module, which is replica 0, and a copy of its layers for each further data device."""
+    """The module, and a copy of its layers on each further physical device."""
 
-    # Before each step, the copies get the attributes that the module's layers have then; references
-    # to layers, buffers and metrics are replaced by the copy's own. On the physical device of the
-    # module, copies share its parameters: nothing is broadcast, and its gradients are sums over all
-    # of them. Each further physical device has one copy of the parameters. What a step assigns to
-    # attributes of a copy is lost with the next step.
+    # The replicas of a device take turns with its layers, each with attributes and buffers of its
+    # own. They share parameters, so that on the module's device nothing is broadcast, and gradients
+    # are sums. What a step assigns to attributes of a replica other than the first is lost.
 
     def __init__(self, module: LightningModule, devices: Sequence[torch.device]) -> None:
         super().__init__()
@@ -51,204 +46,233 @@ class Replicas(nn.Module):
         self.devices = tuple(devices)
         #: What each replica logs in a step.
         self.logs = [PartLog() for _ in devices]
-        self.metrics = MetricCopies(devices)
-        self._found_metrics: list[tuple[nn.Module, str, Any]] = []
-        #: In the last step: layers, tensors and metrics, shapes of buffers, and by layer its
-        #: attributes and children.
-        self._parts: list[Any] = []
-        self._shapes: list[Any] = []
-        self._seen: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._copies = [_Copy(*each) for each in zip(devices[1:], self.logs[1:], strict=True)]
         others = dict.fromkeys(device for device in devices if device != devices[0])
-        self._parameters_on: dict[torch.device, _Tensors] = {device: {} for device in others}
+        #: By ``id``: metrics overload comparison, and their hash changes with their state.
+        self._originals: dict[int, Any] = {}
+        self.copies = {device: _Copy(device, self._originals) for device in others}
+        #: In the last step: layers, tensors and metrics; what the tensors were like; by layer, its
+        #: attributes. And the tensors in groups, each with those of every copy.
+        self._parts: list[Any] = []
+        self._facts: list[Any] = []
+        self._seen: dict[nn.Module, list[Any]] = {}
+        self._buckets: list[tuple[list[Tensor], ...]] = []
         self._threads = ThreadPoolExecutor(len(self.devices), "replica")
-
-    def first(self, count: int) -> list[Any]:
-        """The modules of the first replicas, which exist after `pull`."""
-        return [self.module, *(each.layers[self.module] for each in self._copies)][:count]
 
     def run(self, name: str, parts: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the method of each replica returns for its part. Metrics have counted all parts."""
-        count = len(parts)
-        calls = [
-            partial(getattr(module, name), part, *args, **kwargs)
-            for module, part in zip(self.first(count), parts, strict=True)
-        ]
-        with self.metrics.counted(self._found_metrics, count), logged_in(self.module, self.logs[0]):
-            return run_replicas(calls, self.devices, self._threads)
+        layers, metrics = _find_layers(self.module)
+        results: list[Any] = [None] * len(parts)
+
+        def run(device: torch.device) -> None:
+            own = self.copies[device].layers if device in self.copies else {e: e for e in layers}
+            module = own[self.module]
+
+            def step(index: int) -> None:
+                with logged_in(module, self.logs[index]):
+                    results[index] = getattr(module, name)(parts[index], *args, **kwargs)
+
+            turns = [index for index in range(len(parts)) if self.devices[index] == device]
+            _take_turns([*own.values()], [partial(step, index) for index in turns])
+
+        copies = [[each.metric(metric) for each in self.copies.values()] for metric in metrics]
+        with counted(metrics, copies):
+            run_on_devices(run, dict.fromkeys(self.devices[: len(parts)]), self._threads)
+        return results
+
+    def original(self, metric: Metric) -> Metric:
+        """The metric of the module that one on another device is a copy of."""
+        found: Metric = self._originals.get(id(metric), metric)
+        return found
 
     def close(self) -> None:
         """End the threads of further devices."""
         self._threads.shutdown()
 
     def pull(self, *, with_values: bool) -> None:
-        """Give the copies what the module is now."""
-        layers, self._found_metrics = _find_layers(self.module)
-        buffers = [b for each in layers for b in each._buffers.values() if b is not None]
-        parameters = list(self.module.parameters())
-        # Only where something came or went, references are replaced again in all layers.
-        parts = [*layers, *buffers, *parameters, *(metric for *_, metric in self._found_metrics)]
-        shapes = [(each.shape, each.dtype) for each in buffers]
-        is_same = _are_the_same(parts, self._parts) and shapes == self._shapes
-        self._parts, self._shapes = parts, shapes
-        same = {
-            each
-            for each in layers
-            if each in self._seen
-            and all(map(_are_same, (vars(each), each._modules), self._seen[each]))
-        }
-        self._seen = {
-            each: self._seen[each] if each in same else (dict(vars(each)), dict(each._modules))
-            for each in layers
-        }
+        """Give the copies on further devices what the module is now."""
+        if not self.copies:
+            return
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
-            for device, known in self._parameters_on.items():
-                self._parameters_on[device] = own = _own(parameters, known, device)
-                is_same = is_same and _are_same(own, known)
-                for parameter in parameters:
-                    own[parameter].requires_grad_(parameter.requires_grad)
-            for index, each in enumerate(self._copies, 1):
-                if not is_same:
-                    metrics = {id(m): self.metrics.of(m)[index] for *_, m in self._found_metrics}
-                    each.buffers = _own(buffers, each.buffers, each.device)
-                    each.refer(layers, metrics, self._parameters_on.get(each.device))
-                each.follow(same if is_same else ())
-            if with_values:
-                self._pull_values(parameters, list(dict.fromkeys(buffers)))
+            self._follow()
+            for tensors, *others in self._buckets if with_values else ():
+                flat = _utils._flatten_dense_tensors(tensors)
+                for device, own in zip(self.copies, others, strict=True):
+                    sent = _utils._unflatten_dense_tensors(send(flat, device), tensors)
+                    torch._foreach_copy_(own, sent)
 
-    def _pull_values(self, parameters: list[nn.Parameter], buffers: list[Tensor]) -> None:
-        # A further device is sent them once.
-        nearest = {self.devices[0]: buffers}
-        remote: dict[torch.device, list[Tensor]] = {}
-        for each in self._copies:
-            if each.device not in nearest:
-                nearest[each.device] = list(each.buffers.values())
-                own = self._parameters_on[each.device].values()
-                remote[each.device] = [*own, *nearest[each.device]]
-        if remote:
-            _send_all([*parameters, *buffers], remote)
-        for each in self._copies:
-            own_buffers = list(each.buffers.values())
-            if own_buffers and own_buffers[0] is not nearest[each.device][0]:
-                torch._foreach_copy_(own_buffers, nearest[each.device])
+    def _follow(self) -> None:
+        layers, metrics = _find_layers(self.module)
+        registered = (own.values() for e in layers for own in (e._parameters, e._buffers))
+        tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
+        parts = [*layers, *tensors, *metrics]
+        facts = [(each.shape, each.dtype, each.requires_grad) for each in tensors]
+        seen = {each: _attributes(each) for each in layers}
+        changed = [each for each in layers if not _are_same(seen[each], self._seen.get(each, ()))]
+        if not _are_same(parts, self._parts) or facts != self._facts:
+            # Any layer may refer to what came or went.
+            changed = layers
+            for each in self.copies.values():
+                each.refer(layers, tensors, metrics)
+            every = [tensors, *(list(each.tensors.values()) for each in self.copies.values())]
+            self._buckets = _in_buckets(*every)
+        self._parts, self._facts, self._seen = parts, facts, seen
+        for each in self.copies.values():
+            each.follow(changed)
 
+    @torch.no_grad()
     def push_gradients(self) -> None:
-        """Add the gradients of other physical devices to the module's, and clear them."""
-        found: dict[torch.device, dict[Tensor, Tensor]] = {}
-        for device, tensors in self._parameters_on.items():
-            found[device] = {p: own.grad for p, own in tensors.items() if own.grad is not None}
-            for own in tensors.values():
-                own.grad = None
-        every = dict.fromkeys(parameter for grads in found.values() for parameter in grads)
-        sparse = {p for grads in found.values() for p, grad in grads.items() if grad.is_sparse}
-        with torch.no_grad():
-            for parameter in every:
+        """Add the gradients of further devices to the module's, and clear them."""
+        root = self.devices[0]
+        for each in self.copies.values():
+            sums, grads = list[Tensor](), list[Tensor]()
+            for parameter, own in each.tensors.items():
+                grad, own.grad = own.grad, None
+                if grad is None:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            for parameter in sparse:
-                for grads in found.values():
-                    if parameter in grads:
-                        assert parameter.grad is not None
-                        parameter.grad = parameter.grad + send(grads[parameter], self.devices[0])
-            dense = [parameter for parameter in every if parameter not in sparse]
-            for bucket in _utils._take_tensors(dense, _BUCKET_BYTES):
-                # A replica that does not use a parameter has no gradient of it.
-                flat = [
-                    _utils._flatten_dense_tensors(
-                        [g[p] if p in g else torch.zeros_like(p, device=device) for p in bucket]
-                    )
-                    for device, g in found.items()
-                ]
-                total = reduce(torch.add, [send(each, self.devices[0]) for each in flat])
-                grads = _utils._unflatten_dense_tensors(total, bucket)
-                torch._foreach_add_([parameter.grad for parameter in bucket], grads)
+                if grad.is_sparse:
+                    parameter.grad = parameter.grad + send(grad, root)
+                else:
+                    sums.append(parameter.grad)
+                    grads.append(grad)
+            for totals, terms in _in_buckets(sums, grads):
+                flat = send(_utils._flatten_dense_tensors(terms), root)
+                torch._foreach_add_(totals, _utils._unflatten_dense_tensors(flat, terms))
+
+
+def _take_turns(layers: Sequence[nn.Module], turns: Sequence[Callable[[], None]]) -> None:
+    """Call functions, each while the layers have other attributes; those of the first stay."""
+    first = [vars(each) for each in layers]
+    buffers = [b for each in layers for b in each._buffers.values() if b is not None]
+    begin = [first]
+    with torch.inference_mode(False), torch.no_grad():
+        for _ in turns[1:]:
+            own = {each: each.clone() for each in buffers}
+            begin.append([_apart(attributes, own) for attributes in first])
+    try:
+        for turn, attributes in zip(turns, begin, strict=True):
+            _give(layers, attributes)
+            turn()
+    finally:
+        _give(layers, first)
+
+
+def _give(layers: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
+    for each, own in zip(layers, attributes, strict=True):
+        object.__setattr__(each, "__dict__", own)
+
+
+def _apart(attributes: dict[str, Any], buffers: Mapping[Any, Tensor]) -> dict[str, Any]:
+    """A copy of the attributes of a layer, with other buffers."""
+    own = attributes.copy()
+    if own["_buffers"]:
+        own["_buffers"] = {name: buffers.get(b, b) for name, b in own["_buffers"].items()}
+    return own
 
 
 class _Copy:
-    """The copy of a module's layers for one replica."""
+    """The layers and tensors of a module on a further device."""
 
-    def __init__(self, device: torch.device, log: PartLog) -> None:
+    def __init__(self, device: torch.device, originals: dict[int, Any]) -> None:
         self.device = device
-        #: By layer of the module, and by buffer, that of this replica.
+        #: By layer, parameter and buffer of the module, that on this device.
         self.layers: dict[nn.Module, nn.Module] = {}
-        self.buffers: _Tensors = {}
-        self._log = log
-        #: What takes the place of references, by id; by layer, the attributes of its copy.
+        self.tensors: dict[Tensor, Tensor] = {}
+        self._metrics: dict[int, Any] = {}
+        self._originals = originals
+        #: What takes the place of references, by id; by layer of the module, the attributes of its
+        #: copy, and those of them that are not those of the layer.
         self._own: dict[int, Any] = {}
         self._given: dict[nn.Module, dict[str, Any]] = {}
-        #: Recurrent layers whose weights on this device are not one piece of memory yet.
-        self._unpacked: list[nn.RNNBase] = []
-        #: By layer, attributes that are not those of the module.
         self._special: dict[nn.Module, dict[str, Any]] = {}
 
+    def metric(self, metric: Any) -> Any:
+        """The copy of a metric or collection, which is made when it is first asked for."""
+        if id(metric) not in self._metrics:
+            self._metrics[id(metric)] = made = _copy_metric(metric, self.device)
+            self._originals.update(zip(map(id, made.modules()), metric.modules(), strict=True))
+        return self._metrics[id(metric)]
+
     def refer(
-        self, layers: Sequence[nn.Module], metrics: dict[int, Any], parameters: _Tensors | None
+        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor], metrics: Sequence[Any]
     ) -> None:
-        """Copy layers, which stay the same objects, and note what takes the place of references."""
+        """Copy layers and tensors, and note what takes the place of references to them."""
         known = self.layers
         self.layers = {
             each: known[each] if each in known else type(each).__new__(type(each))
             for each in layers
         }
-        self._unpacked = [
-            each
-            for each in layers
-            if isinstance(each, nn.RNNBase) and parameters is not None and each not in known
-        ]
-        self._own = dict(metrics)
-        for tensors in (self.layers, self.buffers, parameters or {}):
-            self._own.update(zip(map(id, tensors), tensors.values(), strict=True))
+        self.tensors = {each: self._copy_of(each) for each in tensors}
+        self._own = {id(each): self.metric(each) for each in metrics}
+        for copies in (self.layers, self.tensors):
+            self._own.update(zip(map(id, copies), copies.values(), strict=True))
 
-    def follow(self, same: Container[nn.Module]) -> None:
-        """Give the copies the attributes of the layers, those excepted that have not changed."""
-        given, self._given = self._given, {}
-        for each, replica in self.layers.items():
-            if each in same and _are_same(vars(replica), given[each]):
-                self._given[each] = given[each]
-                continue
-            attributes = {name: _mapped(value, self._own) for name, value in vars(each).items()}
-            if each not in self._special:
-                self._special[each] = self._special_of(each, replica)
-            vars(replica).clear()
-            vars(replica).update(attributes, **self._special[each])
-            self._given[each] = dict(vars(replica))
-        for each in self._unpacked:
-            # Otherwise cuDNN copies all weights in each step, and warns.
-            self.layers[each].flatten_parameters()  # type: ignore[operator]
-        self._unpacked = []
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        mine = self.tensors.get(tensor)
+        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+            mine = tensor.detach().to(self.device, copy=True)
+            if isinstance(tensor, nn.Parameter):
+                mine = nn.Parameter(mine, tensor.requires_grad)
+        return mine.requires_grad_(tensor.requires_grad)
 
-    def _special_of(self, layer: nn.Module, replica: nn.Module) -> dict[str, Any]:
+    def follow(self, changed: Iterable[nn.Module]) -> None:
+        """Give the copies the attributes of the layers, of which some have changed."""
+        given = self._given | {each: self._attributes_of(each) for each in changed}
+        self._given = {each: given[each] for each in self.layers}
+        _give(self.layers.values(), (_apart(each, {}) for each in self._given.values()))
+        for each in changed:
+            own: Any = self.layers[each]
+            if isinstance(own, nn.RNNBase):
+                # Otherwise cuDNN copies all weights in each step, and warns.
+                own.flatten_parameters()
+
+    def _attributes_of(self, layer: nn.Module) -> dict[str, Any]:
+        if layer not in self._special:
+            self._special[layer] = self._special_of(layer)
+        mapped = {name: _mapped(value, self._own) for name, value in vars(layer).items()}
+        return {**mapped, **self._special[layer]}
+
+    def _special_of(self, layer: nn.Module) -> dict[str, Any]:
         special: dict[str, Any] = {}
         if isinstance(layer, _DeviceDtypeModuleMixin):
             special["_device"] = self.device
-        if isinstance(layer, LightningModule):
-            special["log"] = self._log
         if (context := getattr(layer, "_compiler_ctx", None)) is None:
             return special
         for name in _COMPILED:
             # A module that is fitted again was compiled before: this unwraps the first compilation.
             original = innermost_fn(context[f"original_{name}"])
             if isinstance(original, MethodType):
-                original = MethodType(original.__func__, replica)
+                original = MethodType(original.__func__, self.layers[layer])
             special[name] = context["dynamo_ctx"](original)
         return special
 
 
-def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[tuple[nn.Module, str, Any]]]:
-    """The layers of a module, itself included, and its metrics, each with its parent and name."""
-    # Metrics and collections are copied and merged as a whole. One may have several names.
+def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """The layers of a module, itself included, and its metrics and collections of them."""
     layers = {module: None}
-    metrics = []
+    metrics: dict[int, Any] = {}
     pending = [module]
     for each in pending:
-        for name, child in each._modules.items():
+        for child in each._modules.values():
             if isinstance(child, (Metric, MetricCollection)):
-                metrics.append((each, name, child))
+                metrics[id(child)] = child
             elif child is not None and child not in layers:
                 layers[child] = None
                 pending.append(child)
-    return pending, metrics
+    return pending, list(metrics.values())
+
+
+def _attributes(layer: nn.Module) -> list[Any]:
+    """All that a layer has, to see whether it is the same."""
+    own = vars(layer)
+    registered = (own[name].values() for name in ("_modules", "_parameters", "_buffers"))
+    return [each for values in (own.values(), *registered) for each in values]
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
@@ -270,34 +294,9 @@ def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
     return value
 
 
-def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
-
-
-def _are_the_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
-
-
-def _own(tensors: Iterable[Tensor], known: _Tensors, device: torch.device) -> _Tensors:
-    """Copies of tensors on a device: those that there are, or new ones."""
-    own = {}
-    for tensor in tensors:
-        mine = known.get(tensor)
-        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
-            mine = tensor.detach().to(device, copy=True)
-            if isinstance(tensor, nn.Parameter):
-                mine = nn.Parameter(mine, tensor.requires_grad)
-        own[tensor] = mine
-    return own
-
-
-def _send_all(sources: list[Any], targets: Mapping[torch.device, list[Any]]) -> None:
-    """Copy tensors to tensors on other devices, many small ones at once."""
-    every = (_utils._take_tensors(each, _BUCKET_BYTES) for each in (sources, *targets.values()))
-    for bucket, *others in zip(*every, strict=True):
-        flat = _utils._flatten_dense_tensors(bucket)
-        for device, own in zip(targets, others, strict=True):
-            torch._foreach_copy_(own, _utils._unflatten_dense_tensors(send(flat, device), bucket))
+def _in_buckets(*lists: list[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """Tensors of one dtype and about so many bytes, together with those that belong to them."""
+    return list(zip(*(_utils._take_tensors(each, _BUCKET_BYTES) for each in lists), strict=True))
 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
@@ -331,22 +330,13 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
                 )
 
 
-def run_replicas(
-    functions: Sequence[Callable[[], Any]], devices: Sequence[torch.device], threads: Executor
-) -> list[Any]:
-    """Call one function per replica: those of one device in turn, and devices side by side."""
-    # In turn, because replicas of a device draw random numbers from one generator, and each thread
-    # that computes on a CPU would start its own OpenMP team. Modes are those of the caller.
-    results: list[Any] = [None] * len(functions)
-    by_device: dict[torch.device, list[int]] = {}
-    for index in range(len(functions)):
-        by_device.setdefault(devices[index], []).append(index)
-
-    def run(device: torch.device) -> None:
-        for index in by_device[device]:
-            results[index] = functions[index]()
-
-    here, *others = by_device
+def run_on_devices(
+    run: Callable[[torch.device], None], devices: Iterable[torch.device], threads: Executor
+) -> None:
+    """Call a function for the first device here, and for each other one in a thread beside it."""
+    # The replicas of a device draw random numbers from one generator, and each thread that computes
+    # on a CPU would start its own OpenMP team. Modes are those of the caller.
+    here, *others = devices
     futures = [threads.submit(_entering(device, run)) for device in others]
     try:
         run(here)
@@ -354,11 +344,10 @@ def run_replicas(
         wait(futures)
     for future in futures:
         future.result()
-    return results
 
 
 def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Callable[[], None]:
-    """A function that runs a device's replicas in another thread, in the modes of this one."""
+    """A function for another thread, which runs in the modes of this one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     autocast = [
@@ -383,46 +372,6 @@ def _entering(device: torch.device, run: Callable[[torch.device], None]) -> Call
     return entered
 
 
-class MetricCopies:
-    """Empty copies of metrics, one for each replica, made when they are first asked for."""
-
-    # By ``id``: metrics overload comparison, and their hash changes with their state.
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-        self._copies: dict[int, tuple[nn.Module, list[Any]]] = {}
-        self._originals: dict[int, Any] = {}
-
-    def of(self, metric: nn.Module) -> list[Any]:
-        """The copies of a metric or collection, the same ones each time."""
-        if id(metric) not in self._copies:
-            copies = [_copy_metric(metric, device) for device in self._devices]
-            self._copies[id(metric)] = (metric, copies)
-            for each in copies:
-                self._originals.update(zip(map(id, each.modules()), metric.modules(), strict=True))
-        return self._copies[id(metric)][1]
-
-    def original(self, metric: Metric) -> Metric:
-        """The metric that one is a copy of."""
-        found: Metric = self._originals.get(id(metric), metric)
-        return found
-
-    @contextmanager
-    def counted(self, found: Sequence[tuple[nn.Module, str, Any]], count: int) -> Iterator[None]:
-        """Give the module copies within the context; at its end, merge those of some replicas."""
-        for parent, name, metric in found:
-            parent._modules[name] = self.of(metric)[0]
-        try:
-            yield
-        finally:
-            for parent, name, metric in found:
-                parent._modules[name] = metric
-        # Ordinary tensors in inference mode too: a metric may be updated in training as well.
-        with torch.inference_mode(False), torch.no_grad():
-            for metric in {id(metric): metric for *_, metric in found}.values():
-                _merge_metrics(metric, self.of(metric)[:count])
-
-
 def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
     copied: Any = copy.deepcopy(metric).to(device)
     for child in copied.modules():
@@ -433,41 +382,74 @@ def _copy_metric(metric: nn.Module, device: torch.device) -> Any:
     return copied
 
 
-def _merge_metrics(metric: nn.Module, copies: list[Any]) -> None:
-    for own, *others in zip(metric.modules(), *(c.modules() for c in copies), strict=True):
-        if isinstance(own, Metric):
-            step, *rest = others
-            has_value = any(other._forward_cache is not None for other in others)
-            _merge_states(step, rest)
-            _merge_states(own, [step])
-            if has_value:
-                # What `self.log` logs for the step.
-                own._forward_cache = step.compute()
-    for each in copies:
-        each.reset()
+@contextmanager
+def counted(metrics: Sequence[Any], copies: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Let metrics and their copies count the parts of a step, and merge them at its end."""
+    # What a metric has counted before is set aside: `self.log` logs its value for the step.
+    before = [[_set_aside(each) for each in metric.modules()] for metric in metrics]
+    try:
+        yield
+    finally:
+        # Ordinary tensors in inference mode too: a metric may be updated in training as well.
+        with torch.inference_mode(False), torch.no_grad():
+            for metric, known, others in zip(metrics, before, copies, strict=True):
+                own = zip(metric.modules(), *(each.modules() for each in others), strict=True)
+                for counting, earlier in zip(own, known, strict=True):
+                    if earlier is not None:
+                        _merge(counting, earlier)
+                for each in others:
+                    each.reset()
 
 
-def _merge_states(target: Metric, sources: list[Metric]) -> None:
-    """Merge the states of metrics into those of another one, each by its ``dist_reduce_fx``."""
-    updated = [metric for metric in (target, *sources) if metric._update_count]
-    # Metrics overload comparison: they must be compared by identity.
-    if all(metric is target for metric in updated):
-        return
-    for name, reduction in target._reductions.items():
-        values = [getattr(metric, name) for metric in updated]
+#: The states of a metric by name, and the number of its updates.
+_States = tuple[dict[str, Any], int]
+
+
+def _states_of(metric: Metric) -> _States:
+    return {name: getattr(metric, name) for name in metric._defaults}, metric._update_count
+
+
+@torch.inference_mode(False)
+def _set_aside(metric: nn.Module) -> _States | None:
+    """What a metric has counted, which then counts from nothing; None for a collection."""
+    if not isinstance(metric, Metric):
+        return None
+    counted = _states_of(metric)
+    for name, default in metric._defaults.items():
+        empty: Any = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+        setattr(metric, name, empty)
+    metric._update_count, metric._forward_cache, metric._computed = 0, None, None
+    return counted
+
+
+def _merge(metrics: Sequence[Any], earlier: _States) -> None:
+    """Merge what metrics have counted of a step into the first, and then what it had before."""
+    own = metrics[0]
+    has_value = any(each._forward_cache is not None for each in metrics)
+    _set_states(own, [_states_of(each) for each in metrics])
+    value = own.compute() if has_value else None
+    _set_states(own, [earlier, _states_of(own)])
+    own._forward_cache = value
+
+
+def _set_states(target: Metric, parts: Sequence[_States]) -> None:
+    """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
+    updated = [(states, count) for states, count in parts if count]
+    total = sum(count for _, count in updated)
+    for name, reduction in target._reductions.items() if total else ():
+        values = [states[name] for states, _ in updated]
         device = target.device
         if isinstance(values[0], list):
             merged: Any = [item.to(device) for value in values for item in value]
         elif reduction is dim_zero_cat:
             merged = torch.cat([value.to(device) for value in values])
-        elif reduction is dim_zero_mean:
-            counts = torch.tensor([float(metric._update_count) for metric in updated])
-            stacked = torch.stack([value.to(device) for value in values])
-            weights = (counts / counts.sum()).to(stacked)
-            merged = torch.tensordot(weights, stacked, dims=1)
         else:
-            merge: Any = reduction
-            merged = merge(torch.stack([value.to(device) for value in values]))
+            stacked = torch.stack([value.to(device) for value in values])
+            if reduction is dim_zero_mean:
+                weights = torch.tensor([count / total for _, count in updated]).to(stacked)
+                merged = torch.tensordot(weights, stacked, dims=1)
+            else:
+                merge: Any = reduction
+                merged = merge(stacked)
         setattr(target, name, merged)
-    target._update_count = sum(metric._update_count for metric in updated)
-    target._computed = None
+    target._update_count, target._computed = total, None

@@ -164,6 +164,6 @@ class DataParallelStrategy(OneProcess):
                     " replica under memmap_dp does: leave it to automatic optimization, or train"
                     " with memmap_superbatch, memmap_superbatch_ddp or ddp"
                 )
-        merge_logs(replicas.logs, batch, module, replicas.metrics.original)
+        merge_logs(replicas.logs, batch, module, replicas.original)
         is_training = name == "training_step"
         return training_output(outputs, batch) if is_training else batch.merge(outputs)

@@ -163,7 +163,7 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
         FileNotFoundError: No member has recorded this stage there.
     """
     found: dict[int, MemberResult] = {}
-    for path in Path(directory).glob(f"{_folder_of('*')}/{_file_of(stage, '*')}"):
+    for path in Path(directory).glob(f"{_folder_of('*')}/results-{stage}-*.json"):
         result = _read(path)
         if result is not None and result.call >= found.get(result.member, result).call:
             found[result.member] = result
@@ -175,11 +175,6 @@ def read_results(directory: str | Path, stage: str = "fit") -> MemberResults:
 def _folder_of(member: int | str) -> str:
     """The name of the folder that a member writes to; of ``*``, a pattern that matches all."""
     return f"member_{member}"
-
-
-def _file_of(stage: str, call: int | str) -> str:
-    """The name of the file in which a member records a stage; of ``*``, patterns."""
-    return f"results-{stage}-{call}.json"
 
 
 def _read(path: Path) -> MemberResult | None:
@@ -377,11 +372,10 @@ class _Members(_SubprocessScriptLauncher):
                 self._start(self.root)
         returned = self._run_stage(trainer, function, *args, **kwargs)
         if self._is_first:
-            self._wait(self._has_ended)
-            results = self._show()
+            results = self._show(self._has_ended)
             if results.failed and self._raise_on_failure:
                 # This error may end the program, which must not leave the others running.
-                self._wait_for_end()
+                self._wait()
                 results.check()
         return returned
 
@@ -393,37 +387,34 @@ class _Members(_SubprocessScriptLauncher):
         bar = trainer.progress_bar_callback
         if self.member and bar is not None:
             bar.disable()
-        began = perf_counter()
-        self._record(trainer, RUNNING, 0.0)
+        device, began = str(trainer.strategy.root_device), perf_counter()
+        result = MemberResult(self.member, self._stage, self._call, RUNNING, device=device)
+        self._record(result)
         try:
             returned = function(*args, **kwargs)
-        except BaseException as error:
-            # With this a Tuner ends the fit in which it tried something.
-            is_done = isinstance(error, _TunerExitException)
-            status = DONE if is_done else FAILED
-            self._record(trainer, status, perf_counter() - began, None if is_done else error)
+            result = replace(result, status=DONE)
+        except _TunerExitException:
+            # A Tuner ends the fit in which it tried something.
+            result = replace(result, status=DONE)
             raise
-        self._record(trainer, DONE, perf_counter() - began)
+        except BaseException as error:
+            result = replace(result, status=FAILED, error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            logged = trainer.callback_metrics if result.status == DONE else {}
+            saver = trainer.checkpoint_callback
+            result = replace(
+                result,
+                epochs=trainer.current_epoch,
+                steps=trainer.global_step,
+                seconds=perf_counter() - began,
+                metrics={name: float(value) for name, value in logged.items()},
+                checkpoint=(isinstance(saver, ModelCheckpoint) and saver.best_model_path) or None,
+            )
+            self._record(result)
         return returned
 
-    def _record(
-        self, trainer: Any, status: str, seconds: float, error: BaseException | None = None
-    ) -> None:
-        logged = trainer.callback_metrics if status == DONE else {}
-        saver = trainer.checkpoint_callback
-        result = MemberResult(
-            self.member,
-            self._stage,
-            self._call,
-            status,
-            error=None if error is None else f"{type(error).__name__}: {error}",
-            device=str(trainer.strategy.root_device),
-            epochs=trainer.current_epoch,
-            steps=trainer.global_step,
-            seconds=seconds,
-            metrics={name: float(value) for name, value in logged.items()},
-            checkpoint=(isinstance(saver, ModelCheckpoint) and saver.best_model_path) or None,
-        )
+    def _record(self, result: MemberResult) -> None:
         path = self._file(self.member)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -433,14 +424,13 @@ class _Members(_SubprocessScriptLauncher):
     def end_after_the_others(self) -> None:
         """Where member 0 failed, wait until the others have ended, and show the table."""
         if self._is_first and self.root is not None:
-            self._wait_for_end()
             self._show()
 
     def _start(self, root: Path) -> None:
         """Start the other members, unless this program has done so."""
         if not self._others:
             _Members._first_root = root
-            for path in root.glob(f"{_folder_of('*')}/{_file_of('*', '*')}"):
+            for path in root.glob(f"{_folder_of('*')}/results-*.json"):
                 path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
@@ -452,7 +442,7 @@ class _Members(_SubprocessScriptLauncher):
                     start_new_session=False,
                 )
             # The program ends after the other members.
-            atexit.register(self._wait_for_end)
+            atexit.register(self._wait)
         elif len(self._others) + 1 != self._num_members:
             raise ValueError(
                 f"num_members={self._num_members}: this program already trains"
@@ -464,10 +454,7 @@ class _Members(_SubprocessScriptLauncher):
         result = _read(self._file(member))
         return result is not None and result.status in (DONE, FAILED)
 
-    def _wait_for_end(self) -> None:
-        self._wait(lambda member: False)
-
-    def _wait(self, is_ready: Callable[[int], bool]) -> None:
+    def _wait(self, is_ready: Callable[[int], bool] = lambda member: False) -> None:
         """Wait until each other member is ready, or its process has ended."""
         notice_s = perf_counter() + _PATIENCE_S
         pending = set(self._others)
@@ -490,7 +477,9 @@ class _Members(_SubprocessScriptLauncher):
         self.kill(signum)
         sys.exit(128 + signum)
 
-    def _show(self) -> MemberResults:
+    def _show(self, is_ready: Callable[[int], bool] = lambda member: False) -> MemberResults:
+        """Wait for the other members, and print one table."""
+        self._wait(is_ready)
         members = tuple(self._result_of(member) for member in range(self._num_members))
         self.results = MemberResults(self._stage, members)
         if self._num_members > 1:
@@ -513,15 +502,13 @@ class _Members(_SubprocessScriptLauncher):
             return replace(result, status=FAILED, error=process.how_it_ended())
         return replace(result, status=ABSENT)
 
-    def _folder(self, member: int | str) -> Path:
-        assert self.root is not None
-        return self.root / _folder_of(member)
-
     def _file(self, member: int) -> Path:
-        return self._folder(member) / _file_of(self._stage, self._call)
+        assert self.root is not None
+        return self.root / _folder_of(member) / f"results-{self._stage}-{self._call}.json"
 
     def _output(self, member: int | str) -> Path:
-        return self._folder(member) / "output.log"
+        assert self.root is not None
+        return self.root / _folder_of(member) / "output.log"
 
 
 def _member_of_this_process() -> int | None:

@@ -5,7 +5,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _WITH_ROWS = (Tensor, TensorDictBase)
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
 class MicroBatches:
-    """The rows of one step in parts: one per replica, on its device, or per micro-batch."""
+    """The rows of one step in parts: one per replica, on its device, or one after the other."""
 
     # Callbacks and hooks are given this object as their batch, and can read it as if it were one,
     # ``batch["x"]`` or ``x, y = batch``: only then is it assembled on the root device.
@@ -30,9 +30,7 @@ class MicroBatches:
     #: Of shape (num_rows, 0): Lightning searches the fields of a dataclass for the number of rows.
     extent: Tensor
 
-    def __init__(
-        self, parts: list[Any], places: list[range], device: torch.device, padded_rows: int = 0
-    ) -> None:
+    def __init__(self, parts: list[Any], places: list[range], device: torch.device) -> None:
         self.parts = parts
         #: The rows of the step that each part has.
         self.places = places
@@ -40,7 +38,6 @@ class MicroBatches:
         self.num_rows = sum(self.rows)
         self.device = device
         self.extent = torch.empty(self.num_rows, 0)
-        self._lengths = [padded_rows or rows for rows in self.rows]
         self._assembled: Any = None
 
     @classmethod
@@ -68,32 +65,6 @@ class MicroBatches:
             own = [leaf[index::count].contiguous().to(devices[index]) for leaf in leaves]
             parts.append(own[0] if is_leaf else rebuilt(batch, iter(own)))
         return cls.of_devices(parts, num_rows, 0, devices[0])
-
-    @classmethod
-    def split_padded(cls, batch: Any, num: int, num_rows: int, padded_rows: int) -> "MicroBatches":
-        """Divide a batch into consecutive rows, each part padded to one number of rows."""
-        base, more = divmod(num_rows, num)
-        stops = list(accumulate((base + (index < more) for index in range(num)), initial=0))
-        places = [range(start, stop) for start, stop in pairwise(stops)]
-
-        def part(leaf: Any, own: range) -> Any:
-            if not leaf.ndim:
-                return leaf
-            if leaf.shape[0] != num_rows:
-                raise ValueError(
-                    f"a batch of {num_rows} rows has a tensor of shape {tuple(leaf.shape)}: batches"
-                    " are divided by rows, so the first dimension of every tensor must be the"
-                    " rows; omit others from the batch"
-                )
-            if len(own) == padded_rows:
-                return leaf[own.start : own.stop]
-            index = [*own] or [0]
-            index += index[-1:] * (padded_rows - len(index))
-            return leaf[torch.tensor(index, device=leaf.device)]
-
-        parts = [apply_to_collection(batch, _WITH_ROWS, part, own) for own in places]
-        device = next(leaf.device for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor))
-        return cls(parts, places, device, padded_rows)
 
     @property
     def assembled(self) -> Any:
@@ -145,7 +116,7 @@ class MicroBatches:
         return [self._move(value) for value in values]
 
     def _have_rows(self, values: Sequence[Any]) -> bool:
-        pairs = list(zip(values, self._lengths, strict=True))
+        pairs = list(zip(values, self.rows, strict=True))
         if all(_row_count(value) == rows for value, rows in pairs):
             return True
         # A list whose tensors each have all rows is a list of outputs, not of rows.
@@ -160,7 +131,7 @@ class MicroBatches:
         if isinstance(values[0], list):
             rows: list[Any] = [None] * self.num_rows
             for own, value in zip(self.places, values, strict=True):
-                for place, item in zip(own, value, strict=False):
+                for place, item in zip(own, value, strict=True):
                     rows[place] = self._move(item)
             return rows
         if len(values) == 1:
@@ -168,10 +139,7 @@ class MicroBatches:
         if isinstance(values[0], Tensor) and values[0].is_nested:
             first = [own.start for own in self.places].index(0)
             return interleaved([v.detach() for v in values], first, self.num_rows, self.device)
-        own_rows = [value[: len(own)] for value, own in zip(values, self.places, strict=True)]
-        joined = torch.cat([self._move(value) for value in own_rows])
-        if self.places[0].step == 1:
-            return joined
+        joined = torch.cat([self._move(value) for value in values])
         return joined[torch.tensor([*chain(*self.places)]).argsort().to(self.device)]
 
     def _merge_items(self, values: Sequence[Any]) -> Any:

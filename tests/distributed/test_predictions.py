@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lightning_memmap import open_store, verify_store
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import in_dataset_order
@@ -65,6 +65,6 @@ def write_old_table(path: Path) -> None:
     draft = Manifest.draft(3, 2, Schema.from_batch(values))
     build = TableBuild(path, draft)
     writer = TableWriter(path, draft, build.token)
-    writer.write(range(3), [values])
+    writer.write(range(3), [Values(values)])
     writer.close()
     build.finish(3)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store import (
     append_store,
     build_part,
@@ -140,7 +140,7 @@ def _table(_: Subject, attempt: Attempt) -> None:
     writer = TableWriter(attempt.path, draft, build.token)
     half = NUM_ROWS // 2
     for first, end in ((half, NUM_ROWS), (0, half)):
-        writer.write(range(first, end), [rows[first:end]])
+        writer.write(range(first, end), [Values(rows[first:end])])
     writer.close()
     build.finish(writer.num_written)
 

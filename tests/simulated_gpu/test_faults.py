@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading import buffers
-from lightning_memmap.loading.row_source import RowSource
+from lightning_memmap.loading import buffers, fetch
 from lightning_memmap.store import Store
 from tests.rows import assembled
 from tests.simulated_gpu import devices
@@ -127,7 +126,7 @@ def test_page_locked_memory_that_is_used_again_is_noticed(
 
     monkeypatch.setattr(buffers.Buffers, "empty", empty)
     # One step after the other: several small ones would be in one fetch.
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     read_host_epochs(tmp_path, numbered_store(96, 24, 2**12))
     devices.check_open_copies()
     assert any("host memory changed" in report.text for report in devices.reports)

@@ -114,12 +114,9 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
     assert recorder.num_bytes == num_bytes
-    modules = replicas.first(4)
-    for first, second in zip(modules[0].parameters(), modules[2].parameters(), strict=True):
-        assert first is second
-    for index in range(2):
-        for parameter in modules[index].parameters():
-            parameter.grad = torch.full_like(parameter, 2.0**index)
+    for scale, root in ((1.0, module), (2.0, replicas.copies[OTHER].layers[module])):
+        for parameter in root.parameters():
+            parameter.grad = torch.full_like(parameter, scale)
     with MovementRecorder() as recorder:
         replicas.push_gradients()
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())

@@ -5,7 +5,6 @@ run one after the other.
 """
 
 import dataclasses
-import functools
 import itertools
 import threading
 from collections import Counter
@@ -36,7 +35,7 @@ from torchmetrics import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
-from lightning_memmap.strategies._replicas import run_replicas
+from lightning_memmap.strategies._replicas import run_on_devices
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, joined
@@ -783,12 +782,18 @@ class TestErrors:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_replicas_run_in_the_modes_of_the_caller(
+def test_devices_run_in_the_modes_of_the_caller(
     grad: bool, inference: bool, autocast: bool
 ) -> None:
+    threads_of = {}
+
     def modes() -> Any:
         output = nn.Linear(2, 2)(torch.ones(1, 2))
         return output.dtype, output.requires_grad, output.is_inference()
+
+    def note(device: torch.device) -> None:
+        assert modes() == expected
+        threads_of[device] = threading.current_thread()
 
     devices = [torch.device(name) for name in SIDE_BY_SIDE]
     with (
@@ -797,22 +802,9 @@ def test_replicas_run_in_the_modes_of_the_caller(
         torch.inference_mode(inference),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
-        assert run_replicas([modes] * 4, devices, threads) == [modes()] * 4
-
-
-def test_replicas_of_one_device_run_in_turn_in_one_thread() -> None:
-    order = []
-
-    def work(index: int) -> Any:
-        order.append(index)
-        return threading.current_thread()
-
-    devices = [CPU, torch.device("cpu:1"), CPU, torch.device("cpu:1")]
-    with ThreadPoolExecutor() as threads:
-        first, other, *rest = run_replicas(
-            [functools.partial(work, index) for index in range(4)], devices, threads
-        )
-    assert [first, other, *rest] == [threading.current_thread(), other] * 2
-    assert other is not first
-    assert order.index(0) < order.index(2)
-    assert order.index(1) < order.index(3)
+        expected = modes()
+        run_on_devices(note, devices, threads)
+    here = threads_of.pop(CPU)
+    assert here is threading.current_thread()
+    assert len(threads_of) == 3
+    assert here not in threads_of.values()

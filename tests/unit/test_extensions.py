@@ -1,6 +1,7 @@
 """Extensions: a sampler, a row source and a strategy that the package does not know."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,17 +176,16 @@ class MadeRows(RowSource):
     device = CPU
 
     def __init__(self, store: Store) -> None:
-        self.fields = [(field.shape, field.dtype) for field in store.schema.fields]
-        self.row_bytes = store.manifest.row_bytes
         self.fetched: list[int] = []
         self._store = store
 
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         return sampler.dataset_rows(epoch, positions)
 
-    def fetch(
-        self, locations: Tensor, out: Buffers | None = None, *, pin_memory: bool = False
-    ) -> list[Tensor]:
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Any:
+        return nullcontext(self.take)
+
+    def take(self, locations: Tensor, out: Buffers | None) -> list[Tensor]:
         self.fetched += locations.tolist()
         samples = [self._store[row] for row in locations.tolist()]
         return [torch.stack([sample[name] for sample in samples]) for name in ("row", "image")]
@@ -199,7 +199,9 @@ def test_row_source_of_a_test_serves_a_loader(
     store = numbered_store(NUM_ROWS, 12)
     source = MadeRows(store)
     topology = DataTopology((CPU,) * num_devices)
-    rows = SplitRows(topology, pool_of(NUM_ROWS, 12), (source,), np.zeros(12, np.int64))
+    rows = SplitRows(
+        topology, pool_of(NUM_ROWS, 12), (source,), np.zeros(12, np.int64), store.schema.fields
+    )
     loader = loader_over(store, rows, 4, shuffle=True, seed=3, transform=transform)
     expected = make_loader(store, num_devices, 4, shuffle=True, seed=3)
     assert epoch_rows(loader) == epoch_rows(expected)

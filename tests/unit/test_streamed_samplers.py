@@ -41,7 +41,6 @@ def test_one_read_has_rows_of_several_files_and_what_lies_between(
     stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int
 ) -> None:
     expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
-    monkeypatch.setattr(runs, "MAX_RUNS", 0)
     monkeypatch.setattr(runs, "_GAP_BYTES", gap_bytes)
     data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
@@ -89,8 +88,14 @@ def tokens_of(data: MemmapDataModule, epoch: int = 0) -> list[np.ndarray]:
 @pytest.mark.parametrize("shares", [{"a": 0.7, "b": 0.3}, {"a": 0.1, "b": 0.9}])
 @pytest.mark.parametrize("num_samples", [9600, 960])
 def test_bytes_of_a_token_mixture_are_read_about_once(
-    tmp_path: Path, bytes_read: list[int], shares: dict[str, float], num_samples: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_read: list[int],
+    shares: dict[str, float],
+    num_samples: int,
 ) -> None:
+    # As in stores whose shards lie further apart.
+    monkeypatch.setattr(runs, "_GAP_BYTES", 0)
     sizes = {"a": 9000, "b": 600}
     sampler = Mixture(shares, num_samples)
     data = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40)

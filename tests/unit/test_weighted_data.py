@@ -19,13 +19,11 @@ from lightning_memmap.placement import DataTopology, SplitSize
 from lightning_memmap.sampling import (
     Pool,
     Sampler,
-    SamplerFactory,
-    ShuffledSampler,
     Weighted,
 )
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store
-from tests.models import Points, Regression, make_trainer
+from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import (
     CPU,
     joined,
@@ -101,25 +99,12 @@ def test_num_samples_is_the_length_of_an_epoch(
 
 
 def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
-    data = make_data(tmp_path)
-    data.prepare_data()
-    data.setup("fit")
+    data = set_up(make_data(tmp_path), "fit")
     data.sampler = Weighted("label", num_samples=30)
     with pytest.raises(ValueError, match=r"needs other rows than those that are set up"):
         data.train_dataloader()
     data.setup("fit")
     assert sum(len(batch["row"]) for batch in data.train_dataloader()) == 30
-
-
-def test_factory_of_a_user_may_look_up_fields(tmp_path: Path) -> None:
-    class ByLabel(SamplerFactory):
-        def make(self, pool: Pool, seed: int, fields: Any) -> Sampler:
-            return ShuffledSampler(pool, int(fields.values("label").sum()))
-
-    data = make_data(tmp_path, sampler=ByLabel())
-    data.prepare_data()
-    data.setup("fit")
-    assert data.train_dataloader().state_dict()["sampler"]["seed"] == 10
 
 
 @pytest.mark.parametrize(
@@ -166,9 +151,7 @@ def test_order_is_made_once_and_draws_shards_that_are_asked_for(tmp_path: Path) 
         made.append(Counting(pool, seed))
         return made[-1]
 
-    data = make_data(tmp_path, sampler=maker)
-    data.prepare_data()
-    data.setup("fit")
+    data = set_up(make_data(tmp_path, sampler=maker), "fit")
     # One shard shows whether it works.
     assert drawn == [(0, 0)]
     loader = data.train_dataloader()

@@ -32,6 +32,7 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in
+from tests.models import set_up
 from tests.rows import StridedRows, make_window_loader
 from tests.unit.commands.test_rows import Command
 
@@ -130,10 +131,8 @@ def test_memory_holds_each_step_once(store: Store) -> None:
         )
         (source,) = loader._rows.sources
         assert isinstance(source, Memory)
-        (index,) = (i for i, (shape, _) in enumerate(source.fields) if shape == (LENGTH,))
         assert source.columns is not None
-        steps = source.columns._columns[index][0]
-        assert isinstance(steps, torch.Tensor)
+        (steps,) = (each for each in source.columns.tensors if each.shape[1:] == (LENGTH,))
         held += steps.untyped_storage().nbytes() // 4
     # Shards c with c % 4 == rank are pieces of the line: where one ends inside a series, the next
     # one begins with as many steps as windows overlap.
@@ -250,9 +249,10 @@ def make_data(path: Path, dataset: Any = None, **options: Any) -> MemmapDataModu
 
 
 def test_subset_and_weights_by_a_field_go_together(tmp_path: Path) -> None:
-    data = make_data(tmp_path, subset=Subset(range(20)), sampler=Weighted("row", num_samples=400))
-    data.prepare_data()
-    data.setup("fit")
+    data = set_up(
+        make_data(tmp_path, subset=Subset(range(20)), sampler=Weighted("row", num_samples=400)),
+        "fit",
+    )
     rows = Counter(row for batch in data.train_dataloader() for row, _ in windows_in(batch, LENGTH))
     long = [row for row in range(20) if LENGTHS[row] >= LENGTH]
     assert sorted(rows) == long
@@ -275,8 +275,7 @@ def test_row_numbers_of_windows_in_a_part_are_those_of_the_dataset(
         variable=dict.fromkeys(("value", "time"), WINDOWS),
         with_row_numbers=True,
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     val: Any = data.val_dataloader()
     found = list[int]()
     for batch in chain(data.train_dataloader(), val):
@@ -345,8 +344,7 @@ def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
         batch_size=10,
         variable={"tokens": Windows(33, 16)},
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
     unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 33, 16)
     assert found == sorted(map(tuple, unfolded.tolist()))
@@ -360,8 +358,7 @@ def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
         batch_size=10,
         variable={"tokens": Windows(100, 7)},
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
     unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 100, 7)
     assert found == sorted(map(tuple, unfolded.tolist()))

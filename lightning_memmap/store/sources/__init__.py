@@ -2,12 +2,7 @@
 
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.image_folder import ImageFolder
-from lightning_memmap.store.sources.source import (
-    Source,
-    nullable_columns,
-    reading_order,
-    source_of,
-)
+from lightning_memmap.store.sources.source import Source, in_turn, nullable_columns, source_of
 from lightning_memmap.store.sources.tar_dataset import TarDataset
 
 __all__ = [
@@ -15,7 +10,7 @@ __all__ = [
     "ImageFolder",
     "Source",
     "TarDataset",
+    "in_turn",
     "nullable_columns",
-    "reading_order",
     "source_of",
 ]

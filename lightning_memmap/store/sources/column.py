@@ -1,6 +1,7 @@
 """What the columns of tables have in common: their rows are read many at once."""
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,8 +23,8 @@ class TableColumn(ABC):
         """Whether rows have no value, as far as this is known."""
         return False
 
-    def pieces(self, rows: Integers) -> Integers | None:
-        """In which piece of its files each row is, where a piece is read as a whole."""
+    def pieces(self) -> Integers | None:
+        """By row, in which piece of its files it is, where a piece is read as a whole."""
         return None
 
 
@@ -36,6 +37,13 @@ def as_range(rows: Integers) -> Rows:
 def by_piece(rows: Rows, ends: Integers) -> tuple[list[tuple[int, Rows]], Integers | None]:
     """The pieces in which rows are, by where each piece ends: its number, and its rows counted from
     its first one; and the order of all rows once these are joined, where it is another one."""
+    if isinstance(rows, range):
+        first, last = np.searchsorted(ends, (rows.start, rows.stop - 1), side="right").tolist()
+        edges = [rows.start, *ends[first:last].tolist(), rows.stop]
+        starts = [0, *ends.tolist()][first : last + 1]
+        pairs = zip(starts, pairwise(edges), strict=True)
+        within = (range(begin - start, end - start) for start, (begin, end) in pairs)
+        return [each for each in enumerate(within, first) if each[1]], None
     numbers, back = np.asarray(rows, np.int64), None
     pieces = np.searchsorted(ends, numbers, side="right")
     if (np.diff(pieces) < 0).any():

@@ -7,9 +7,10 @@ the modules of their classes, and imported by nobody else.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from lightning_memmap.schema.fields import field_name, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
+from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources.column import Rows, TableColumn, as_range, by_piece
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
@@ -34,36 +36,86 @@ _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
+#: Items that are held as Python objects, before they are copied.
+_ITEM_BYTES, _MAX_ITEM_ROWS = 2**20, 1024
 
 
-class Source(Protocol):
+@dataclass(frozen=True, eq=False)
+class Source:
     """The rows of a dataset."""
 
-    def read(self, rows: Rows) -> list[Values]:
-        """The rows of each field. A SchemaError says that they must be read one by one."""
+    #: Reads rows of each field.
+    read: Callable[[Rows], list[Values]]
+    #: By row, in which piece of its files it is, where a piece is read as a whole.
+    pieces: Callable[[], Integers | None] = lambda: None
+    #: Whether rows are read many at once, and not made one by one.
+    is_sliced: bool = True
 
-    def pieces(self, rows: Integers) -> Integers | None:
-        """In which piece of its files each row is, where a piece is read as a whole."""
+    @property
+    def order(self) -> Integers | None:
+        """The order in which all rows are read fastest, piece by piece; None for their own."""
+        pieces = self.pieces()
+        if pieces is None or (np.diff(pieces) >= 0).all():
+            return None
+        return np.argsort(pieces, kind="stable")
 
 
-def reading_order(source: Source | None, num_rows: int) -> Integers | None:
-    """The order in which all rows are read fastest, int64 of shape (num_rows,): piece by piece."""
-    pieces = None if source is None else source.pieces(np.arange(num_rows, dtype=np.int64))
-    if pieces is None or (np.diff(pieces) >= 0).all():
-        return None
-    return np.argsort(pieces, kind="stable")
-
-
-def source_of(dataset: Any, schema: Schema) -> Source | None:
-    """Find the arrays and tables in which the rows of a dataset lie. No row is read."""
+def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
+    """Find how the rows of a dataset are read: by slices where it is known, or as items."""
     if isinstance(dataset, Spool):
-        return dataset
-    if any(isinstance(field.kind, Image) for field in schema.fields):
-        return None
-    try:
-        return _source_of(dataset, schema.structure, schema.fields)
-    except SchemaError:  # Its arrays are not nested as its samples are.
-        return None
+        return Source(dataset.read)
+    step = max(1, min(_MAX_ITEM_ROWS, _ITEM_BYTES // max(1, row_bytes)))
+
+    def read_items(rows: Rows) -> list[Values]:
+        some = (rows[first : first + step] for first in range(0, len(rows), step))
+        return _joined(
+            [stack_rows(read_samples(dataset, each), each, schema, another) for each in some]
+        )
+
+    another, slices = partial(read_sample, dataset, 0), None
+    if not any(isinstance(field.kind, Image) for field in schema.fields):
+        with suppress(SchemaError):  # Its arrays are not nested as its samples are.
+            slices = _source_of(dataset, schema.structure, schema.fields)
+    if slices is None:
+        return Source(read_items, is_sliced=False)
+
+    def read(rows: Rows) -> list[Values]:
+        with suppress(SchemaError):  # Some do not fit, and are to be named.
+            found = slices.read(rows)
+            if all(values.num_rows == len(rows) for values in found):
+                return found
+        return read_items(rows)
+
+    return replace(slices, read=read)
+
+
+def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
+    """The rows of several sources, one source after the other."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+
+    def read(rows: Rows) -> list[Values]:
+        parts, back = by_piece(rows, ends)
+        return _joined([sources[part].read(within) for part, within in parts], back)
+
+    def pieces() -> Integers | None:
+        found = [source.pieces() for source in sources]
+        if all(each is None for each in found):
+            return None
+        # The pieces of each come after those of all before it.
+        return np.concatenate(
+            [
+                number * 2**32 + (np.zeros(size, np.int64) if each is None else each)
+                for number, (each, size) in enumerate(zip(found, sizes, strict=True))
+            ]
+        )
+
+    return Source(read, pieces, all(source.is_sliced for source in sources))
+
+
+def _joined(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
+    """The rows of each field, read part by part, and put into another order."""
+    found = [join_values(values) for values in zip(*parts, strict=True)]
+    return found if back is None else [each.take(back) for each in found]
 
 
 def nullable_columns(dataset: Any) -> set[str]:
@@ -89,29 +141,36 @@ def _is_hugging_face(dataset: Any) -> bool:
 def _source_of(
     dataset: Any, node: Node, fields: Sequence[Field], *, any_array: bool = False
 ) -> Source | None:
-    """The source of a dataset, or of a part of one, whose samples have a structure and fields."""
+    """The slices of a dataset, or of a part of one, whose samples have a structure and fields."""
     kind = type(dataset)
     if isinstance(dataset, TableColumn):
-        return _OfColumn(dataset.rows, node, fields, dataset.pieces)
+        return Source(partial(_read_column, dataset.rows, node, fields), dataset.pieces)
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
-        return _OfColumn(partial(_rows_of_array, dataset), node, fields)
+        rows_of = partial(_rows_of_array, dataset)
+        return Source(partial(_read_column, rows_of, node, fields))
     if kind is Subset:
         return _picked(dataset, node, fields)
     if kind is ConcatDataset:
-        sources = [_source_of(part, node, fields) for part in dataset.datasets]
-        ends = np.cumsum([len(part) for part in dataset.datasets], dtype=np.int64)
-        found = [source for source in sources if source is not None]
-        return _Joined(found, ends) if len(found) == len(sources) else None
-    parts = children_of(_side_by_side(dataset, node, fields), ())
-    if parts is None or parts[0] != node.kind or set(parts[1]) != set(node.keys):
+        parts = [_source_of(part, node, fields) for part in dataset.datasets]
+        known = [part for part in parts if part is not None]
+        return (
+            in_turn(known, list(map(len, dataset.datasets))) if len(known) == len(parts) else None
+        )
+    children = children_of(_side_by_side(dataset, node, fields), ())
+    if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
         return None
-    columns, found = dict(zip(parts[1], parts[2], strict=True)), []
+    columns, found = dict(zip(children[1], children[2], strict=True)), []
     for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True):
         source = _source_of(columns[key], child, within, any_array=kind is ColumnDataset)
         if source is None:
             return None
         found.append(source)
-    return _Stacked(found)
+
+    def pieces() -> Integers | None:
+        each = (source.pieces() for source in found)
+        return next((pieces for pieces in each if pieces is not None), None)
+
+    return Source(lambda rows: [values for each in found for values in each.read(rows)], pieces)
 
 
 def _side_by_side(dataset: Any, node: Node, fields: Sequence[Field]) -> Any:
@@ -134,15 +193,25 @@ def _is_array(values: Any) -> bool:
 
 
 def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+    """Some rows of another source, in an order of their own."""
     indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
         return None
     if indices.min() < -num_rows or indices.max() >= num_rows:
         return None
-    rows = indices.astype(np.int64, copy=False)
-    rows = np.where(rows < 0, rows + num_rows, rows) if rows.min() < 0 else rows
-    source = _source_of(dataset.dataset, node, fields)
-    return None if source is None else _Picked(source, rows)
+    picked = indices.astype(np.int64, copy=False)
+    picked = np.where(picked < 0, picked + num_rows, picked) if picked.min() < 0 else picked
+    if (source := _source_of(dataset.dataset, node, fields)) is None:
+        return None
+
+    def read(rows: Rows) -> list[Values]:
+        some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        return source.read(as_range(picked[some]))
+
+    def pieces() -> Integers | None:
+        return None if (found := source.pieces()) is None else found[picked]
+
+    return Source(read, pieces)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +229,7 @@ class _ArrayRows(Column):
         return np.ones(len(self.rows), np.bool_)
 
     @override
-    def leaves(self, field: Field, room: Tensor | None) -> Values:
+    def leaves(self, field: Field) -> Values:
         return fit(field, self.rows)
 
 
@@ -190,89 +259,18 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
     return taken
 
 
-@dataclass(frozen=True, eq=False)
-class _OfColumn(Source):
-    """The rows of one column, of a structure with some fields."""
-
-    rows: Callable[[Rows], Column]
-    node: Node
-    fields: Sequence[Field]
-    find_pieces: Callable[[Integers], Integers | None] = lambda rows: None
-
-    @override
-    def read(self, rows: Rows) -> list[Values]:
-        try:
-            found = self.rows(rows)
-        except Exception as error:
-            raise DatasetError(
-                f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
-                f" {self.fields[0].name!r}: {describe_error(error)}"
-            ) from error
-        try:
-            return stack(found, self.node, self.fields)
-        except NotImplementedError as error:  # Of pyarrow, for types that have few functions.
-            raise SchemaError(str(error)) from error
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        return self.find_pieces(rows)
-
-
-@dataclass(frozen=True, eq=False)
-class _Picked(Source):
-    """Some rows of another source, in an order of their own."""
-
-    source: Source
-    rows: Integers
-
-    @override
-    def read(self, rows: Rows) -> list[Values]:
-        picked = self.rows[rows.start : rows.stop] if isinstance(rows, range) else self.rows[rows]
-        return self.source.read(as_range(picked))
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        return self.source.pieces(self.rows[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class _Joined(Source):
-    """The rows of several sources, one source after the other."""
-
-    sources: Sequence[Source]
-    ends: Integers
-
-    @override
-    def read(self, rows: Rows) -> list[Values]:
-        parts, back = by_piece(rows, self.ends)
-        found = [self.sources[part].read(within) for part, within in parts]
-        joined = [join_values(values) for values in zip(*found, strict=True)]
-        return joined if back is None else [each.take(back) for each in joined]
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        numbers = np.searchsorted(self.ends, rows, side="right")
-        found, is_known = numbers * 2**32, False
-        for number, source in enumerate(self.sources):
-            mine = numbers == number
-            first = int(self.ends[number - 1]) if number else 0
-            if (pieces := source.pieces(rows[mine] - first)) is not None:
-                found[mine] += pieces
-                is_known = True
-        return found if is_known else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Stacked(Source):
-    """Sources side by side: each has some of the fields."""
-
-    sources: Sequence[Source]
-
-    @override
-    def read(self, rows: Rows) -> list[Values]:
-        return [values for source in self.sources for values in source.read(rows)]
-
-    @override
-    def pieces(self, rows: Integers) -> Integers | None:
-        found = (source.pieces(rows) for source in self.sources)
-        return next((pieces for pieces in found if pieces is not None), None)
+def _read_column(
+    rows_of: Callable[[Rows], Column], node: Node, fields: Sequence[Field], rows: Rows
+) -> list[Values]:
+    """Rows of one column, of a structure with some fields."""
+    try:
+        found = rows_of(rows)
+    except Exception as error:
+        raise DatasetError(
+            f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
+            f" {fields[0].name!r}: {describe_error(error)}"
+        ) from error
+    try:
+        return stack(found, node, fields)
+    except NotImplementedError as error:  # Of pyarrow, for types that have few functions.
+        raise SchemaError(str(error)) from error

@@ -18,7 +18,6 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
-from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Form, Values
 from lightning_memmap.schema.fields import join_values
 from lightning_memmap.schema.stack import as_tensor
@@ -94,9 +93,6 @@ class Spool:
         found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
         joined = [join_values(values) for values in zip(*found, strict=True)]
         return joined if back is None else [each.take(back) for each in joined]
-
-    def pieces(self, rows: Integers) -> None:
-        """All rows are equally far."""
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.samples.hash_row`."""

@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow.dataset import dataset
 from pyarrow.parquet import ParquetFile
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
@@ -80,7 +79,7 @@ class ArrowRows(Column):
         return self._like(array.flatten()), _lengths(array)
 
     @override
-    def leaves(self, field: Field, room: Tensor | None) -> Values:
+    def leaves(self, field: Field) -> Values:
         array = self._whole()
         if field.is_text:
             if _TEXTS.get(array.type) != field.kind:
@@ -377,8 +376,9 @@ class ParquetColumn(ArrowColumn):
         return any(file.count_rows(filter=is_missing, use_threads=False) for file in files)
 
     @override
-    def pieces(self, rows: Integers) -> Integers:
-        return np.searchsorted(self._groups.ends, rows, side="right")
+    def pieces(self) -> Integers:
+        ends = self._groups.ends
+        return np.repeat(np.arange(len(ends), dtype=np.int64), np.diff(ends, prepend=0))
 
     @override
     def take(self, rows: Rows) -> Any:

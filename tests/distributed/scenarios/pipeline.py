@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.strategies import PipelineStrategy
 from tests.models import ByLbfgs, Penalised, Points, make_trainer
 
@@ -213,8 +212,7 @@ class Runs:
         }
 
     def evaluate(self, checkpoint: Path) -> dict[str, Any]:
-        table = PredictionTable(self.out / "table", overwrite=True)
-        trainer, data = self.make(callbacks=[table])
+        trainer, data = self.make()
         module = Staged()
         (validated,) = trainer.validate(module, data, ckpt_path=checkpoint, verbose=False)
         (tested,) = trainer.test(module, data, verbose=False)

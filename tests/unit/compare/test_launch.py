@@ -2,14 +2,16 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_memmap.compare.config import RunSpec, shared_config
-from lightning_memmap.compare.measure import HAS_TRAINED
-from lightning_memmap.compare.runner import RunError, run
+from lightning_memmap.compare.measure import HAS_TRAINED, IS_READY
+from lightning_memmap.compare.runner import Run, RunError
 from lightning_memmap.compare.worker import write_error
 
 pytestmark = pytest.mark.slow
@@ -31,8 +33,31 @@ def children() -> set[int]:
 def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     before = children()
     with pytest.raises(RunError, match=r"not finished after 0\.3 s") as error:
-        run(make_spec(tmp_path), 0.3)
+        Run(make_spec(tmp_path)).result(0.3)
     assert not error.value.refused
+    assert children() <= before
+
+
+def test_run_that_was_started_ahead_waits_and_ends_with_the_comparison(tmp_path: Path) -> None:
+    before = children()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / IS_READY).touch()  # Of an earlier run.
+    run = Run(make_spec(tmp_path))
+    run.wait_until_ready()
+    assert not [*(tmp_path / "run").glob("error-*.json")]
+    (waiting,) = children() - before
+    program = (
+        "import sys; from pathlib import Path; from lightning_memmap.compare import worker;"
+        "worker.wait_for_parent(Path(sys.argv[1]))"
+    )
+    alone = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "alone")],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert alone.returncode == 1
+    assert "the comparison has ended" in alone.stderr
+    run.close()
+    assert not psutil.pid_exists(waiting)
     assert children() <= before
 
 
@@ -54,7 +79,7 @@ def test_first_process_that_fails_says_why(
         os.utime(path, (index, index))
     # It has no model, so that it fails at once.
     with pytest.raises(RunError, match=words) as error:
-        run(spec, 100.0)
+        Run(spec).result(100.0)
     assert error.value.refused is refused
 
 

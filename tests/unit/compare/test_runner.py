@@ -25,14 +25,27 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
     config.write_text(yaml.safe_dump({"model": {"class_path": "M"}, "data": {"class_path": "D"}}))
 
     def compare(variants: str, fault: Fault) -> Report:
-        def run(spec: RunSpec, timeout_s: float) -> list[Rank]:
-            out = spec.write().parent
-            for name in ("initial", "final"):
-                torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
-            fault(spec)
-            return [timed_rank(), check_rank(parameters=["weight"])][spec.kind == "check" :][:1]
+        class DoneAtOnce:
+            def __init__(self, spec: RunSpec) -> None:
+                self.spec = spec
 
-        monkeypatch.setattr(runner, "run", run)
+            def wait_until_ready(self) -> None:
+                assert self.spec.kind == "timed"
+
+            def result(self, timeout_s: float) -> list[Rank]:
+                out = self.spec.write().parent
+                for name in ("initial", "final"):
+                    torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
+                fault(self.spec)
+                return [
+                    check_rank(parameters=["weight"]) if self.spec.kind == "check" else timed_rank()
+                ]
+
+            def close(self) -> None:
+                closed.append(self.spec.out)
+
+        closed = list[str]()
+        monkeypatch.setattr(runner, "Run", DoneAtOnce)
         facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": MODEL}
         monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
         options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))

@@ -27,7 +27,7 @@ from lightning_memmap.sampling import (
     Weighted,
 )
 from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.directory import StoreDirectory
+from lightning_memmap.store.directory import JOURNAL, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import probe_rows
 from tests.command_line import CommandLine
@@ -178,6 +178,12 @@ def rows_read(log: Path) -> Counter[int]:
     return Counter(map(int, log.read_text().split()))
 
 
+def doubled(batch: Any) -> Any:
+    return {**batch, "x": batch["x"] * 2}
+
+
+SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
+#: How training goes: options, of another kind of rows as well.
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "in order": {"shuffle": False},
@@ -191,21 +197,30 @@ ORDERS: dict[str, dict[str, Any]] = {
     "a fold": {"subset": KFold(5), "member": 2},
     "steps left out": {"skip_steps": [1, 2, 20], "drop_last": True},
     "row numbers": {"with_row_numbers": True, "num_shards": 8},
+    **{
+        f"{devices} devices": {
+            "devices": devices,
+            "validated": Points(60, 1000),
+            "transform": doubled,
+        }
+        for devices in (1, 3, 4)
+    },
+    **{
+        form: {"of": SOUNDS, "variable": {"sound": form, "ids": form, "image": "list"}}
+        for form in ("pad", "jagged", "list")
+    },
+    "images": {"of": (Brightness, EncodedImages(100)), "variable": FORMS},
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.slow
 def test_training_is_that_from_a_finished_store(tmp_path: Path, order: str) -> None:
-    assert_alike(tmp_path, Regression, Points(NUM_ROWS), devices=2, **ORDERS[order])
-    assert_each_is_read_once(tmp_path)
-
-
-@pytest.mark.parametrize("devices", [1, 3, 4])
-@pytest.mark.slow
-def test_training_on_devices_is_that_from_a_finished_store(tmp_path: Path, devices: int) -> None:
-    options = {"devices": devices, "validated": Points(60, 1000), "transform": doubled}
-    assert_alike(tmp_path, Regression, Points(NUM_ROWS), **options)
+    options: dict[str, Any] = {"devices": 2, **ORDERS[order]}
+    kind, dataset = options.pop("of", (Regression, Points(NUM_ROWS)))
+    assert_alike(tmp_path, kind, dataset, **options)
+    if "of" not in ORDERS[order]:
+        assert_each_is_read_once(tmp_path)
 
 
 def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
@@ -236,6 +251,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
 
 
 def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).write_bytes(bytes(9))
     serving, heard = Serving.make(tmp_path, 9), set[Path]()
     for row in range(9):
         serving.want(np.array([row]))
@@ -246,29 +262,10 @@ def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:
             heard.add(path)
 
 
-def doubled(batch: Any) -> Any:
-    return {**batch, "x": batch["x"] * 2}
-
-
 @pytest.mark.parametrize("sampler", [Weighted("row"), Bucketed("sound", 4)])
 def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, sampler: Any) -> None:
     kind, dataset = (Regression, Points(150)) if isinstance(sampler, Weighted) else SOUNDS
     assert_alike(tmp_path, kind, dataset, grows=False, sampler=sampler)
-
-
-SOUNDS: tuple[Any, Any] = (Sounds, Ragged(150))
-
-
-@pytest.mark.parametrize("form", ["pad", "jagged", "list"])
-@pytest.mark.slow
-def test_training_on_rows_of_several_lengths(tmp_path: Path, form: str) -> None:
-    variable = dict.fromkeys(("sound", "ids"), form) | {"image": "list"}
-    assert_alike(tmp_path, *SOUNDS, devices=2, variable=variable)
-
-
-@pytest.mark.slow
-def test_training_on_encoded_images(tmp_path: Path) -> None:
-    assert_alike(tmp_path, Brightness, EncodedImages(100), devices=2, variable=FORMS)
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])

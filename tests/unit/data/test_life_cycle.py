@@ -235,11 +235,3 @@ class TestFromDatasets:
     def test_from_datasets_without_a_place_says_so(self) -> None:
         with pytest.raises(TypeError, match=r"store_dir is missing: give store_dir=\.\.\."):
             MemmapDataModule.from_datasets(Points(4))
-
-    def test_from_datasets_of_several_to_train_on_says_how_to_join_them(
-        self, tmp_path: Path
-    ) -> None:
-        with pytest.raises(
-            TypeError, match=r"train_dataset: found a list of 2 Points.*ConcatDataset"
-        ):
-            MemmapDataModule.from_datasets([Points(4), Points(4)], store_dir=tmp_path / "stores")

@@ -1,7 +1,6 @@
 """The data module: its hooks with a Trainer and without one."""
 
 import gc
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +16,8 @@ from lightning_memmap import MemmapDataModule, build_store, host_memory, open_st
 from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
 from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import topology
-from lightning_memmap.sampling import ShuffledSampler, default_window
-from tests.models import Points, Regression, make_trainer
+from lightning_memmap.sampling import default_window
+from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
 
 TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
@@ -39,12 +38,6 @@ def make_data(path: Path, **options: Any) -> MemmapDataModule:
     return MemmapDataModule(**{**defaults, **options})
 
 
-def set_up(data: MemmapDataModule, stage: str | None = None) -> MemmapDataModule:
-    data.prepare_data()
-    data.setup(stage)
-    return data
-
-
 def rows(loader: Any) -> list[int]:
     batches = [batch.to(CPU) if isinstance(batch, SuperBatch) else batch for batch in loader]
     return [row for batch in batches for row in batch["row"].tolist()]
@@ -56,25 +49,6 @@ class TestWithoutTrainer:
         assert rows(data.test_dataloader()) == list(range(200, 225))
         with pytest.raises(StoreNotFoundError, match=r"the train split is not set up"):
             data.train_dataloader()
-
-    def test_setup_prints_the_placement(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        set_up(make_data(tmp_path))
-        output = capsys.readouterr().out
-        for word in ("Placement of shards", "train", "val", "mmap", "60"):
-            assert word in output
-
-    def test_train_split_is_shuffled_by_the_seed_unless_told_otherwise(
-        self, tmp_path: Path
-    ) -> None:
-        orders = [
-            rows(set_up(make_data(tmp_path, **options)).train_dataloader())
-            for options in ({"seed": 1}, {"seed": 1}, {"seed": 2}, {"shuffle": False})
-        ]
-        assert orders[0] == orders[1] != orders[2]
-        assert orders[3] == list(range(60))
-        assert orders[0] != orders[3]
 
     def test_drop_last_is_for_training_alone(self, tmp_path: Path) -> None:
         data = set_up(make_data(tmp_path, batch_size=16, drop_last=True))
@@ -94,43 +68,11 @@ class TestWithoutTrainer:
         ]
         assert [set(rows(loader)) for loader in loaders] == [{1}, {2}, {2}, {2}]
 
-    def test_loader_before_setup_raises(self, tmp_path: Path) -> None:
-        with pytest.raises(StoreNotFoundError, match=r"call setup\(\) first"):
-            make_data(tmp_path).train_dataloader()
-
 
 class TestArguments:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"batch_size": 0}, r"batch_size=0"),
-            ({"num_shards": 0}, r"num_shards=0"),
-            ({"num_shards": 2**20 + 1}, r"num_shards=1048577: .* at most 65536"),
-            ({"seed": -1}, "seed=-1: choose a seed from 0"),
-            ({"shuffle_window": 0}, "shuffle_window=0: at least 1 row of a shard"),
-            (
-                {"shuffle_window": 2, "shuffle": False},
-                "shuffle_window=2 with shuffle=False: leave one of them out",
-            ),
-            ({"residency": "gpu"}, r"residency='gpu': choose one of auto, device, host, mmap"),
-            ({"memory_fraction": 0}, r"memory_fraction=0"),
-            ({"memory_fraction": 1.5}, r"memory_fraction=1\.5"),
-        ],
-    )
-    def test_argument_out_of_range_raises_at_once(
-        self, tmp_path: Path, options: dict[str, Any], message: str
-    ) -> None:
-        with pytest.raises(ValueError, match=message):
-            make_data(tmp_path, **options)
-
-    @pytest.mark.parametrize("name", ["transform", "eval_transform"])
-    def test_transform_that_cannot_be_called_raises_at_once(
-        self, tmp_path: Path, name: str
-    ) -> None:
-        arguments: Any = {name: "flip"}
-        with pytest.raises(TypeError, match=rf"^{name}='flip': a str cannot be called; give a"):
-            MemmapDataModule(Points(8), store_dir=tmp_path, **arguments)
-        MemmapDataModule(Points(8), store_dir=tmp_path, **{name: torch.nn.Identity()})
+    def test_window_without_shuffling_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="shuffle_window=2 with shuffle=False: leave one of"):
+            make_data(tmp_path, shuffle_window=2, shuffle=False)
 
     @pytest.mark.parametrize("residency", ["host", "device", "stream"])
     def test_rows_that_do_not_fit_are_refused_in_setup(
@@ -168,24 +110,15 @@ class TestLargerThanMemory:
         for options, windows in cases:
             found = []
             for residency, window in windows.items():
-                data = make_data(tmp_path, residency=residency, shuffle_window=window, **options)
-                set_up(data)
+                data = set_up(
+                    make_data(tmp_path, residency=residency, shuffle_window=window, **options)
+                )
                 loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
                 found.append([rows(loader) for loader in loaders])
                 data.teardown()
             assert found[0] == found[1]
             assert sorted(found[0][0]) == list(range(60))
             assert found[0][1:] == [list(range(100, 120)), list(range(200, 225))]
-
-    def test_default_window_is_of_the_bytes_of_a_row(self, tmp_path: Path) -> None:
-        data = set_up(make_data(tmp_path, residency="stream"), "fit")
-        manifest = data.stores["train"].manifest
-        expected = default_window(24, manifest.row_bytes)
-        assert data.train_dataloader().state_dict()["sampler"]["shuffle_window"] == expected
-        order = data.train_sampler(data.stores["train"])
-        assert isinstance(order, ShuffledSampler)
-        assert order.block == expected
-        data.teardown()
 
     @pytest.mark.parametrize("residency", ["auto", "mmap"])
     def test_mapping_larger_than_memory_is_warned_of_once(
@@ -203,22 +136,6 @@ class TestLargerThanMemory:
             set_up(data, "fit")
         set_up(data, "test")
         set_up(make_data(tmp_path, residency="device", memory_fraction=1.0), "validate")
-
-    def test_fit_that_fails_ends_its_thread_with_the_trainer(self, tmp_path: Path) -> None:
-        class Failing(Regression):
-            def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
-                assert any("window-reader" in thread.name for thread in threading.enumerate())
-                raise KeyError(batch_idx)
-
-        # More rows than several steps that are taken at once, and the windows after them.
-        options = {"train_dataset": Points(2000), "val_dataset": None, "shuffle_window": 1}
-        data = make_data(tmp_path, residency="stream", **options)
-        trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
-        with pytest.raises(KeyError):
-            trainer.fit(Failing(), data)
-        del trainer, data
-        gc.collect()
-        assert not any("window-reader" in thread.name for thread in threading.enumerate())
 
     def test_overfit_batches_reads_in_dataset_order(self, tmp_path: Path) -> None:
         module = Regression()
@@ -280,22 +197,6 @@ class TestStores:
         assert rows(apart.train_dataloader()) == rows(alone.train_dataloader())
         assert open_store(tmp_path / "one" / "stores" / "train").num_shards == 24
 
-    def test_other_number_of_shards_after_a_run_with_overwrite_builds_anew(
-        self, tmp_path: Path
-    ) -> None:
-        data = set_up(make_data(tmp_path, overwrite=True))
-        data.num_shards = 12
-        assert sorted(rows(set_up(data).train_dataloader())) == list(range(60))
-        assert open_store(tmp_path / "stores" / "train").num_shards == 12
-
-    def test_store_of_another_dataset_class_with_the_same_rows_is_used(
-        self, tmp_path: Path
-    ) -> None:
-        build_store(TRAIN, tmp_path / "stores" / "train", progress=False)
-        listed = [TRAIN[index] for index in range(60)]
-        data = set_up(make_data(tmp_path, train_dataset=listed))
-        assert sorted(rows(data.train_dataloader())) == list(range(60))
-
 
 class TestWithTrainer:
     @pytest.mark.parametrize(
@@ -334,16 +235,6 @@ class TestWithTrainer:
         data, module = make_data(tmp_path, val_dataset=None), Regression()
         make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, datamodule=data)
         assert module.seen["val"] == [list(range(n, n + 4)) for n in range(100, 120, 4)]
-
-    def test_other_strategy_is_given_plain_batches(self, tmp_path: Path) -> None:
-        class Checked(Regression):
-            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-                assert type(batch) is dict
-                return batch
-
-        module = Checked()
-        make_trainer(tmp_path).fit(module, datamodule=make_data(tmp_path))
-        assert len(module.seen["train"]) == 15
 
     def test_placement_is_printed_where_it_is_new(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -409,27 +300,23 @@ class TestTeardown:
         assert watch.bytes - used_bytes() > 0.9 * Wide.num_bytes
         assert trainer.global_step == 1
 
-    def test_teardown_without_trainer_frees_resident_shards(self, tmp_path: Path) -> None:
+    def test_teardown_and_setup_without_trainer_free_resident_shards(self, tmp_path: Path) -> None:
         data = set_up(make_data(tmp_path, train_dataset=Wide(), residency="device"), "fit")
-        loader = data.train_dataloader()
-        before = used_bytes()
-        data.teardown()
-        assert before - used_bytes() > 0.9 * Wide.num_bytes
-        with pytest.raises(RuntimeError, match=r"freed by teardown\(\).*: call setup\(\)"):
-            next(iter(loader))
-        with pytest.raises(StoreNotFoundError, match=r"not set up"):
-            data.train_dataloader()
-
-    def test_setup_again_frees_the_shards_of_before(self, tmp_path: Path) -> None:
-        data = set_up(make_data(tmp_path, train_dataset=Wide(), residency="device"), "fit")
-        loaders = [data.train_dataloader()]
-        before = used_bytes()
+        loader, before = data.train_dataloader(), used_bytes()
         for _ in range(3):
             data.setup("fit")
-            loaders.append(data.train_dataloader())
+            loaders = [loader, data.train_dataloader()]
         assert used_bytes() - before < 0.1 * Wide.num_bytes
         (batch,) = take_steps(loaders[-1], 1)
         assert len(batch["row"]) == 4
+        del batch
+        data.teardown()
+        assert before - used_bytes() > 0.9 * Wide.num_bytes
+        for each in loaders:
+            with pytest.raises(RuntimeError, match=r"freed by teardown\(\).*: call setup\(\)"):
+                next(iter(each))
+        with pytest.raises(StoreNotFoundError, match=r"not set up"):
+            data.train_dataloader()
 
 
 def test_setup_of_an_unknown_stage_is_refused(tmp_path: Path) -> None:
@@ -446,8 +333,7 @@ class TestAttributes:
         data = set_up(make_data(tmp_path), "fit")
         data.num_shards = 12
         # The store stays, and its rows are striped again.
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         assert data.train_dataloader().state_dict()["sampler"]["shards"]["num_shards"] == 12
         assert open_store(tmp_path / "stores" / "train").num_shards == 24
         data.fingerprint = "v2"
@@ -485,8 +371,7 @@ class TestAttributes:
 
     def test_form_that_is_set_after_setup_waits_for_the_next_one(self, tmp_path: Path) -> None:
         texts = [{"tokens": list(range(1 + row % 3))} for row in range(24)]
-        data = MemmapDataModule(texts, store_dir=tmp_path / "stores", batch_size=4)
-        set_up(data, "fit")
+        data = set_up(MemmapDataModule(texts, store_dir=tmp_path / "stores", batch_size=4), "fit")
         data.variable = {"tokens": "list"}
         assert isinstance(next(iter(data.train_dataloader()))["tokens"], Padded)
         set_up(data, "fit")
@@ -520,8 +405,7 @@ class TestAttributes:
             def store_dir(self) -> Path:  # type: ignore[override]
                 return tmp_path / "elsewhere"
 
-        data = Sub(Points(48), store_dir=tmp_path / "unused")
-        set_up(data, "fit")
+        data = set_up(Sub(Points(48), store_dir=tmp_path / "unused"), "fit")
         assert data.stores["train"].path == tmp_path / "elsewhere" / "train"
         assert not (tmp_path / "unused").exists()
 

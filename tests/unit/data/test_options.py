@@ -118,12 +118,6 @@ def test_list_of_samples_that_look_like_datasets_says_what_to_give(tmp_path: Pat
         MemmapDataModule(graphs, store_dir=tmp_path)
 
 
-def test_numbers_of_numpy_count_as_shares() -> None:
-    assert repr(RandomSplit(np.float32(0.5))) == repr(RandomSplit(0.5))
-    assert repr(RandomSplit(np.int64(5))) == repr(RandomSplit(5))
-    assert repr(Mixture({"a": np.float32(0.5)})) == repr(Mixture({"a": 0.5}))
-
-
 def test_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert MemmapDataModule(store_dir="~/stores").store_dir == tmp_path / "stores"

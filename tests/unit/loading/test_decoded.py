@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
@@ -21,16 +20,16 @@ from lightning_memmap.loading import (
     Scaled,
     SplitRows,
     SuperBatchLoader,
+    fetch,
     image_decoder,
 )
-from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.sampling import (
     SequentialSampler,
     ShuffledSampler,
 )
-from lightning_memmap.schema import Decode, Form, read_forms
+from lightning_memmap.schema import Decode, read_forms
 from lightning_memmap.store import Store, build_store
-from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded, icons, plain
+from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
 from tests.models import Brightness, make_trainer
 from tests.rows import make_split
 
@@ -78,7 +77,7 @@ def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
     store: Store, num_devices: int, transform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Otherwise, the images of steps that are as small as these are in one fetch.
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, num_devices, forms=FORMS)
     counter = Counter(monkeypatch)
     loader = loader_over(store, rows, 12 // num_devices, transform=transform)
@@ -118,7 +117,7 @@ def test_epoch_that_is_alive_as_the_interpreter_ends_is_closed_quietly(
 def test_threads_end_with_the_epoch(
     store: Store, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 2, forms=FORMS)
     steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch))
     next(steps)
@@ -210,7 +209,7 @@ def test_field_that_has_no_bytes_is_not_decoded(
 def test_process_that_was_forked_meanwhile_goes_on(
     store: Store, residency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowSource, "max_steps", 1)
+    monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
     loader = loader_over(store, rows, 6, shuffled=False, transform=lambda batch: batch)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
@@ -226,51 +225,6 @@ def test_process_that_was_forked_meanwhile_goes_on(
     assert os.waitpid(child, 0)[1] == 0
     assert_images(next(steps).to("cpu"), order[6:12])
     steps.close()  # type: ignore[attr-defined]
-
-
-class Icons:
-    """Icons of matplotlib as PNG files with transparency, and the masks of what is opaque."""
-
-    def __init__(self, decoded: bool = False) -> None:
-        self.files = [path for path in icons() if path.stem.endswith("_large")]
-        self.decoded = decoded
-
-    def __len__(self) -> int:
-        return 3 * len(self.files)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        data = self.files[row % len(self.files)].read_bytes()
-        return masked({"image": plain(data, "RGBA")}) if self.decoded else {"image": data}
-
-
-def masked(batch: dict[str, Any]) -> dict[str, Any]:
-    """Divide RGBA into an image on a gray background and its mask."""
-    color, alpha = batch["image"].float().split([3, 1], -3)
-    return {
-        "image": torch.lerp(torch.full_like(color, 128), color, alpha / 255),
-        "mask": alpha > 127,
-    }
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_masks_from_transparency_are_those_of_a_dataloader(
-    tmp_path: Path, num_devices: int
-) -> None:
-    store = build_store(Icons(), tmp_path / "s", num_shards=6, progress=False)
-    forms: dict[str, Form] = {"image": Decode(mode="RGBA")}
-    rows = make_split(store, num_devices, forms=forms)
-    loader = SuperBatchLoader(
-        rows,
-        SequentialSampler(rows.pool),
-        8 // num_devices,
-        collate=FormedCollate(store.schema, forms),
-        transform=masked,
-    )
-    for step, expected in zip(loader, DataLoader(Icons(decoded=True), 8), strict=True):
-        batch = step.to("cpu")
-        assert 0 < expected["mask"].float().mean() < 1
-        for name in ("image", "mask"):
-            assert torch.equal(batch[name], expected[name])
 
 
 def test_images_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Whatever rows are, and wherever they lie, batches are those of the mapping on one device."""
 
-import math
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import striping
+from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted, striping
 from lightning_memmap.schema import Windows, read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Series
@@ -38,7 +36,8 @@ FORMS_OF_ITEMS: list[dict[str, Any]] = [
     {"sound": "jagged", "boxes": "jagged"},
     {"sound": "list", "boxes": "list"},
 ]
-Make = Callable[..., SuperBatchLoader]
+#: What draws windows.
+FACTORIES = [None, Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the train rows are in .* shards"),
@@ -73,12 +72,15 @@ def make(
     *,
     stride: int = 3,
     forms: Any = None,
+    factory: SamplerFactory | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     store = stores[kind]
     options = {"num_devices": 1, "batch_size": 6, "shuffle": True, **options}
     options.setdefault("window", 5 if residency == "stream" else None)
     if kind == "windows":
+        if factory is not None:
+            options |= {"factory": factory, "subset": None}
         return make_window_loader(store, Windows(LENGTH, stride), residency=residency, **options)
     given = {**FORMS_OF.get(kind, {}), **((forms or {}) if kind == "items" else {})}
     options["collate"] = FormedCollate(store.schema, read_forms(given))
@@ -137,14 +139,14 @@ def test_batches_do_not_depend_on_devices_and_places(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(setup=setups(), size=st.integers(1, 2))
+@given(setup=setups(), size=st.integers(1, 2), factory=st.sampled_from(FACTORIES))
 @settings(deadline=None, max_examples=10)
 def test_batches_are_those_of_the_mapping(
-    stores: dict[str, Store], kind: str, setup: dict[str, Any], size: int
+    stores: dict[str, Store], kind: str, setup: dict[str, Any], size: int, factory: Any
 ) -> None:
     assume(setup["num_devices"] * size <= 12)
     for rank in range(size):
-        options = {**setup, "rank": rank, "size": size}
+        options = {**setup, "rank": rank, "size": size, "factory": factory}
         # Two epochs of one loader: memory is used again.
         streamed, mapped = (make(stores, kind, each, **options) for each in ("stream", "mmap"))
         for epoch in (2, 3):
@@ -191,9 +193,8 @@ def test_batches_that_are_kept_are_never_overwritten(
 def test_runs_are_read_to_their_places_wherever_their_blocks_begin(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, block_bytes: int
 ) -> None:
-    # Several reads a run, and room for whatever it takes.
+    # Several reads a run.
     read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
-    monkeypatch.setattr(runs, "_MAX_FREE", math.inf)
     for window, size in ((20, 1), (3, 1), (1000, 3)):
         streamed, mapped = both(stores, kind, window=window, rank=size - 1, size=size)
         assert streamed == mapped
@@ -204,13 +205,8 @@ def test_runs_are_read_to_their_places_wherever_their_blocks_begin(
 def test_rows_that_lie_apart_are_read_in_pieces(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, read_bytes: int
 ) -> None:
-    for name, value in {
-        "_READ_BYTES": read_bytes,
-        "_GAP_BYTES": read_bytes // 2,
-        "_MAX_FREE": 0,
-        "_MAX_FREE_BYTES": 0,
-    }.items():
-        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
     for num_devices in (1, 5):
         streamed, mapped = both(
             stores, kind, num_devices=num_devices, window=4, subset=StridedRows(1, 3, excluded=True)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.memory import Columns, Memory, Places
-from lightning_memmap.loading.row_source import EpochRows
 from tests.rows import CPU, pool_of
 
 DTYPES = [
@@ -26,7 +25,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def resident(tensors: list[Tensor]) -> EpochRows:
+def resident(tensors: list[Tensor]) -> Memory:
     """Rows in memory, of one shard, in the order of an epoch."""
     return Memory(Columns(tensors, CPU), Places(pool_of(len(tensors[0]), 1), np.array([0])))
 
@@ -46,7 +45,7 @@ def test_fetch_copies_the_rows_bit_by_bit(dtype: torch.dtype, shape: tuple[int, 
     expected = b"".join(raw(rows[index]) for index in chosen.tolist())
     buffers = Buffers.empty([(shape, dtype), ((), torch.int64)], 5)
     for out in (None, buffers):
-        fetched, numbers = rows_here.fetch(chosen, out)
+        fetched, numbers = rows_here.take(chosen, out)
         assert raw(fetched) == expected
         assert fetched.shape == (5, *shape)
         assert fetched.dtype == dtype
@@ -56,7 +55,7 @@ def test_fetch_copies_the_rows_bit_by_bit(dtype: torch.dtype, shape: tuple[int, 
 
 def test_fetch_of_nothing_is_empty() -> None:
     rows_here = resident([torch.arange(6.0).reshape(3, 2)])
-    (fetched,) = rows_here.fetch(torch.empty(0, dtype=torch.int64))
+    (fetched,) = rows_here.take(torch.empty(0, dtype=torch.int64))
     assert fetched.shape == (0, 2)
 
 
@@ -66,7 +65,7 @@ def test_fetch_of_nothing_is_empty() -> None:
 def test_fetch_of_a_row_that_is_not_there_is_refused(width: int, location: int) -> None:
     rows_here = resident([torch.zeros(11, width)])
     with pytest.raises(IndexError):
-        rows_here.fetch(torch.tensor([0, location, 1]))
+        rows_here.take(torch.tensor([0, location, 1]))
 
 
 @pytest.mark.parametrize("num_rows", [8, 2048])

@@ -85,15 +85,6 @@ class TestBatches:
 
 
 class TestOrder:
-    def test_state_is_that_of_the_step_delivered(self, numbered_store: Stores) -> None:
-        loader = assembled(make_loader(numbered_store(37, 24), 2, 4), CPU, prefetch=3)
-        rows = 0
-        for count, batch in enumerate(loader, start=1):
-            rows += len(batch["row"])
-            assert loader.state_dict()["steps"] == count
-            assert loader.state_dict()["position"] == rows
-        assert rows == 37
-
     def test_nothing_is_done_before_the_first_step_is_asked_for(
         self, numbered_store: Stores
     ) -> None:

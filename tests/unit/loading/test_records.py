@@ -12,13 +12,13 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
-from lightning_memmap.loading.variable_batch import NumberedCollate
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import KFold, ShuffledSampler, Subset, Weighted
+from lightning_memmap.sampling import ShuffledSampler, Subset
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
+from tests.models import set_up
 from tests.rows import CPU, make_split, split_with
 
 NUM_ROWS = 120
@@ -166,21 +166,6 @@ def test_batches_carry_the_rows_of_the_dataset(tmp_path: Path, kind: str, reside
         assert torch.cat(val).tolist() == [*range(61)]
 
 
-def test_row_numbers_under_folds_and_weights_are_rows_of_the_dataset(tmp_path: Path) -> None:
-    data = MemmapDataModule(
-        Numbers("dict"), store_dir=tmp_path, batch_size=8, with_row_numbers=True
-    )
-    data.prepare_data()
-    weights = Weighted("x", num_samples=40)
-    for changes in ({"subset": KFold(4), "member": 1}, {"sampler": weights}):
-        changed = data.with_options(**changes)
-        changed.setup("fit")
-        loaders = [changed.train_dataloader(), changed.val_dataloader()]
-        for loader in loaders:
-            for batch in loader:
-                assert torch.equal(batch["row_number"], batch["x"])
-
-
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("transform", [None, lambda batch: batch])
 def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
@@ -189,7 +174,7 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
     rows = split_with(store, DataTopology((CPU,) * num_devices), places)
     rows = dataclasses.replace(rows, are_numbered=True)
-    collate = NumberedCollate(FormedCollate(store.schema), store.schema)
+    collate = FormedCollate(store.schema, with_row_numbers=True)
     loader = SuperBatchLoader(
         rows,
         ShuffledSampler(rows.pool, 3),
@@ -207,8 +192,6 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     ("kind", "words"), [("class", "class 'Pair', which has no place"), ("taken", "'row_number' of")]
 )
 def test_row_numbers_without_a_place_are_refused(tmp_path: Path, kind: str, words: str) -> None:
-    data = MemmapDataModule(Numbers(kind), store_dir=tmp_path, with_row_numbers=True)
-    data.prepare_data()
-    data.setup("fit")
+    data = set_up(MemmapDataModule(Numbers(kind), store_dir=tmp_path, with_row_numbers=True), "fit")
     with pytest.raises(ValueError, match=words):
         data.train_dataloader()

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from tests.preloaded import END_WHOLLY, run
 from tests.rows import (
     CPU,
     NumberedRows,
-    StridedRows,
     epoch_rows,
     loader_over,
     make_loader,
     make_split,
     rows_of,
-    take_steps,
 )
 
 pytestmark = pytest.mark.slow
@@ -48,9 +45,6 @@ def untouched(batch: Any) -> Any:
 
 def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "window-reader" in thread.name]
-
-
-SUBSETS = [None, StridedRows(1, 3), StridedRows(0, 4, excluded=True)]
 
 
 class TestRows:
@@ -91,7 +85,7 @@ class Kinds(torch.utils.data.Dataset[Any]):
         row = torch.tensor(index)
         return {
             "bool": row % 3 == 0,
-            "bytes": (row + torch.arange(4099)).to(torch.uint8),
+            "bytes": (row + torch.arange(4096)).to(torch.uint8),
             "half": (row / 7).to(torch.bfloat16).expand(3),
             "complex": torch.complex(row * 1.0, row * 2.0).expand(2, 2),
             "wide": row.to(torch.float64),
@@ -116,42 +110,27 @@ class TestResume:
                 next(iter(loader))
 
 
-class TestMemory:
-    def test_two_windows_are_all_there_is(self, numbered_store: Stores) -> None:
-        # Rows of 64 KiB and more, in windows of 3 of each of 24 shards.
-        store = numbered_store(600, 24, 2**16)
-        before = large_tensors()
-        loader = make_loader(store, residency="stream", window=3, shuffle=True)
-        window_bytes = 3 * 24 * 2**16
-        most = 0
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            for step, super_batch in enumerate(loader):
-                if step % 20 == 19:
-                    most = max(most, sum((large_tensors() - before).values()))
-                del super_batch
-        assert most == 2 * window_bytes
-        loader._rows.release()
-        assert not large_tensors() - before
-
-    def test_window_longer_than_a_shard_takes_what_the_shard_has(
-        self, numbered_store: Stores
-    ) -> None:
-        store = numbered_store(100, 24, 2**16)
-        before = large_tensors()
-        loader = make_loader(store, residency="stream", window=10**9, shuffle=True)
-        next(iter(loader))
-        # One window, of 5 rows of each of 24 shards: there is no second one.
-        assert sum((large_tensors() - before).values()) == 5 * 24 * 2**16
-
-    def test_process_of_several_reads_its_own_shards(self, numbered_store: Stores) -> None:
-        store = numbered_store(600, 24, 2**16)
-        before = large_tensors()
-        loader = make_loader(store, residency="stream", window=12, rank=1, size=4)
-        most = 0
-        for _ in islice(take_steps(loader, 30), 9, None, 10):
-            most = max(most, sum((large_tensors() - before).values()))
-        assert most == 2 * 12 * 6 * 2**16
+@pytest.mark.parametrize(
+    ("num_rows", "window", "size", "expected"),
+    # Two windows; a single one, of 5 rows of each shard; those of a process of several.
+    [(600, 3, 1, 2 * 3 * 24), (100, 10**9, 1, 5 * 24), (600, 12, 4, 2 * 12 * 6)],
+)
+def test_windows_are_all_there_is(
+    numbered_store: Stores, num_rows: int, window: int, size: int, expected: int
+) -> None:
+    # Rows of 64 KiB and more.
+    store, before, most = numbered_store(num_rows, 24, 2**16), large_tensors(), 0
+    options = {"window": window, "rank": size - 1, "size": size}
+    loader = make_loader(store, residency="stream", shuffle=True, **options)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for step, super_batch in enumerate(loader):
+            if step % 20 == 9:
+                most = max(most, sum((large_tensors() - before).values()))
+            del super_batch
+    assert most == expected * 2**16
+    loader._rows.release()
+    assert not large_tensors() - before
 
 
 def large_tensors() -> Counter[int]:
@@ -171,24 +150,21 @@ class TestThread:
     def make(self, stores: Stores, **options: Any) -> SuperBatchLoader:
         return make_loader(stores(400, 7), residency="stream", window=5, shuffle=True, **options)
 
-    @pytest.mark.parametrize("fails", [True, False])
+    @pytest.mark.parametrize("end", ["fails", "left", "dropped"])
     def test_epoch_that_is_left_early_leaves_no_thread(
-        self, numbered_store: Stores, fails: bool
+        self, numbered_store: Stores, end: str
     ) -> None:
-        with suppress(KeyError):
-            for super_batch in self.make(numbered_store):
-                assert reading_threads()
-                del super_batch
-                if fails:
-                    raise KeyError
-                break
-        assert not reading_threads()
-
-    def test_loader_that_is_dropped_leaves_no_thread(self, numbered_store: Stores) -> None:
         steps: Iterator[SuperBatch] | None = iter(self.make(numbered_store))
         assert steps is not None
-        next(steps)
-        assert reading_threads()
+        with suppress(KeyError):
+            for super_batch in steps:
+                assert reading_threads()
+                del super_batch
+                if end == "fails":
+                    raise KeyError
+                break
+        if end == "left":
+            steps.close()  # type: ignore[attr-defined]
         del steps
         assert not reading_threads()
 
@@ -203,30 +179,6 @@ class TestThread:
             list(steps)
         with pytest.raises(RuntimeError, match=r"freed by teardown\(\)"):
             next(iter(loader))
-
-    def test_release_wakes_a_consumer_that_waits(self, tmp_path: Path) -> None:
-        store = build_store(NumberedRows(400), tmp_path / "rows", num_shards=7, progress=False)
-        loader = make_loader(store, residency="stream", window=5)
-        steps = iter(loader)
-        next(steps)
-        failed: list[BaseException] = []
-
-        def consume() -> None:
-            try:
-                for super_batch in steps:
-                    del super_batch
-                    go_on.wait(60)
-            except RuntimeError as error:
-                failed.append(error)
-
-        go_on = threading.Event()
-        consumer = threading.Thread(target=consume)
-        consumer.start()
-        loader._rows.release()
-        go_on.set()
-        consumer.join(60)
-        assert not consumer.is_alive()
-        assert "freed by teardown()" in str(failed[0])
 
     def test_several_iterations_at_once_do_not_disturb_each_other(
         self, numbered_store: Stores

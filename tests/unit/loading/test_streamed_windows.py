@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.loading.memory import SeriesPlaces
+from lightning_memmap.loading import runs
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import (
-    StreamLayout,
     StreamMemory,
     largest_window_steps,
     located_steps,
 )
 from lightning_memmap.sampling import (
-    Bucketed,
     Pool,
     ReadWindows,
     Sampler,
@@ -31,36 +27,13 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
-    Weighted,
     WindowedRows,
 )
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.schema import Field, Windows
-from lightning_memmap.store import Store, TokenStream, build_store
-from tests.datasets import Series, windows_in
-from tests.rows import StridedRows, make_window_loader
-
-LENGTH = 8
-LENGTHS = {
-    # Some are shorter than a window.
-    "many": [3 + row * 7 % 30 for row in range(40)],
-    "few": [150, 5, 280],
-    "alike": [20] * 25,
-}
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
-    path = tmp_path_factory.mktemp("series")
-    return {
-        name: build_store(Series(lengths), path / name, num_shards=12, progress=False)
-        for name, lengths in LENGTHS.items()
-    }
-
-
-def steps_of(loader: SuperBatchLoader) -> list[list[tuple[int, int]]]:
-    return [windows_in(batch.to("cpu"), LENGTH) for batch in loader]
-
+from lightning_memmap.schema import Windows
+from lightning_memmap.store import TokenStream, build_store
+from tests.models import set_up
+from tests.rows import make_window_loader
 
 # Which steps windows need
 
@@ -117,47 +90,6 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
 # Loaders
 
 
-@st.composite
-def setups(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "windows": Windows(LENGTH, draw(st.sampled_from([1, 3, 8, 11]))),
-        "batch_size": draw(st.integers(3, 9)),
-        "window": draw(st.sampled_from([1, 2, 5, 1000])),
-        "num_devices": draw(st.sampled_from([1, 2, 3, 4])),
-        "subset": draw(st.sampled_from([None, StridedRows(0, 3, excluded=True)])),
-        "shuffle": draw(st.booleans()),
-        "transform": draw(st.sampled_from([None, lambda batch: batch])),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:the train rows are in 12 shards")
-@given(
-    setup=setups(),
-    factory=st.sampled_from([Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)]),
-    size=st.integers(1, 3),
-)
-@settings(deadline=None, max_examples=8)
-def test_windows_that_are_drawn_are_those_of_the_mapping(
-    stores: dict[str, Store], setup: dict[str, Any], factory: Any, size: int
-) -> None:
-    steps = []
-    for rank in range(size):
-        streamed, mapped = (
-            make_window_loader(
-                stores["many"],
-                **{**setup, "subset": None, "factory": factory, "residency": residency},
-                rank=rank,
-                size=size,
-            )
-            for residency in ("stream", "mmap")
-        )
-        streamed.set_epoch(1)
-        mapped.set_epoch(1)
-        steps.append(steps_of(streamed))
-        assert steps[-1] == steps_of(mapped)
-    assert len({len(each) for each in steps}) == 1
-
-
 # Memory, and bytes
 
 
@@ -170,12 +102,15 @@ def tokens() -> np.ndarray:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_token_is_read_about_once_however_much_windows_overlap(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     bytes_read: list[int],
     tokens: np.ndarray,
     length: int,
     stride: int,
     shuffle: bool,
 ) -> None:
+    # As in a store whose shards lie further apart.
+    monkeypatch.setattr(runs, "_GAP_BYTES", 0)
     data = MemmapDataModule(
         TokenStream(tokens, length, stride, row_tokens=20_000),
         store_dir=tmp_path,
@@ -185,8 +120,7 @@ def test_each_token_is_read_about_once_however_much_windows_overlap(
         shuffle_window=max(1, 6000 // stride),
         variable={"tokens": Windows(length, stride)},
     )
-    data.prepare_data()
-    data.setup("fit")
+    set_up(data, "fit")
     count = 0
     for batch in data.train_dataloader():
         count += len(batch["tokens"])
@@ -206,8 +140,8 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     assert isinstance(source, Stream)
     layout = source.layout
     steps = StreamMemory(layout).items.memory[0]
-    # Of 40,000 windows of 64 tokens, and blocks at both ends of each run.
-    assert 40_000 * 2 <= steps.nbytes < 44_000 * 2 + 12 * 2 * 4096
+    # Of 40,000 windows of 64 tokens.
+    assert 40_000 * 2 <= steps.nbytes < 44_000 * 2
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):
         if memory > 2 * 40_000 * 2:
             make_window_loader(store, Windows(64, 1), **options, memory=memory)
@@ -224,20 +158,7 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
             residency="stream",
             variable={"tokens": Windows(length, stride)},
         )
-        data.prepare_data()
-        data.setup("fit")
+        set_up(data, "fit")
         assert data.placement is not None
         window = data.placement.splits["train"].size.window
         assert 0.98 * 2**29 < window * 24 * stride * 2 < 1.02 * 2**29
-
-
-def test_more_windows_than_can_be_numbered_with_all_steps_are_refused() -> None:
-    pool = Pool.of(over(Shards(1, 1), [2**40], 1, 1), 1)
-    windows = ReadWindows(ShuffledSampler(pool, 0, 1), 1)
-    begins = np.zeros(1, np.int64)
-    line: Any = pool.rows
-    series = SeriesPlaces(line, begins, begins, begins, torch.device("cpu"))
-    columns: Any = [(Field("x", torch.uint8, (None,)), None)]
-    options: dict[str, Any] = {"held": [0], "windows": windows, "series": series}
-    with pytest.raises(ValueError, match=r"shuffle_window=1: .* choose a larger one"):
-        StreamLayout(columns, [None], series.places(pool), series.num_slots, **options)

@@ -17,7 +17,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store import (
     append_store,
     build_part,
@@ -216,7 +216,8 @@ def build_and_check(build: Build) -> None:
         writer = TableWriter(Path(build.path), draft, table.token)
         for rows in (range(30), range(30, build.num_rows)):
             writer.write(
-                rows, [each[rows.start : rows.stop] for each in numbered.expected().values()]
+                rows,
+                [Values(each[rows.start : rows.stop]) for each in numbered.expected().values()],
             )
         writer.close()
         table.finish(writer.num_written)
@@ -240,7 +241,7 @@ def build_and_check(build: Build) -> None:
 def write_ranges_of(num_rows: int) -> None:
     """Let builds of this process write ranges of one size, and mark each in the journal as soon as
     it is written, so that a short build has many of them."""
-    writing._MAX_ITEM_ROWS, writing._MAX_ITEM_BLOCKS = num_rows, 1
+    writing._MAX_BLOCK_ROWS, writing._MAX_BLOCKS = num_rows, 1
     workers._RANGE_S = workers._MIN_RANGE_S = 1e9
     writing.JOURNAL_INTERVAL_S = -1.0
 

@@ -1,13 +1,10 @@
 import dataclasses
 import errno
 import itertools
-import json
 import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -26,7 +22,6 @@ from lightning_memmap.schema import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order
-from tests.preloaded import python
 from tests.unit.store.layout import is_empty, names_in
 
 REPOSITORY = Path(__file__).parents[3]
@@ -130,63 +125,6 @@ def test_build_any_dtype_comes_back_bit_for_bit(tmp_path: Path, name: str, carri
     assert torch.equal(
         again[7].reshape(-1).view(torch.uint8), rows[7].reshape(-1).view(torch.uint8)
     )
-
-
-VALUES = np.arange(24, dtype=np.int32).reshape(4, 6) * 1_000_003
-
-
-def read_only() -> np.ndarray:
-    array = VALUES.copy()
-    array.flags.writeable = False
-    return array
-
-
-ARRAYS: dict[str, Callable[[], Any]] = {
-    "big-endian": lambda: VALUES.astype(">i4"),
-    "big-endian of eight bytes": lambda: VALUES.astype(">i8"),
-    "big-endian complex": lambda: VALUES.astype(">c8"),
-    "read-only": read_only,
-    "negative strides": lambda: VALUES[::-1, ::-2],
-    "fortran order": lambda: np.asfortranarray(VALUES),
-    "broadcast": lambda: np.broadcast_to(VALUES[0], (3, 6)),
-    "transposed tensor": lambda: torch.from_numpy(VALUES.copy()).T,
-    "expanded tensor": lambda: torch.from_numpy(VALUES.copy())[:1].expand(5, 6),
-    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
-    "conjugated tensor": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
-    "scalar array": lambda: np.array(7, ">u2"),
-}
-
-
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_build_leaf_of_any_layout_is_stored_right(tmp_path: Path, kind: str) -> None:
-    leaf = ARRAYS[kind]()
-    if isinstance(leaf, Tensor):
-        expected = leaf.detach().resolve_conj().contiguous()
-    else:
-        expected = torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("=")).copy())
-    store = build([(leaf, row) for row in range(10)], tmp_path / "s")
-    for row in (0, 9):
-        found, label = store[row]
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-        assert label.item() == row
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "1", "I;16", "RGBA"])
-def test_build_images_of_any_mode_come_back(tmp_path: Path, mode: str) -> None:
-    images = []
-    for row in range(5):
-        image = Image.new(mode, (7, 5))
-        bands = len(image.getbands())
-        image.putpixel((row, row), row + 1 if bands == 1 else tuple(range(row, row + bands)))
-        images.append(image)
-    store = build(images, tmp_path / "s", num_shards=2)
-    for row, image in enumerate(images):
-        pixels = np.asarray(image)
-        expected = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        assert expected.any()
-        assert np.array_equal(store[row].numpy(), expected)
-        assert store[row].numpy().dtype == expected.dtype
 
 
 class Pair(NamedTuple):
@@ -296,8 +234,8 @@ def test_build_starts_its_workers_once(
     context = multiprocessing.get_context(method)
     monkeypatch.setattr(multiprocessing, "get_context", lambda: context)
     # One process for all probe rows of quick rows, and a range for each.
-    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 20)
-    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 20)
+    monkeypatch.setattr(writing, "_MAX_BLOCKS", 1)
     store = build(Processes(Numbered(400), tmp_path / "log"), tmp_path / "s", num_workers=2)
     assert holds(store, Numbered(400))
     readers = set((tmp_path / "log").read_text().splitlines())
@@ -476,11 +414,6 @@ def test_build_with_many_more_shards_than_rows_holds_the_rows(tmp_path: Path) ->
     assert verify_store(tmp_path / "s") == []
 
 
-@pytest.mark.parametrize("sample", [torch.arange(9.0)[::3][:1], torch.fft.fft(torch.ones(1)).real])
-def test_build_of_one_strided_element_holds_it(tmp_path: Path, sample: torch.Tensor) -> None:
-    assert torch.equal(build([sample] * 3, tmp_path / "s")[2], sample)
-
-
 def test_build_at_what_is_no_place_for_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file is not a directory"):
@@ -593,56 +526,67 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 
 
-@pytest.mark.slow
+MIB, BLOCK = 2**20, 4096
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that answers like a disk of one mebibyte, which needs a block besides for a file
+    that is given its place."""
+    allocate, usage = os.posix_fallocate, type(shutil.disk_usage(tmp_path))
+
+    def used(but: int | None = None) -> int:
+        states = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
+        return sum(512 * state.st_blocks for state in states if state.st_ino != but)
+
+    def posix_fallocate(file: int, offset: int, length: int) -> None:
+        blocks = BLOCK * (1 - (-(offset + length) // BLOCK))
+        if used(os.fstat(file).st_ino) + blocks > MIB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, length)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(MIB, used(), MIB - used()))
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    return tmp_path
+
+
+def sounds(num_bytes: int) -> list[Tensor]:
+    """Rows that differ in length, of so many bytes in all."""
+    lengths = [num_bytes // 200 + row % 3 - 1 for row in range(200)]
+    return [torch.full((length,), row, dtype=torch.uint8) for row, length in enumerate(lengths)]
+
+
 def test_build_on_full_disk_raises_enospc_with_both_numbers_and_leaves_nothing(
-    tmp_path: Path,
+    small_disk: Path,
 ) -> None:
-    # On a simulated disk, and on a real one where this user may mount it.
-    program = ["-m", "tests.unit.store.full_disk"]
-    commands = [[python(), *program, "pretended"]]
-    namespace = ["unshare", "--mount", "--map-root-user"]
-    mount = [*namespace, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if shutil.which("unshare") and not subprocess.run(mount, capture_output=True).returncode:
-        commands.append([*namespace, sys.executable, *program, "mounted"])
-    for command in commands:
-        directory = tmp_path / command[-1]
-        directory.mkdir()
-        result = subprocess.run(
-            [*command, str(directory)], capture_output=True, text=True, cwd=REPOSITORY
-        )
-        assert result.returncode == 0, result.stderr
-        check_full_disk(json.loads(result.stdout))
+    path = small_disk / "s"
 
+    def refused(rows: Any, **arguments: Any) -> int:
+        """The bytes that are needed, as the error has them beside those that are free."""
+        free = shutil.disk_usage(small_disk).free
+        with pytest.raises(OSError, match=f"needs .* {free} are free") as caught:
+            build(rows, path, **arguments)
+        assert caught.value.errno == errno.ENOSPC
+        return int(re.search(r"needs (\d+) bytes", str(caught.value))[1])  # type: ignore[index]
 
-def check_full_disk(outcomes: dict[str, Any]) -> None:
-    first = outcomes["larger than the disk"]
-    assert first["errno"] == errno.ENOSPC
-    assert f"needs {5 * 2**18} bytes" in first["message"]
-    assert str(first["free"]) in first["message"]
-    assert first["left"] == []
-
-    exact = outcomes["exactly what is free"]
-    assert exact["errno"] == errno.ENOSPC
-    needed = exact["free"] // 4 * 4
-    assert f"needs {needed} bytes" in exact["message"]
-    assert exact["left"] == []
-
-    # Before a row is written: each of eight was read twice.
-    refused = outcomes["rows of variable length"]
-    assert refused["errno"] == errno.ENOSPC
-    assert outcomes["rows read"] <= 16
-    needed = int(re.search(r"needs (\d+) bytes, judging by the rows", refused["message"])[1])
-    assert needed == pytest.approx(2 * 3 * 2**18 + 200 * 24, rel=0.02)
-    assert str(refused["free"]) in refused["message"]
-    assert refused["left"] == []
-    assert outcomes["sounds"]["num_rows"] == 200
-
-    # There is room again: the failed builds left nothing on the disk.
-    assert outcomes["small"] == {**outcomes["small"], "num_rows": 5, "left": ["train"]}
-    overwrite = outcomes["overwrite"]
-    assert overwrite["errno"] == errno.ENOSPC
-    assert overwrite["left"] == ["train"]
-    assert overwrite["old rows"] == [0, 1, 2, 3, 4]
+    large = [torch.zeros(MIB // 4, dtype=torch.uint8)] * 5
+    assert refused(large) == 5 * MIB // 4
+    assert is_empty(path)
+    # As many bytes as are free: there is no room for the other files of a build.
+    free = shutil.disk_usage(small_disk).free
+    assert refused([torch.zeros(free // 4, dtype=torch.uint8)] * 4) == free // 4 * 4
+    # There is room for these, but not for twice as many bytes: known before a row is written.
+    counting = Counting(sounds(3 * MIB // 4))
+    assert refused(counting) == pytest.approx(2 * 3 * MIB // 4 + 200 * 24, rel=0.02)
+    assert len(counting.rows) <= 16
+    assert is_empty(path)
+    # The failed builds left nothing on the disk: there is room again.
+    small = [torch.full((1000,), row) for row in range(5)]
+    assert len(build(small, path)) == 5
+    refused(large, overwrite=True)
+    assert [int(row[0]) for row in open_store(path)] == [0, 1, 2, 3, 4]
+    shutil.rmtree(path)
+    assert len(build(sounds(3 * MIB // 8), path)) == 200
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
-from lightning_memmap.store import build_store, open_store, verify_store, writing
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store import workers as workers_module
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import Workers
-from tests.datasets import Counting, Numbered, Replaced, holds
+from tests.datasets import Numbered, holds
 from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.layout import building_path, names_in
 
@@ -167,87 +167,6 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
     missing = [row for row in read if row >= done and row not in probes]
     assert len(missing) == len(set(missing))
     assert version_in(directory) == NEW
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_resumed_after_an_exception_reads_only_what_is_missing(
-    tmp_path: Path,
-    num_workers: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 2048)
-    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
-    numbered = Numbered(5000)
-    arguments: dict[str, Any] = {"num_shards": 3, "progress": False, "fingerprint": "numbered"}
-    # In a range that a worker begins once it has written another one.
-    broken = Replaced(numbered, {4500: OSError("unplugged")})
-    with pytest.raises(DatasetError, match="row 4500"):
-        build_store(broken, tmp_path / "s", num_workers=num_workers, **arguments)
-    with pytest.raises(StoreNotFoundError):
-        open_store(tmp_path / "s")
-    marks = (building_path(tmp_path / "s") / "journal").read_bytes()
-    done = {row for row, mark in enumerate(marks) if mark}
-    assert done
-    mended = Counting(numbered)
-    store = build_store(mended, tmp_path / "s", **arguments)
-    assert holds(store, numbered)
-    assert f"resuming: {len(done):,} of 5,000 rows were written before" in caplog.text
-    assert "to start again, remove" in caplog.text
-    assert {row for row in mended.rows if row in done} <= set(probe_rows(5000))
-    assert set(range(5000)) - done <= set(mended.rows)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": OLD},
-        {"num_shards": 4},
-        {"overwrite": True},
-    ],
-    ids=str,
-)
-def test_build_that_must_not_resume_starts_anew(
-    server: BuildServer, begun: Path, tmp_path: Path, change: dict[str, int]
-) -> None:
-    directory, log = tmp_path / "resume", tmp_path / "log"
-    shutil.copytree(begun, directory)
-    assert server.run(replace(build_of(directory, log=str(log)), **change)) == 0
-    assert set(rows_in(log)) == set(range(NUM_ROWS))
-    assert version_in(directory) == change.get("version", NEW)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["truncated field", "missing field", "linked field", "no key", "broken key", "no journal"],
-)
-def test_build_resumed_from_what_cannot_be_trusted_starts_anew(
-    server: BuildServer, begun: Path, tmp_path: Path, damage: str
-) -> None:
-    directory, log = tmp_path / "resume", tmp_path / "log"
-    shutil.copytree(begun, directory)
-    building = building_path(directory / "s")
-    field, key, journal = (building / name for name in ("x.memmap", "build.json", "journal"))
-    outside = tmp_path / "outside"
-    if damage == "truncated field":
-        os.truncate(field, 100)
-    elif damage == "missing field":
-        field.unlink()
-    elif damage == "linked field":
-        shutil.copy(field, outside)
-        field.unlink()
-        field.symlink_to(outside)
-    elif damage == "no key":
-        key.unlink()
-    elif damage == "broken key":
-        os.truncate(key, key.stat().st_size // 2)
-    else:
-        journal.unlink()
-    before = outside.read_bytes() if outside.exists() else b""
-    assert server.run(build_of(directory, log=str(log))) == 0
-    assert set(rows_in(log)) == set(range(NUM_ROWS))
-    assert version_in(directory) == NEW
-    assert before == (outside.read_bytes() if outside.exists() else b"")
 
 
 # Around the commit

@@ -1,87 +1,102 @@
-"""Writes that fail in the middle of a change of a store, at the system call."""
+"""Writes that fail in the middle of a change of a store."""
 
-import shutil
-import subprocess
-import sys
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_memmap.errors import StoreNotFoundError
-from lightning_memmap.store import build_part, build_store, open_store, verify_store
-from tests.unit.store.change_texts import GENERATION, NUM_ROWS, OPTIONS, Texts
+from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.store import (
+    append_store,
+    build_part,
+    build_store,
+    finish_store,
+    open_store,
+    verify_store,
+)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace"),
-]
+pytestmark = pytest.mark.slow
 
-WRITES = "write,writev,pwrite64,pwritev,pwritev2"
-
-
-def run(way: str, directory: Path, inject: str, *files: Path) -> tuple[int, str]:
-    """Change the store ``s`` while system calls about some files fail."""
-    watched = [option for file in files for option in ("-P", str(file))]
-    done = subprocess.run(
-        ["strace", "-f", "-qq", "-o", "/dev/null", "--seccomp-bpf", *watched,
-         "-e", f"inject={inject}", sys.executable, "-m", "tests.unit.store.change_texts",
-         way, str(directory / "s")],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout
+NUM_ROWS = 3000
+OPTIONS: dict[str, Any] = {"num_shards": 3, "progress": False}
 
 
-def begin(way: str, directory: Path) -> None:
+def texts(edition: int) -> list[str]:
+    return [f"{edition} " + f"{row} " * (row % 7) for row in range(NUM_ROWS)]
+
+
+#: What is done to the store at a path: what was there has edition 1, what is new edition 2.
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "new": lambda path: build_store(texts(2), path, **OPTIONS),
+    "overwrite": lambda path: build_store(texts(2), path, overwrite=True, **OPTIONS),
+    "stream": lambda path: build_store(iter(texts(2)), path, **OPTIONS),
+    "append": lambda path: append_store(texts(2), path, progress=False),
+    "finish": lambda path: finish_store(path, overwrite=True, progress=False),
+}
+
+
+def begin(way: str, path: Path) -> None:
     if way not in ("new", "stream"):
-        build_store(Texts(1), directory / "s", **OPTIONS)
+        build_store(texts(1), path, **OPTIONS)
     if way == "finish":
-        build_part(Texts(2), directory / "s", (0, 1), overwrite=True, **OPTIONS)
+        build_part(texts(2), path, (0, 1), overwrite=True, **OPTIONS)
 
 
-def editions(directory: Path) -> list[int] | None:
-    """The edition of each row; None where there is no store."""
+def rows_of(path: Path) -> list[str] | None:
+    """The rows; None where there is no store."""
     try:
-        store = open_store(directory / "s")
+        store = open_store(path)
     except StoreNotFoundError:
         return None
-    assert verify_store(directory / "s") == []
-    found = [int(store[row]["t"][0]) for row in range(store.num_rows)]
-    assert [store[row] for row in range(store.num_rows)] == [
-        Texts(edition)[row % NUM_ROWS] for row, edition in enumerate(found)
-    ]
-    return found
+    assert verify_store(path) == []
+    return [store[row] for row in range(store.num_rows)]
 
 
-def index_files(directory: Path) -> list[Path]:
-    """The index in the generation that is made, or was begun by parts."""
-    generations = {directory / "s" / GENERATION, *(directory / "s").glob("g-*")}
-    return [generation / "t.index" for generation in generations]
+def fail_at(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    """Let some writes of an index fail, counted from 1."""
+    seen, write = [0], os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("value.index"):
+            seen[0] += 1
+            if first <= seen[0] <= last:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
 
 
-@pytest.mark.parametrize("way", ["new", "overwrite", "stream", "append", "finish"])
-def test_write_of_the_index_fails_and_the_store_is_as_it_was(tmp_path: Path, way: str) -> None:
-    begin(way, tmp_path)
-    before = editions(tmp_path)
+@pytest.mark.parametrize("way", WAYS)
+def test_write_of_the_index_fails_and_the_store_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    path = tmp_path / "s"
+    begin(way, path)
+    before = rows_of(path)
     for number in range(1, 10):
-        inject = f"{WRITES}:error=ENOSPC:when={number}"
-        status, output = run(way, tmp_path, inject, *index_files(tmp_path))
-        if status == 0:  # It takes fewer writes.
-            break
-        assert status == 3
-        assert output.startswith(("OSError", "StoreError"))
-        assert editions(tmp_path) == before
+        with monkeypatch.context() as patch:
+            fail_at(patch, number, number)
+            try:
+                WAYS[way](path)
+            except (OSError, StoreError):
+                assert rows_of(path) == before
+            else:  # It takes fewer writes.
+                break
     assert number > 1
-    expected = [1] * NUM_ROWS + [2] * NUM_ROWS if way == "append" else [2] * NUM_ROWS
-    assert editions(tmp_path) == expected
+    assert rows_of(path) == (texts(1) if way == "append" else []) + texts(2)
 
 
-def test_overwrite_that_fails_takes_no_more_disk(tmp_path: Path) -> None:
-    begin("overwrite", tmp_path)
-    before = {path for path in tmp_path.rglob("*") if path.stat().st_size}
-    status, output = run(
-        "overwrite", tmp_path, f"{WRITES}:error=ENOSPC:when=1+", *index_files(tmp_path)
-    )
-    assert status == 3
-    assert "Make room" in output
-    assert {path for path in tmp_path.rglob("*") if path.stat().st_size} == before
+def test_overwrite_that_fails_takes_no_more_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    begin("overwrite", path)
+    before = {each for each in path.rglob("*") if each.stat().st_size}
+    with monkeypatch.context() as patch:
+        fail_at(patch, 1, 10**6)
+        with pytest.raises(OSError, match="Make room"):
+            WAYS["overwrite"](path)
+    assert {each for each in path.rglob("*") if each.stat().st_size} == before

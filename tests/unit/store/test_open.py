@@ -10,7 +10,6 @@ import pytest
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Pool
-from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.datasets import Numbered, holds
@@ -191,15 +190,14 @@ def drop(key: str) -> Callable[[dict[str, Any]], None]:
     return lambda body: body.pop(key)
 
 
-def rename_field(name: str, key: str | None = None) -> Callable[[dict[str, Any]], None]:
-    """A field whose name, and with ``key`` also the structure, leads elsewhere."""
+def rename_field(name: str) -> Callable[[dict[str, Any]], None]:
+    """A field whose name leads elsewhere, and its key too."""
 
     def edit(body: dict[str, Any]) -> None:
         body["fields"][0]["name"] = name
         sums = list(body["checksums"].values())
         body["checksums"] = {name: sums[0], "label": sums[1]}
-        if key is not None:
-            body["structure"]["keys"][0] = key
+        body["structure"]["keys"][0] = name
 
     return edit
 
@@ -212,20 +210,6 @@ def empty_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
 SUM = "0123456789abcdef"
 
 
-def structure(kind: str, name: str, *keys: Any) -> dict[str, Any]:
-    return {"kind": kind, "name": name, "keys": keys, "children": [{"kind": "leaf"}] * len(keys)}
-
-
-def rename_class(kind: str, *keys: Any) -> Callable[[dict[str, Any]], None]:
-    """A sample of a class with these fields, which need no files."""
-
-    def edit(body: dict[str, Any]) -> None:
-        body["structure"] = structure(kind, "Sample", *keys)
-        replace_fields(body, [field_name((key,)) for key in keys])
-
-    return edit
-
-
 def replace_fields(body: dict[str, Any], names: list[str]) -> None:
     field = {"dtype": "int64", "shape": [0], "kind": "tensor"}
     body["fields"] = [{"name": name, **field} for name in names]
@@ -236,17 +220,11 @@ def many_fields(num_fields: int, num_shards: int) -> Callable[[dict[str, Any]], 
     def edit(body: dict[str, Any]) -> None:
         body["num_shards"] = num_shards
         names = [f"f{index}" for index in range(num_fields)]
-        body["structure"] = structure("dict", "", *names)
+        leaves = [{"kind": "leaf"}] * num_fields
+        body["structure"] = {"kind": "dict", "keys": names, "children": leaves}
         replace_fields(body, names)
 
     return edit
-
-
-def many_classes(body: dict[str, Any]) -> None:
-    keys = [f"f{index}" for index in range(257)]
-    classes = [structure("dataclass", key, "a") for key in keys]
-    body["structure"] = {"kind": "dict", "keys": keys, "children": classes}
-    replace_fields(body, [f"{key}.a" for key in keys])
 
 
 def no_bytes(num_rows: int) -> Callable[[dict[str, Any]], None]:
@@ -270,23 +248,11 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "too many shards": put("num_shards", value=2**16 + 1),
     "larger shape": put("fields", 0, "shape", value=[5]),
     "huge shape": put("fields", 0, "shape", value=[2**39, 2**39]),
-    "negative shape": put("fields", 0, "shape", value=[-4]),
-    "shape of bools": put("fields", 0, "shape", value=[True, 4]),
     "empty and huge shape": empty_shape(2**39, 2**39, 0),
     "wider dtype": put("fields", 0, "dtype", value="complex128"),
-    "unknown dtype": put("fields", 0, "dtype", value="float8_e4m3fn"),
     "name outside": rename_field("../x"),
-    "name and key outside": rename_field("../x", "../x"),
-    "absolute name": rename_field("/etc/passwd", "/etc/passwd"),
-    "name of another file": rename_field("meta"),
-    "name of more than a file name": rename_field("k" * 300, "k" * 300),
-    "surrogate as name": rename_field("\ud800", "\ud800"),
-    "null byte as name": rename_field("x\0", "x\0"),
-    "same file twice": put("structure", "keys", value=["x", "x"]),
-    "keyword as class": put("structure", value={"kind": "namedtuple"}),
     "no structure": drop("structure"),
     "no fields": drop("fields"),
-    "empty fields": put("fields", value=[]),
     "no number of rows": drop("num_rows"),
     "no checksums": drop("checksums"),
     "checksums of another field": put("checksums", value={"y": [SUM] * 3, "label": [SUM] * 3}),
@@ -297,23 +263,12 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "probe before the rows": put("probes", value=[[-1, SUM]]),
     "probe with a wrong hash": put("probes", value=[[1, 2]]),
     "source of a number": put("source", value={"a": 1}),
-    "twins of one name": rename_class("namedtuple", "ﬁ", "fi"),
-    "name that Python reads as another": rename_class("dataclass", "ﬁ", "b"),
-    "debug as name": rename_class("dataclass", "__debug__", "b"),
-    "private name of a named tuple": rename_class("namedtuple", "_a", "b"),
-    "class without a name": put("structure", value=structure("dataclass", "", "x", "label")),
-    "keyword as class of a tuple": put("structure", value=structure("namedtuple", "if", "x", "y")),
-    "terminal codes as class": put("structure", value=structure("dataclass", "\x1b", "x", "y")),
-    "markup as kind": put("fields", 0, "kind", value="[/]"),
     "terminal codes as source": put("source", value={"dataset": "\x1b[2J"}),
     "endless source": put("source", value={"dataset": "x" * 5000}),
     "source of many entries": put("source", value={str(key): "" for key in range(65)}),
     "many probes": put("probes", value=[[1, SUM]] * 65),
-    "many dimensions": put("fields", 0, "shape", value=[1] * 64 + [4]),
     "many fields": many_fields(4097, 1),
     "many checksums": many_fields(100, 2000),
-    "many classes": many_classes,
-    "endless key": rename_field("k" * 100_000, "k" * 100_000),
     "endless rows without a byte": no_bytes(2**48),
     "too many rows without a byte": no_bytes(2**20 + 1),
     "most shards and no row in them": put("num_shards", value=2**16),
@@ -415,32 +370,6 @@ def test_open_directory_with_hostile_files_runs_nothing(path: Path, tmp_path: Pa
     assert not mark.exists()
 
 
-def test_open_manifest_with_code_for_names_runs_nothing(path: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
-    for kind in ("namedtuple", "dataclass"):
-        for keys, name in (([code, "label"], "Sample"), (["x", "label"], code)):
-
-            def edit(
-                body: dict[str, Any], kind: str = kind, keys: Any = keys, name: str = name
-            ) -> None:
-                body["structure"] = {
-                    "kind": kind,
-                    "keys": keys,
-                    "name": name,
-                    "children": [{"kind": "leaf"}] * 2,
-                }
-
-            sign_manifest(path, edit)
-            if kind == "dataclass" and keys == ["x", "label"]:
-                # The name of a class is a text that nothing evaluates.
-                assert type(open_store(path)[0]).__name__ == code
-            else:
-                with pytest.raises(StoreError, match="cannot be trusted"):
-                    open_store(path)
-    assert not mark.exists()
-
-
 # What is mapped
 
 
@@ -488,6 +417,3 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
         pool = Pool.of(store.rows(fold.of(store.num_rows)), 2)
         assert manifest.shard_bytes(pool).tolist() == (pool.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.datasets.Numbered"
-
-
-# Fuzzed manifests

@@ -89,8 +89,8 @@ def test_part_reads_its_rows_alone(tmp_path: Path) -> None:
 def test_part_that_failed_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_memmap.store.writing._MAX_ITEM_ROWS", 2048)
-    monkeypatch.setattr("lightning_memmap.store.writing._MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr("lightning_memmap.store.writing._MAX_BLOCK_ROWS", 2048)
+    monkeypatch.setattr("lightning_memmap.store.writing._MAX_BLOCKS", 1)
     numbered = Numbered(40_000)
     broken = Replaced(numbered, {15_000: OSError("unplugged")})
     with pytest.raises(DatasetError, match="row 15000"):

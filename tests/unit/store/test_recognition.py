@@ -61,7 +61,7 @@ def no_hidden_labels() -> None:
 
 
 def build(dataset: Any, path: Path, **arguments: Any) -> Any:
-    return build_store(dataset, path / "s", num_shards=3, progress=False, **arguments)
+    return build_store(dataset, path / "s", **{"num_shards": 3, "progress": False, **arguments})
 
 
 def labels(path: Path) -> list[int]:
@@ -73,8 +73,8 @@ def interrupt(path: Path, dataset: Labelled, **arguments: Any) -> Path:
     """Begin a build, and end it after the first rows."""
     BROKEN.add(NUM_ROWS - 2)
     with (
-        patch.object(writing, "_MAX_ITEM_ROWS", 2048),
-        patch.object(writing, "_MAX_ITEM_BLOCKS", 1),
+        patch.object(writing, "_MAX_BLOCK_ROWS", 2048),
+        patch.object(writing, "_MAX_BLOCKS", 1),
         pytest.raises(KeyboardInterrupt),
     ):
         build(Labelled(dataset.labels), path, **arguments)
@@ -103,6 +103,7 @@ def test_interrupted_build_says_what_is_kept_and_goes_on(
     caplog.clear()
     build(OLD, tmp_path / "again")
     assert caplog.messages[0].startswith("resuming: ")
+    assert "to start again, remove" in caplog.messages[0]
     assert labels(tmp_path / "again") == [0, UNPROBED, NUM_ROWS - 1]
 
 
@@ -116,41 +117,41 @@ def test_build_notes_its_rows_every_few_seconds(
     class Watching(Labelled):
         def __getitem__(self, row: int) -> int:
             journals = tmp_path.glob("s/g-*/journal")
-            sizes.extend(journal.read_bytes().count(1) for journal in journals)
+            sizes.extend(journal.read_bytes().count(2) for journal in journals)
             return row
 
-    monkeypatch.setattr(writing, "_MAX_ITEM_ROWS", 300)
-
-    monkeypatch.setattr(writing, "_MAX_ITEM_BLOCKS", 1)
+    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 300)
+    monkeypatch.setattr(writing, "_MAX_BLOCKS", 1)
     build(Watching({}), tmp_path)
     # The third of ten ranges ends after more than five seconds.
     expected = [0, 0, 0, 900, 900, 900, 1800, 1800, 1800, 2700]
     assert [sizes[row] for row in range(0, NUM_ROWS, 300)] == expected
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_build_of_a_mended_dataset_holds_no_row_of_the_interrupted_one(
-    tmp_path: Path, overwrite: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("dataset", "options", "reason"),
+    [
+        (NEW, {}, "is not resumed: since then, attribute labels changed"),
+        (NEW, {"overwrite": True}, None),
+        (OLD, {"overwrite": True, "fingerprint": None}, None),
+        (OLD, {"fingerprint": "version 2"}, "its fingerprint was 'version 1' and is 'version 2'"),
+        (OLD, {"num_shards": 4}, "it has num_shards=3, and this one num_shards=4"),
+    ],
+)
+def test_build_of_something_else_holds_no_row_of_the_interrupted_one(
+    tmp_path: Path,
+    dataset: Labelled,
+    options: dict[str, Any],
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    interrupt(tmp_path, OLD)
-    caplog.clear()
-    build(NEW, tmp_path, overwrite=overwrite)
-    assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
-    if not overwrite:
-        assert "is not resumed: since then, attribute labels changed" in caplog.text
-
-
-@pytest.mark.parametrize("given", [None, "version 2"])
-def test_build_with_another_fingerprint_resumes_nothing(
-    tmp_path: Path, given: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    interrupt(tmp_path, OLD, fingerprint="version 1")
+    given = {"fingerprint": "version 1"} if dataset is OLD else {}
+    interrupt(tmp_path, OLD, **given)
     HIDDEN[UNPROBED] = -1
     caplog.clear()
-    build(OLD, tmp_path, fingerprint=given, overwrite=given is None)
+    build(dataset, tmp_path, **{**given, **options})
     assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
-    if given is not None:
-        assert "its fingerprint was 'version 1' and is 'version 2'" in caplog.text
+    assert (reason or "") in caplog.text
 
 
 def replace_by(make: Callable[[Path], Any]) -> Callable[[Path], None]:
@@ -190,6 +191,8 @@ PLANTED: dict[str, Callable[[Path], None]] = {
     "fifo": replace_by(os.mkfifo),
     "directory": replace_by(os.mkdir),
     "long": long,
+    "short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "missing": Path.unlink,
     "of others": of_others,
     "deep": lambda path: path.write_text("[" * 200_000) and None,
     "digits": lambda path: path.write_text('{"num_rows": ' + "9" * 5000 + "}") and None,
@@ -206,14 +209,15 @@ PLANTED: dict[str, Callable[[Path], None]] = {
         for kind in PLANTED
     ],
 )
-def test_build_neither_resumes_nor_follows_what_others_have_planted(
+def test_build_neither_resumes_nor_follows_what_cannot_be_trusted(
     tmp_path: Path, kind: str, name: str
 ) -> None:
     building = interrupt(tmp_path, OLD)
     before = (building / name).read_bytes()
     PLANTED[kind](building / name)
+    HIDDEN[UNPROBED] = -1  # Shows whether that row is read again.
     build(OLD, tmp_path)
-    assert labels(tmp_path) == [0, UNPROBED, NUM_ROWS - 1]
+    assert labels(tmp_path) == [0, -1, NUM_ROWS - 1]
     assert verify_store(tmp_path / "s") == []
     if (tmp_path / "outside").exists():
         assert (tmp_path / "outside").read_bytes() == before
@@ -382,10 +386,8 @@ def test_workers_open_the_files_of_a_dataset_themselves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [0, UNPROBED])
 @pytest.mark.slow
 def test_build_whose_worker_is_killed_says_so_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, row: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: int
 ) -> None:
-    # How often torch looks whether the workers are alive, in seconds. It is a matter of patience.
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with pytest.raises(DatasetError, match=r"worker process .* has died.*num_workers") as kept:
         build(Deadly(OLD, row), tmp_path, num_workers=2, fingerprint="labels")
     # The other worker has ended as well, though the error is still there, as at a prompt.

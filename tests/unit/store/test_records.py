@@ -321,7 +321,7 @@ def test_missing_values_are_none_by_slices_as_item_by_item(
         }
     # By slices indeed, wherever the numbers of a column have one dtype.
     source = source_of(dataset, store.schema)
-    assert source is not None
+    assert source.is_sliced
     if kind != "lists":
         assert [values.num_rows for values in source.read(range(9))] == [9] * len(
             store.schema.fields

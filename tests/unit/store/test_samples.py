@@ -59,8 +59,14 @@ def test_arrays_and_tensors_of_every_kind_come_back_with_their_values(tmp_path: 
             "big-endian": np.arange(3, dtype=">f4") + row,
             "big-endian scalar": np.arange(3, dtype=">i8")[row],
             "0-d array": np.array(row, np.uint16),
-            "strided": np.arange(12).reshape(3, 4)[:, ::-2] + row,
+            "big-endian complex": np.array([row + 1j], ">c8"),
+            "strided": (np.arange(12).reshape(3, 4) + row)[::-1, ::-2],
+            "fortran order": np.asfortranarray(np.arange(12).reshape(3, 4) + row),
+            "read-only": np.broadcast_to(np.int32(row), (3, 6)),
+            "transposed": torch.arange(6).reshape(2, 3).T + row,
             "expanded": torch.tensor([row]).expand(4),
+            "one strided element": torch.arange(9.0)[row::3][:1],
+            "strided number": torch.fft.fft(torch.ones(1)).real,
             "conjugate": complex_tensor.conj() * row,
             "lazy conjugate": complex_tensor.conj(),
             "negative": complex_tensor.conj().imag,
@@ -78,12 +84,16 @@ def test_arrays_and_tensors_of_every_kind_come_back_with_their_values(tmp_path: 
             if isinstance(value, torch.Tensor):
                 expected = value.detach().resolve_conj().resolve_neg()
             else:
-                expected = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+                expected = torch.from_numpy(
+                    np.array(value, value.dtype.newbyteorder("="), order="C")
+                )
             assert found[name].dtype == expected.dtype, name
-            assert torch.equal(
-                found[name].contiguous().view(-1).view(torch.uint8),
-                expected.contiguous().view(-1).view(torch.uint8),
-            ), name
+            assert found[name].shape == expected.shape, name
+            one, other = (
+                each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+                for each in (found[name], expected)
+            )
+            assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize(

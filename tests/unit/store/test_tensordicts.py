@@ -75,7 +75,7 @@ def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None
 
 def test_tensordict_is_stored_by_slices(tmp_path: Path) -> None:
     dataset = nested(50)
-    assert source_of(dataset, Schema.infer([dataset[0]])) is not None
+    assert source_of(dataset, Schema.infer([dataset[0]])).is_sliced
     by_slices = build_store(dataset, tmp_path / "slices", progress=False)
     by_items = build_store(Wrapped(dataset), tmp_path / "items", progress=False)
     assert by_slices.manifest.checksums == by_items.manifest.checksums
