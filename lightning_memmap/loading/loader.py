@@ -331,7 +331,7 @@ class SuperBatchLoader:
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
-            leaves, batches = [*parts.pop()], list[Any]()
+            leaves, batches = [*parts.pop()], []
             columns = leaves.pop() if self._fetcher.is_whole else None
             if columns is None:
                 for index, device in enumerate(devices):

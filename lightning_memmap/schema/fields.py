@@ -180,8 +180,8 @@ def check_names(names: Iterable[str]) -> None:
         folded = name.casefold()
         if folded in seen:
             raise SchemaError(
-                f"the fields {seen[folded]!r} and {name!r} would share one file name: rename one"
-                " of them in the dataset"
+                f"the names of the fields {seen[folded]!r} and {name!r} are the same but for case,"
+                " which not every file system tells apart: rename one of them in the dataset"
             )
         seen[folded] = name
 

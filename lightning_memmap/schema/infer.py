@@ -83,7 +83,7 @@ class _Inference:
     def _list(self, containers: Sequence[Any], path: Path, in_record: bool) -> Part:
         lists = [children for _, _, children in containers]
         lengths = set(map(len, lists))
-        differ, is_declared = len(lengths) > 1, bool(path) and field_name(path) in self.forms
+        differ, is_declared = len(lengths) > 1, field_name(path) in self.forms
         if lengths == {0}:
             return Node(containers[0][0]), []
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:

@@ -439,6 +439,11 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
+    columns = getattr(dataset, "features", None)
+    if names is None and isinstance(columns, Mapping):
+        # Of Hugging Face, where a column of labels has the names. Of several, none is the label.
+        found = [each.names for each in columns.values() if hasattr(each, "names")]
+        names = found[0] if len(found) == 1 else None
     return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
 
 

@@ -461,6 +461,7 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
     return {
         "num_rows": manifest.num_rows,
         "num_shards": manifest.num_shards,
-        "fields": manifest.schema.to_json(),
+        **{f"field {each.name!r}": str(each) for each in manifest.schema.fields},
+        "structure": manifest.schema.to_json(),
         "probes": tuple(manifest.probes),
     }

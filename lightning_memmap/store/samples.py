@@ -146,7 +146,10 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
         return str(error)
     argument = {name: each for name, each in found.arguments().items() if known.get(name) != each}
     if not argument:
-        return "The records of a list must be alike within a row: convert them in the dataset"
+        return (
+            "The records of a list must be alike within a row: convert them in the dataset; a value"
+            " that may be None is declared by its name, as in variable={'boxes.label': 'nullable'}"
+        )
     what = "are None" if found.optional.keys() - schema.optional.keys() else "differ in length"
     return f"Where rows {what}, that must be declared: variable={argument}"
 

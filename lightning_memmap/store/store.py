@@ -21,9 +21,6 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.recognition import check_briefly
 
-#: Rows that are read at once.
-_BLOCK_ROWS = 2**18
-
 
 class Supply(Protocol):
     """Brings the rows of a store that are not there yet, for one reader."""
@@ -158,15 +155,11 @@ class Store:
 
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """The values of rows of a field that has one in each."""
-        blocks = [np.empty(0, np.int64)] if not len(rows) else []
-        column = self.whole.columns[index]
-        for first in range(0, len(rows), _BLOCK_ROWS):
-            fetched = column.fetch(rows[first : first + _BLOCK_ROWS])
-            assert isinstance(fetched, Tensor)  # The rows have one shape.
-            values = fetched.reshape(-1)
-            # numpy has no bfloat16.
-            blocks.append((values.float() if values.dtype == torch.bfloat16 else values).numpy())
-        return np.concatenate(blocks)
+        fetched = self.whole.columns[index].fetch(rows)
+        assert isinstance(fetched, Tensor)  # The rows have one shape.
+        values = fetched.reshape(-1)
+        # numpy has no bfloat16.
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     def lengths(self, field: str) -> Integers:
         """The items of each row in dataset order, for text its bytes. No value is read."""

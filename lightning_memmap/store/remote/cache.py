@@ -9,7 +9,6 @@ What changes at a URL has another manifest, and so another version. Versions tha
 are removed where there is no room, the one that was opened longest ago first.
 """
 
-import copy
 import fcntl
 import hashlib
 import logging
@@ -126,8 +125,11 @@ class RemoteStore(Store):
     @property
     @override
     def whole(self) -> Store:
-        found = copy.copy(self)
-        found.supply = None
+        if self.supply is None:
+            return self
+        # Not by `copy`, which would open the store again: see `__reduce__`.
+        found = object.__new__(RemoteStore)
+        vars(found).update({**vars(self), "supply": None})
         return found
 
     @override

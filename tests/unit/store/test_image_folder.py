@@ -55,6 +55,19 @@ def test_store_has_the_names_of_the_classes(digits: Path, tmp_path: Path) -> Non
         assert build_store(rows, tmp_path / str(number), progress=False).classes == ()
 
 
+def test_store_has_the_names_of_the_one_column_of_labels(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=["ant", "bee"])
+    for name, columns in (("one", "x"), ("two", "xy"), ("none", "")):
+        rows = {"n": [1, 2], **{each: [1, 0] for each in columns}}
+        features = datasets.Features(
+            {"n": datasets.Value("int64"), **dict.fromkeys(columns, label)}
+        )
+        given = datasets.Dataset.from_dict(rows, features=features)
+        store = build_store(given, tmp_path / name, progress=False)
+        assert store.classes == (("ant", "bee") if name == "one" else ())
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_encoded_and_decoded_stores_give_the_batches_of_a_dataloader(
     digits: Path, tmp_path: Path, mode: str

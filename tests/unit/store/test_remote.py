@@ -38,8 +38,9 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
+from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.remote import files, shards
-from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
+from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT, RemoteStore
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Mixed, Numbered, holds
@@ -142,9 +143,13 @@ def test_row_of_a_url_fetches_its_shard_alone_and_once(
     assert [name for name, _, _ in reads] == ["manifest.json"]
 
 
-def test_field_of_a_url_is_fetched_alone(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_field_of_a_url_is_fetched_alone(
+    tmp_path: Path, reads: list[tuple[str, int, int]], meanwhile: bool
+) -> None:
     build_store(Numbered(40), tmp_path / "s", num_shards=3, progress=False)
-    store = open_store((tmp_path / "s").as_uri())
+    store = RemoteStore(StoreUrl((tmp_path / "s").as_uri()), meanwhile=meanwhile)
+    assert (store.supply is not None) == meanwhile
     reads.clear()
     assert store.values("label").tolist() == [row % 10 for row in range(40)]
     assert {name for name, _, _ in reads} == {"label.memmap"}

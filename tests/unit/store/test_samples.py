@@ -104,3 +104,14 @@ def test_numbers_of_other_types_in_other_rows_are_refused_at_their_row(
 ) -> None:
     with pytest.raises(SchemaError, match="row 9, field '0': found"):
         build_store([(value,)] * 9 + [(other,)], tmp_path / "store", progress=False)
+
+
+def test_advice_for_a_late_row_that_is_longer_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [(row,) * (3 if row == 37 else 2) for row in range(60)]
+    with pytest.raises(SchemaError, match=r"row 37, the sample.*variable=\{'value': 'pad'\}"):
+        build_store(rows, tmp_path / "store", progress=False)
+    store = build_store(rows, tmp_path / "store", variable={"value": "pad"}, progress=False)
+    assert [len(store[row]) for row in (36, 37, 38)] == [2, 3, 2]
+    assert "it has field '0'=int64 (), and this one field '0'=None" in caplog.text
