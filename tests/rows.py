@@ -267,6 +267,17 @@ def order_rows(sampler: Sampler, epoch: int, first: int, last: int) -> list[int]
     return rows
 
 
+def assert_gives_all_rows(
+    loader: Loader, dataset: Any, check: Callable[[Any, list[Any]], None]
+) -> None:
+    """Each step has its rows of the order: a check of an assembled batch against samples."""
+    rows = order_rows(loader.order, 0, 0, loader.order.num_positions)
+    for step in loader:
+        check(step.to("cpu"), [dataset[row] for row in rows[: len(step)]])
+        del rows[: len(step)]
+    assert not rows
+
+
 def take_steps(loader: Loader, count: int) -> Iterator[Any]:
     """The first steps of an epoch, which is then left as it is."""
     steps = iter(loader)

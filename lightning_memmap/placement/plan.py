@@ -143,11 +143,6 @@ class SplitPlacement:
         """Rows of a shard in a window; None where the split is not read window by window."""
         return self.size.window if Residency.STREAM in self.residency else None
 
-    @property
-    def num_held(self) -> int:
-        """Shards that this process holds."""
-        return len(self.residency) - self.residency.count(None)
-
     def held(self, topology: DataTopology) -> dict[tuple[int, Residency], list[int]]:
         """The shards that this process holds, by data device and residency."""
         found = defaultdict[tuple[int, Residency], list[int]](list)
@@ -156,12 +151,6 @@ class SplitPlacement:
             if residency is not None and owner is not None:
                 found[owner, residency].append(shard)
         return found
-
-    def window_bytes(self, num_shards: int) -> int:
-        """Host memory for a window of some of the shards that this process holds, in bytes."""
-        if self.window is None:
-            return 0
-        return -(-self.size.window_bytes * num_shards // self.num_held)
 
 
 @dataclass(frozen=True)
@@ -259,7 +248,7 @@ def plan_placement(
 def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
     """Check that two windows of each split fit into memory together."""
     placed: Iterable[SplitPlacement] = splits.values()
-    needed = sum(2 * split.window_bytes(split.num_held) for split in placed)
+    needed = sum(2 * split.size.window_bytes for split in placed)
     if needed <= budget_bytes:
         return
     # Of one row of each shard, in a window as large as any.
@@ -321,5 +310,6 @@ def _windows(placement: Placement, held: HeldShards) -> str:
     split = placement.splits[held.split]
     if split.window is None:
         return "-"
-    size = format_bytes(2 * split.window_bytes(len(held.shards)))
-    return f"2 x {split.window:,} rows a shard, {size}"
+    num_held = len(split.residency) - split.residency.count(None)
+    num_bytes = 2 * split.size.window_bytes * len(held.shards) // num_held
+    return f"2 x {split.window:,} rows a shard, {format_bytes(num_bytes)}"

@@ -23,14 +23,11 @@ from lightning_memmap.loading import (
     fetch,
     image_decoder,
 )
-from lightning_memmap.sampling import (
-    SequentialSampler,
-    ShuffledSampler,
-)
 from lightning_memmap.schema import Decode, read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
 from tests.models import Brightness, make_trainer
+from tests.rows import loader_over as rows_loader
 from tests.rows import make_split
 
 NUM_ROWS = 90
@@ -45,9 +42,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, shuffled: bool = True, **options: Any
 ) -> SuperBatchLoader:
-    sampler = ShuffledSampler(rows.pool, 3) if shuffled else SequentialSampler(rows.pool)
-    collate = FormedCollate(store.schema, read_forms(FORMS))
-    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
+    options = {"collate": FormedCollate(store.schema, read_forms(FORMS)), **options}
+    return rows_loader(store, rows, batch_size, shuffle=shuffled, seed=3, **options)
 
 
 def take_all(loader: SuperBatchLoader) -> None:

@@ -10,16 +10,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import FormedCollate, RowList, SuperBatchLoader
+from lightning_memmap.loading import FormedCollate, RowList
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
 from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import ShuffledSampler, Subset
+from lightning_memmap.sampling import Subset
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
 from tests.models import set_up
-from tests.rows import CPU, make_split, split_with
+from tests.rows import CPU, assert_gives_all_rows, make_split, split_with
+from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 120
 FORMS: dict[str, dict[str, Form]] = {
@@ -37,18 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 def loader_over(store: Store, rows: Any, batch_size: int, form: str, **options: Any) -> Any:
     collate = FormedCollate(store.schema, FORMS[form])
-    sampler = ShuffledSampler(rows.pool, 3)
-    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
-
-
-def assert_gives_all_rows(loader: Any) -> None:
-    dataset, start = Scenes(NUM_ROWS), 0
-    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
-    for step in loader:
-        samples = [dataset[row] for row in order[start : start + len(step)]]
-        assert_scenes(step.to("cpu"), samples)
-        start += len(step)
-    assert start == NUM_ROWS
+    return rows_loader(store, rows, batch_size, shuffle=True, seed=3, collate=collate, **options)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,8 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
     store: Store, form: str, num_devices: int, transform: Any
 ) -> None:
     rows = make_split(store, num_devices)
-    assert_gives_all_rows(loader_over(store, rows, 24 // num_devices, form, transform=transform))
+    loader = loader_over(store, rows, 24 // num_devices, form, transform=transform)
+    assert_gives_all_rows(loader, Scenes(NUM_ROWS), assert_scenes)
 
 
 def test_rows_of_records_are_sent_in_one_copy_for_each_dtype(store: Store) -> None:
@@ -174,14 +165,9 @@ def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
     places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
     rows = split_with(store, DataTopology((CPU,) * num_devices), places)
     rows = dataclasses.replace(rows, are_numbered=True)
-    collate = FormedCollate(store.schema, with_row_numbers=True)
-    loader = SuperBatchLoader(
-        rows,
-        ShuffledSampler(rows.pool, 3),
-        24 // num_devices,
-        collate=collate,
-        transform=transform,
-    )
+    options = {"collate": FormedCollate(store.schema, with_row_numbers=True)}
+    options["transform"] = transform
+    loader = rows_loader(store, rows, 24 // num_devices, shuffle=True, seed=3, **options)
     batches = [step.to("cpu") for step in loader]
     assert all(torch.equal(batch["row"], batch["row_number"]) for batch in batches)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()

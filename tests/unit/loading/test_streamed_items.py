@@ -96,15 +96,14 @@ class TestMemory:
                 found.append(int(np.concatenate(here).sum()))
         assert max(found) <= most <= int(lengths.sum())
 
-    def test_memory_of_windows_is_bounded_by_what_their_rows_take(self, tmp_path: Path) -> None:
+    def test_memory_and_plan_are_of_the_largest_window(self, tmp_path: Path) -> None:
         # A few long rows among many short ones: one window is far larger than the mean.
         rows = [
             {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
             for row in range(4000)
         ]
-        store = build_store(
-            rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
-        )
+        path, variable = tmp_path / "s", {"x": "pad"}
+        store = build_store(rows, path, num_shards=4, variable=variable, progress=False)
         pool = make_split(store).pool
         column = store.columns[0]
         assert isinstance(column, ItemRows)
@@ -114,17 +113,7 @@ class TestMemory:
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        memory = StreamMemory(source.layout).ragged[0].memory[0].nbytes
-        assert memory == largest
-
-    def test_plan_counts_the_largest_window(self, tmp_path: Path) -> None:
-        rows = [
-            {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
-            for row in range(4000)
-        ]
-        store = build_store(
-            rows, tmp_path / "s", num_shards=4, variable={"x": "pad"}, progress=False
-        )
+        assert StreamMemory(source.layout).ragged[0].memory[0].nbytes == largest
         topology = DataTopology((CPU,) * 2)
 
         def plan(window: int) -> int:

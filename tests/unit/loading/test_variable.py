@@ -1,6 +1,7 @@
 """Batches of rows that differ in length: padded, jagged, lists, from any place, in any order."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from lightning_memmap.loading import (
 )
 from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.sampling import SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling import SequentialSampler
 from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded
-from tests.rows import make_split
+from tests.rows import assert_gives_all_rows, make_split, order_rows
+from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 200
 
@@ -48,21 +50,8 @@ FORMS: dict[str, dict[str, Form]] = {
 def loader_over(
     store: Store, rows: SplitRows, batch_size: int, form: str = "pad", **options: Any
 ) -> SuperBatchLoader:
-    sampler = ShuffledSampler(rows.pool, 3)
     collate = FormedCollate(store.schema, FORMS[form])
-    return SuperBatchLoader(rows, sampler, batch_size, collate=collate, **options)
-
-
-def assert_gives_all_rows(loader: SuperBatchLoader, form: str = "pad") -> None:
-    """Each step has its rows of the order, and no more padding than they need."""
-    dataset, start = Ragged(NUM_ROWS), 0
-    order = loader.order.dataset_rows(0, range(loader.order.num_positions)).tolist()
-    for step in loader:
-        samples = [dataset[row] for row in order[start : start + len(step)]]
-        options = {"value": 7, "multiple": 4} if form == "pad with" else {}
-        assert_ragged(step.to("cpu"), samples, **options)
-        start += len(step)
-    assert start == len(order)
+    return rows_loader(store, rows, batch_size, shuffle=True, seed=3, collate=collate, **options)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +64,9 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
 ) -> None:
     rows = make_split(store, num_devices)
     loader = loader_over(store, rows, 24 // num_devices, form, transform=transform)
-    assert_gives_all_rows(loader, form)
+    options = {"value": 7, "multiple": 4} if form == "pad with" else {}
+    # No more padding than they need.
+    assert_gives_all_rows(loader, Ragged(NUM_ROWS), partial(assert_ragged, **options))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -190,10 +181,10 @@ def test_memory_of_padded_rows_is_used_again_once_it_is_dropped(store: Store) ->
     assert len(addresses) < 3
     kept = [step.to("cpu") for step in loader]
     assert len({batch["sound"].values.data_ptr() for batch in kept}) == len(kept)
-    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
+    rows = order_rows(loader.order, 0, 0, NUM_ROWS)
     for batch in kept:
-        rows, order = order[: len(batch["row"])], order[len(batch["row"]) :]
-        assert_ragged(batch, [Ragged(NUM_ROWS)[row] for row in rows])
+        assert_ragged(batch, [Ragged(NUM_ROWS)[row] for row in rows[: len(batch["row"])]])
+        del rows[: len(batch["row"])]
 
 
 def test_index_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
