@@ -217,6 +217,8 @@ class OneNode(SingleDeviceStrategy):
     strategy_name: str
     #: What an error says of several machines; ``{}`` stands for the name of the strategy.
     several_nodes: ClassVar[str]
+    #: What started this process; set by the Trainer.
+    cluster_environment: ClusterEnvironment | None = None
     _parallel_devices: Sequence[torch.device] = ()
 
     @property
@@ -267,24 +269,18 @@ class OneProcess(SuperBatchMixin, OneNode):
         if data_devices is not None and not data_devices:
             raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
-        self._cluster_environment: ClusterEnvironment | None = None
 
-    @property
-    def cluster_environment(self) -> ClusterEnvironment | None:
-        """What started this process, as the Trainer found out; it sets it."""
-        return self._cluster_environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: ClusterEnvironment) -> None:
-        """Take over what the Trainer found."""
-        if started_in_several(environment):
+    # The Trainer calls it when it has set everything else.
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and started_in_several(self.cluster_environment):
             raise ValueError(
                 f"strategy={self.strategy_name!r} is one process, and this program was started in"
                 " several, by torchrun, srun or another Trainer: each would train all rows by"
                 " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
                 " model in all of them"
             )
-        self._cluster_environment = environment
+        super()._configure_launcher()
 
     @override
     def check_devices(self) -> None:

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -229,8 +228,6 @@ class IndependentStrategy(OneNode):
         super().__init__(**kwargs)
         if num_members is not None:
             check_integer("num_members", num_members, 1, "at least 1; omit it for one per device")
-        #: Set by the Trainer.
-        self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
         self._raise_on_failure = raise_on_failure
         self._members: _Members | None = None
