@@ -262,9 +262,8 @@ class IndependentStrategy(OneNode):
     @property
     @override
     def root_device(self) -> torch.device:
-        if not (devices := self.parallel_devices):
-            return super().root_device
-        return devices[self.member % len(devices)]
+        devices = self.parallel_devices
+        return devices[self.member % len(devices)] if devices else super().root_device
 
     @override
     def check_devices(self) -> None:
@@ -281,9 +280,9 @@ class IndependentStrategy(OneNode):
             )
         check_device(self.root_device)
 
-    # The hook by which the Trainer lets a strategy choose its launcher.
     @override
     def _configure_launcher(self) -> None:
+        super()._configure_launcher()
         environment = self.cluster_environment
         # An earlier Trainer may have set a rank, which processes started from here would inherit.
         has_rank = isinstance(environment, LightningEnvironment) and (
