@@ -23,6 +23,8 @@ ON_PURPOSE = {
     "FSDP2Strategy": {"_data_parallel_size", "_tensor_parallel_size"},
     "_ScheduledStage": {"_compute_outputs", "_post_metadata_inference_cleanup"},
     "IndependentStrategy": {"_configure_launcher", "_launcher"},
+    "OneNode": {"_configure_launcher"},
+    "OneProcess": {"_configure_launcher"},
 }
 
 

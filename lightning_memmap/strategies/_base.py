@@ -217,39 +217,28 @@ class OneNode(SingleDeviceStrategy):
     strategy_name: str
     #: What an error says of several machines; ``{}`` stands for the name of the strategy.
     several_nodes: ClassVar[str]
-    _parallel_devices: Sequence[torch.device] = ()
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of the Trainer; it sets them."""
-        return list(self._parallel_devices)
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        """Take over the devices of the Trainer."""
-        self._parallel_devices = tuple(devices)
-        self.check_devices()
-
-    def check_devices(self) -> None:
-        """Check what devices were given, now that those of the Trainer are known."""
+    # The Trainer sets these.
+    cluster_environment: ClusterEnvironment | None = None
+    parallel_devices: Sequence[torch.device] = ()
+    num_nodes = 1
 
     @property
     @override
     def root_device(self) -> torch.device:
-        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
 
-    @property
-    def num_nodes(self) -> int:
-        """One: the Trainer sets it, and more are refused."""
-        return 1
+    def check_devices(self) -> None:
+        """Check what devices were given, now that those of the Trainer are known."""
 
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        """Take over the Trainer's number of nodes."""
-        if num_nodes != 1:
+    # The Trainer calls it when it has set everything else; no hook with a public name comes then.
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes != 1:
             raise ValueError(
-                f"num_nodes={num_nodes}: {self.several_nodes.format(self.strategy_name)}"
+                f"num_nodes={self.num_nodes}: {self.several_nodes.format(self.strategy_name)}"
             )
+        self.check_devices()
+        super()._configure_launcher()
 
 
 class OneProcess(SuperBatchMixin, OneNode):
@@ -267,24 +256,17 @@ class OneProcess(SuperBatchMixin, OneNode):
         if data_devices is not None and not data_devices:
             raise ValueError("data_devices=[]: name at least one device, or omit it")
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
-        self._cluster_environment: ClusterEnvironment | None = None
 
-    @property
-    def cluster_environment(self) -> ClusterEnvironment | None:
-        """What started this process, as the Trainer found out; it sets it."""
-        return self._cluster_environment
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: ClusterEnvironment) -> None:
-        """Take over what the Trainer found."""
-        if started_in_several(environment):
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and started_in_several(self.cluster_environment):
             raise ValueError(
                 f"strategy={self.strategy_name!r} is one process, and this program was started in"
                 " several, by torchrun, srun or another Trainer: each would train all rows by"
                 " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
                 " model in all of them"
             )
-        self._cluster_environment = environment
+        super()._configure_launcher()
 
     @override
     def check_devices(self) -> None:
@@ -294,7 +276,7 @@ class OneProcess(SuperBatchMixin, OneNode):
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that hold shards and serve batches."""
-        return tuple(self._parallel_devices if self._explicit is None else self._explicit)
+        return tuple(self.parallel_devices if self._explicit is None else self._explicit)
 
 
 def started_in_several(environment: ClusterEnvironment) -> bool:

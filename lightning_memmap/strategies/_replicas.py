@@ -50,6 +50,8 @@ class Replicas(nn.Module):
         #: By ``id``: metrics overload comparison, and their hash changes with their state.
         self._originals: dict[int, Any] = {}
         self.copies = {device: _Copy(device, self._originals) for device in others}
+        self._layers: list[Any] = []
+        self._metrics: list[Any] = []
         #: In the last step: layers, tensors and metrics; what the tensors were like; by layer, its
         #: attributes. And the tensors in groups, each with those of every copy.
         self._parts: list[Any] = []
@@ -60,22 +62,22 @@ class Replicas(nn.Module):
 
     def run(self, name: str, parts: Sequence[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the method of each replica returns for its part. Metrics have counted all parts."""
-        layers, metrics = _find_layers(self.module)
         results: list[Any] = [None] * len(parts)
 
         def run(device: torch.device) -> None:
-            own = self.copies[device].layers if device in self.copies else {e: e for e in layers}
-            module = own[self.module]
+            other = self.copies.get(device)
+            layers = self._layers if other is None else [*other.layers.values()]
+            module = layers[0]
 
             def step(index: int) -> None:
                 with logged_in(module, self.logs[index]):
                     results[index] = getattr(module, name)(parts[index], *args, **kwargs)
 
             turns = [index for index in range(len(parts)) if self.devices[index] == device]
-            _take_turns([*own.values()], [partial(step, index) for index in turns])
+            _take_turns(layers, [partial(step, index) for index in turns])
 
-        copies = [[each.metric(metric) for each in self.copies.values()] for metric in metrics]
-        with counted(metrics, copies):
+        copies = [[each.metric(own) for each in self.copies.values()] for own in self._metrics]
+        with counted(self._metrics, copies):
             run_on_devices(run, dict.fromkeys(self.devices[: len(parts)]), self._threads)
         return results
 
@@ -89,7 +91,8 @@ class Replicas(nn.Module):
         self._threads.shutdown()
 
     def pull(self, *, with_values: bool) -> None:
-        """Give the copies on further devices what the module is now."""
+        """Find the layers of the module; give the copies on further devices what it is now."""
+        self._layers, self._metrics = _find_layers(self.module)
         if not self.copies:
             return
         # What is made in inference mode could not be trained.
@@ -102,7 +105,7 @@ class Replicas(nn.Module):
                     torch._foreach_copy_(own, sent)
 
     def _follow(self) -> None:
-        layers, metrics = _find_layers(self.module)
+        layers, metrics = self._layers, self._metrics
         registered = (own.values() for e in layers for own in (e._parameters, e._buffers))
         tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
         parts = [*layers, *tensors, *metrics]

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -229,8 +228,6 @@ class IndependentStrategy(OneNode):
         super().__init__(**kwargs)
         if num_members is not None:
             check_integer("num_members", num_members, 1, "at least 1; omit it for one per device")
-        #: Set by the Trainer.
-        self.cluster_environment: ClusterEnvironment | None = None
         self._count = num_members
         self._raise_on_failure = raise_on_failure
         self._members: _Members | None = None
@@ -265,9 +262,8 @@ class IndependentStrategy(OneNode):
     @property
     @override
     def root_device(self) -> torch.device:
-        if not (devices := self.parallel_devices):
-            return super().root_device
-        return devices[self.member % len(devices)]
+        devices = self.parallel_devices
+        return devices[self.member % len(devices)] if devices else super().root_device
 
     @override
     def check_devices(self) -> None:
@@ -284,9 +280,9 @@ class IndependentStrategy(OneNode):
             )
         check_device(self.root_device)
 
-    # The hook by which the Trainer lets a strategy choose its launcher.
     @override
     def _configure_launcher(self) -> None:
+        super()._configure_launcher()
         environment = self.cluster_environment
         # An earlier Trainer may have set a rank, which processes started from here would inherit.
         has_rank = isinstance(environment, LightningEnvironment) and (

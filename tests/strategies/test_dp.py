@@ -356,13 +356,23 @@ class TestState:
         assert torch.equal(found[0], found[1])
         assert not torch.equal(found[0], found[2])
 
-    def test_replicas_begin_each_step_as_replica_0_is(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("devices", [["cpu"] * 3, SIDE_BY_SIDE[:3]], ids=str)
+    def test_replicas_begin_each_step_as_replica_0_is(
+        self, tmp_path: Path, devices: list[str]
+    ) -> None:
         class Keeping(Base):
             steps = 0
 
+            def build(self) -> None:
+                super().build()
+                self.register_buffer("assigned", torch.zeros(()))
+                self.register_buffer("added", torch.zeros(()))
+
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                assert self.steps == self.trainer.global_step
+                assert self.steps == self.assigned == self.added == self.trainer.global_step
                 self.steps += 1
+                self.assigned = self.assigned + 1
+                self.added += 1
                 self.ends.append(int(batch["row"][0]))
                 return super().training_step(batch, batch_idx)
 
@@ -371,14 +381,15 @@ class TestState:
 
         # Batches of 4, 4 and 1 rows: replicas without rows follow too.
         data = DataLoader(Points(9), 4)
-        trainer = make_trainer(
-            tmp_path, strategy="memmap_dp", devices=3, max_epochs=2, limit_val_batches=0
-        )
+        strategy = DataParallelStrategy(devices)
+        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=2, limit_val_batches=0)
         module = Keeping()
         trainer.fit(module, data, data)
-        assert module.steps == 6
-        # A list is one object for all.
-        assert module.ends == [0, 1, 2, 4, 5, 6, 8]
+        assert module.steps == module.assigned == module.added == 6
+        # A list is one object for all. Devices work side by side.
+        assert sorted(module.ends) == [0, 1, 2, 4, 5, 6, 8]
+        if devices == ["cpu"] * 3:
+            assert module.ends == [0, 1, 2, 4, 5, 6, 8]
 
     @pytest.mark.parametrize("stage", ["train", "validation"])
     def test_replicas_follow_what_hooks_assign_between_steps(

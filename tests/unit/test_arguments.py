@@ -200,7 +200,7 @@ def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     values: dict[str, Any],
     words: str,
 ) -> None:
-    run = "lightning_memmap.compare.runner.run"
+    run = "lightning_memmap.compare.runner.Run"
     monkeypatch.setattr(run, raising(AssertionError("ran")))
     out = ("--out", tmp_path / "out")
     assert command("compare", "--config", command.config(*path, **values), *out) == 2

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 from lightning_memmap.loading import RowList
 from lightning_memmap.loading.transform import DeviceTransform
@@ -306,13 +305,6 @@ class TestInLoader:
         assert (found["image"] == 1).all()
         with pytest.raises(KeyError, match="'objects' is given row by row: leave keywords out"):
             PerSample(lambda **_: {}, {"objects": "objects"})(batch)
-
-    def test_per_sample_structure_is_that_of_default_collate(self) -> None:
-        batch = [torch.arange(4), {"x": torch.ones(4, 2)}]
-        samples = [[torch.tensor(row), {"x": torch.ones(2)}] for row in range(4)]
-        found, expected = PerSample(lambda sample: sample)(batch), default_collate(samples)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1]["x"], expected[1]["x"])
 
 
 class OwnRandomNumbers:
