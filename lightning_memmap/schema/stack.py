@@ -141,8 +141,9 @@ class Batch(Column):
 
     @override
     def leaves(self, field: Field) -> Values:
-        rows = rows_apart(self._batch)
-        return fit(field, self._batch) if rows is None else Samples(rows).leaves(field)
+        if (rows := rows_apart(self._batch)) is None:
+            return fit(field, self._batch)
+        return Samples(rows).leaves(field) if rows else Values.none(field)
 
 
 def rows_apart(leaf: Any) -> list[Any] | None:

@@ -42,7 +42,7 @@ from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers, check_num_workers
-from lightning_memmap.store.writing import Appended, write_rows
+from lightning_memmap.store.writing import Appended, write_missing
 
 _MAX_SOURCE = 4000
 #: The most parts of a build, and those that a message names.
@@ -136,7 +136,7 @@ def build_store(
         draft = asked.draft(workers.dataset, probes, identity)
         row_bytes = probes.typical_bytes
         with Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes) as building:
-            write_rows(building, workers, probes, asked.show)
+            write_missing(building, workers, probes, asked.show)
             building.finish(num_threads=num_workers, show=asked.show)
     return open_directory(directory.path)
 
@@ -219,7 +219,7 @@ def build_part(
                 directory.path, draft, resume=True, part=(index, num_parts), row_bytes=row_bytes
             )
         with building:
-            write_rows(building, workers, probes, asked.show)
+            write_missing(building, workers, probes, asked.show)
             building.sync()
 
 
@@ -353,7 +353,7 @@ def append_store(
         row_bytes = store.manifest.row_bytes
         with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:
             with Workers(both, num_workers) as workers:
-                write_rows(building, workers, probes, show)
+                write_missing(building, workers, probes, show)
             given = Fingerprint({}, fingerprint) if fingerprint is not None else None
             building.finish(num_threads=num_workers, show=show, fingerprint=given)
     return open_directory(directory.path)

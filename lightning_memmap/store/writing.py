@@ -24,7 +24,7 @@ from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store.building import WRITTEN, Building, RowWriter
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
-from lightning_memmap.store.files import write_rows as write_at
+from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import Probes
@@ -58,7 +58,7 @@ class Appended(NamedTuple):
         return len(self.store) + len(self.dataset)
 
 
-def write_rows(building: Building, workers: Workers, probes: Probes, show: ShowProgress) -> None:
+def write_missing(building: Building, workers: Workers, probes: Probes, show: ShowProgress) -> None:
     """Write the rows of the workers' dataset that are missing. The workers end with that."""
     assert building.journal is not None
     missing, num_rows = building.missing(), len(building.journal.rows)
@@ -261,7 +261,7 @@ class TableWriter:
             raise IndexError(f"rows {numbers.min()} to {numbers.max()}: the table has {num_rows}")
         self._writer.write(numbers, values)
         # The marks last: a row with one has all its values.
-        write_at(self._writer.journal, numbers, np.full((len(numbers), 1), WRITTEN, np.uint8))
+        write_rows(self._writer.journal, numbers, np.full((len(numbers), 1), WRITTEN, np.uint8))
         self.num_written += len(numbers)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import DTYPES, Field, Node, Schema, read_schema
+from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema, read_schema
 from lightning_memmap.schema.fields import field_name
 from tests.datasets import assert_same, texts
 
@@ -522,6 +522,9 @@ def test_stack_batch_gives_the_tensors_in_the_order_of_the_fields() -> None:
     assert torch.equal(found[0].data, a)
     assert not found[0].data.requires_grad
     assert torch.equal(found[1].data, b)
+    texts_too = {"a": torch.zeros(2), "text": RowList(["a", "bc"])}
+    with pytest.raises(SchemaError, match="'text': found 0 rows, and 2 of field 'a'"):
+        Schema.from_batch(texts_too).stack_batch({**texts_too, "text": RowList()})
     values = torch.tensor([1 + 2j, 3 - 1j])
     (conjugate,) = Schema.from_batch(values).stack_batch(values.conj())
     assert conjugate.data.tolist() == [1 - 2j, 3 + 1j]
