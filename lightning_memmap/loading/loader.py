@@ -327,12 +327,13 @@ class SuperBatchLoader:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
         topology, devices = self._rows.topology, self._rows.topology.data_devices
+        is_whole = self._fetcher.is_whole
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
             leaves, batches = [*parts.pop()], []
-            columns = leaves.pop() if self._fetcher.is_whole else None
+            columns = leaves.pop() if is_whole else None
             if columns is None:
                 for index, device in enumerate(devices):
                     batch = collator.collate(leaves.pop(0))

@@ -101,7 +101,7 @@ class Collator:
         return self._pool.get(num_rows).tensors
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class SuperBatch:
     """The batches of one step."""
 
