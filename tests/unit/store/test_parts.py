@@ -144,7 +144,7 @@ def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_
         ({"num_shards": 5}, "it has num_shards=24, and this one num_shards=5"),
         ({"part": (1, 3)}, "it has num_parts=2, and this one num_parts=3"),
         ({"fingerprint": "v2"}, "it was stored without a fingerprint, and now has 'v2'"),
-        ({"variable": {"x": "pad"}}, "it has fields="),
+        ({"variable": {"x": "pad"}}, "it has field 'x'=int64"),
     ],
     ids=lambda value: str(value)[:30],
 )
