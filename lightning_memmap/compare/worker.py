@@ -100,12 +100,11 @@ def train_variant(
     is_check = spec.kind == "check"
     if variant.loader == "ideal":
         _map_loader(trainer.strategy, Replay)
-    callback: RunCallback
+    hashes = list[int]()
     if is_check:
         _turn_dropout_off(model)
         if spec.transform_is_random and data.eval_transform is not None:
             data = data.with_options(transform=data.eval_transform)
-        hashes: list[int] = []
         if data.transform is None:
 
             def noted(batch: Any) -> Any:
@@ -115,12 +114,16 @@ def train_variant(
             _map_loader(trainer.strategy, lambda loader: MappedLoader(loader, noted))
         else:
             data = data.with_options(transform=HashedTransform(data.transform, hashes))
-        callback = CheckCallback(spec, data, hashes)
+    loaded = loaded_data(data, variant, spec.global_batch, spec.out, transform_here=is_check)
+    # A run that builds a store of its own has a data module of its own, too.
+    used = loaded if isinstance(loaded, MemmapDataModule) else data
+    callback: RunCallback
+    if is_check:
+        callback = CheckCallback(spec, used, hashes)
     else:
         trainer.profiler = clock = StepClock(trainer.strategy.root_device)
-        callback = TimedCallback(spec, data, clock)
+        callback = TimedCallback(spec, used, clock)
     trainer.callbacks.append(callback)
-    loaded = loaded_data(data, variant, spec.global_batch, spec.out, transform_here=is_check)
     trainer.fit(model, datamodule=loaded)
 
 

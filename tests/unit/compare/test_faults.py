@@ -30,7 +30,7 @@ pytestmark = [
 
 #: Strategies of one process. Those of several: `tests.distributed.test_compare`.
 STRATEGIES = ("memmap_superbatch", "memmap_dp", "memmap_model_parallel")
-LOADERS = ("auto+workers0", "memmap_dp+workers0")
+LOADERS = ("auto+workers0", "memmap_dp+workers0", "memmap_superbatch+first_epoch")
 Batches = Iterator[dict[str, Tensor]]
 
 
