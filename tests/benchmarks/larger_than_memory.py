@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """What the process under the limit does: MiB/s of each run in each round, and its memory."""
     store = open_store(path)
     row_bytes = store.manifest.row_bytes
-    paths = sorted(path.glob("*.memmap"))
+    paths = sorted(open_store(path).files.glob("*.memmap"))
     buffer = aligned_memory(PIECE_BYTES)
     runs = {
         "plain": lambda: plain_read(paths, buffer, False),
