@@ -134,7 +134,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         f"\n[bold]{settings['global_batch']} rows a step[/], {settings['devices']}"
         f" {settings['accelerator']} devices, {settings['steps']} steps after"
-        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} runs of each variant",
+        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} timed"
+        f" run{'s' * (settings['repeats'] != 1)} of each variant",
         highlight=False,
     )
     for table in _tables(report):

@@ -211,27 +211,14 @@ def describe_leaf(name: str, leaf: Any) -> Field:
 
 def describe_rows(name: str, leaf: Any) -> Field:
     """Describe the field whose rows a leaf of a batch holds."""
-    rows, wrong = rows_apart(leaf), None
-    if isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout is not torch.jagged:
-        wrong = (
-            f"a nested tensor of layout {leaf.layout}: make it with"
-            " torch.nested.nested_tensor(..., layout=torch.jagged)"
-        )
-    elif rows is not None:
-        if rows and (first := describe_leaf(name, rows[0])).shape:
-            return replace(first, shape=(None, *first.shape[1:]))
-        wrong = (
-            "a list of numbers: give a tensor of one number for each row" if rows
-            else "no rows: give one for each row of the batch"
-        )  # fmt: skip
-    elif not isinstance(leaf, Tensor):
-        wrong = (
-            f"{type(leaf).__name__}; give tensors whose first dimension is the rows of the batch,"
-            " and a lightning_memmap.loading.RowList of text, or of rows that differ in length"
-        )
-    elif not leaf.ndim:
-        wrong = "a tensor without dimensions; its first dimension must be the rows of the batch"
-    if wrong is not None:
-        raise SchemaError(f"field {name!r}: found {wrong}")
-    found = describe_leaf(name, leaf)
-    return replace(found, shape=found.shape[1:])
+    rows = rows_apart(name, leaf)
+    if rows is None:
+        found = describe_leaf(name, leaf)
+        return replace(found, shape=found.shape[1:])
+    if rows and (first := describe_leaf(name, rows[0])).shape:
+        return replace(first, shape=(None, *first.shape[1:]))
+    wrong = (
+        "a list of numbers: give a tensor of one number for each row" if rows
+        else "no rows: give one for each row of the batch"
+    )  # fmt: skip
+    raise SchemaError(f"field {name!r}: found {wrong}")

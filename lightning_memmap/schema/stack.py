@@ -141,16 +141,34 @@ class Batch(Column):
 
     @override
     def leaves(self, field: Field) -> Values:
-        if (rows := rows_apart(self._batch)) is None:
+        if (rows := rows_apart(field.name, self._batch)) is None:
             return fit(field, self._batch)
         return Samples(rows).leaves(field) if rows else Values.none(field)
 
 
-def rows_apart(leaf: Any) -> list[Any] | None:
-    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor."""
-    if isinstance(leaf, Tensor):
-        return list(leaf.unbind()) if leaf.is_nested else None
-    return leaf if isinstance(leaf, RowList) else None
+def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
+    """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor. None
+    of a tensor that has them in its first dimension; there is nothing else."""
+    wrong = ""
+    if isinstance(leaf, RowList):
+        return leaf
+    if not isinstance(leaf, Tensor):
+        wrong = (
+            f"{type(leaf).__name__}; give tensors whose first dimension is the rows of the batch,"
+            " and a lightning_memmap.loading.RowList of text, or of rows that differ in length"
+        )
+    elif leaf.is_nested:
+        if leaf.layout is torch.jagged:
+            return leaf.unbind()
+        wrong = (
+            f"a nested tensor of layout {leaf.layout}: make it with"
+            " torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
+    elif not leaf.ndim:
+        wrong = "a tensor without dimensions; its first dimension must be the rows of the batch"
+    if wrong:
+        raise SchemaError(f"field {name!r}: found {wrong}")
+    return None
 
 
 def stack(column: Column, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
@@ -260,7 +278,10 @@ def _stack_texts(field: Field, kind: Text, texts: Sequence[Any]) -> Values:
 def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
     """Rows of a field in one array, or their items and the sizes of each: in the same memory where
     possible."""
-    array, kind = to_array(rows)
+    try:
+        array, kind = to_array(rows)
+    except SchemaError as error:
+        raise SchemaError(f"field {field.name!r}: {error}") from error
     count, shape, dtype = field.num_variable, tuple(array.shape[1:]), array_dtype(array)
     fits = field.kind.takes_rows(kind) and dtype == field.dtype
     if sizes is not None:

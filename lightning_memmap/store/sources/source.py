@@ -270,7 +270,4 @@ def _read_column(
             f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
             f" {fields[0].name!r}: {describe_error(error)}"
         ) from error
-    try:
-        return stack(found, node, fields)
-    except NotImplementedError as error:  # Of pyarrow, for types that have few functions.
-        raise SchemaError(str(error)) from error
+    return stack(found, node, fields)

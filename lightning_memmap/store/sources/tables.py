@@ -111,12 +111,14 @@ def _is_list(kind: Any) -> bool:
 
 
 def _one(column: Any) -> Any:
-    """One array of a column in pieces, with the values that a dictionary stands for."""
+    """One array of a column in pieces, with the values that an encoding stands for."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.ChunkedArray):  # As of no pieces, or too many bytes for one.
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if isinstance(array, pa.DictionaryArray):
         return array.dictionary_decode()
+    if isinstance(array, pa.RunEndEncodedArray):
+        return pc.run_end_decode(array)
     return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 

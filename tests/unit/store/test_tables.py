@@ -234,6 +234,16 @@ def test_probe_rows_without_items_are_stored(tmp_path: Path, dtype: str) -> None
     assert store[3]["none"].shape == (2, 0)
 
 
+@pytest.mark.parametrize("none", [[], [1]])
+def test_runs_of_equal_values_are_stored_as_values(tmp_path: Path, none: list[int]) -> None:
+    # Rows of such a column cannot be filtered by pyarrow, and some have none.
+    values = [None if run in none else f"text {run}" for run in range(3)]
+    runs = arrow.RunEndEncodedArray.from_arrays([20, 45, NUM_ROWS], arrow.array(values))
+    store = build(tmp_path / "s", ColumnDataset({"x": runs}))
+    expected = [values[0]] * 20 + [values[1]] * 25 + [values[2]] * 15
+    assert [store[row]["x"] for row in range(NUM_ROWS)] == expected
+
+
 @pytest.mark.slow
 def test_library_that_speaks_arrow_needs_no_code_of_its_own(tmp_path: Path) -> None:
     # In a process of its own: the threads of DuckDB do not survive the forks of other tests.
