@@ -388,9 +388,10 @@ class GrowingStore(Store):
 def open_growing(path: Path) -> GrowingStore | None:
     """Open a store that is being built; None where none is."""
     for generation in StoreDirectory(path).unfinished(KEY):
-        with suppress(FileNotFoundError):  # Nobody reads from it; or it was committed meanwhile.
-            draft = read_draft(generation, KEY)
-            return GrowingStore(path, draft, Serving(generation, draft.num_rows))
+        with suppress(FileNotFoundError):  # It was committed meanwhile.
+            if (generation / SERVING).is_dir():  # Or else nobody reads from it.
+                draft = read_draft(generation, KEY)
+                return GrowingStore(path, draft, Serving(generation, draft.num_rows))
     return None
 
 

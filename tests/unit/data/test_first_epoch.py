@@ -26,8 +26,8 @@ from lightning_memmap.sampling import (
     Subset,
     Weighted,
 )
-from lightning_memmap.store import open_store, verify_store
-from lightning_memmap.store.directory import JOURNAL, StoreDirectory
+from lightning_memmap.store import append_store, build_store, open_store, verify_store
+from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import probe_rows
 from tests.command_line import CommandLine
@@ -330,3 +330,33 @@ def test_stream_is_not_supported(tmp_path: Path) -> None:
     data = MemmapDataModule(iter(Points(9)), store_dir=tmp_path, fingerprint="1", **options)
     with pytest.raises(ValueError, match=r"train_dataset.*build='first'"):
         data.prepare_data()
+
+
+class Failing(Points):
+    """Raises at a row that is not read before all others."""
+
+    def __getitem__(self, row: int) -> Any:
+        if row == min({*range(len(self))} - {*probe_rows(len(self))}):
+            raise OSError("gone")
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_another_build_has_left_is_not_trained_from(tmp_path: Path, is_there: bool) -> None:
+    if is_there:
+        build_store(Points(60), tmp_path / "train", progress=False)
+        with pytest.raises(DatasetError):
+            append_store(Failing(40), tmp_path / "train", progress=False)
+    else:
+        with pytest.raises(DatasetError):
+            build_store(Failing(60), tmp_path / "train", progress=False)
+    assert list(StoreDirectory(tmp_path / "train").unfinished(KEY))
+    given = Points(60) if is_there else None
+    data = MemmapDataModule(given, store_dir=tmp_path, build="while_training", num_workers=1)
+    if is_there:
+        data.prepare_data()
+    data.setup("fit")
+    assert [(name, store.num_rows, store.supply) for name, store in data.stores.items()] == (
+        [("train", 60, None)] if is_there else []
+    )
+    data.teardown()
