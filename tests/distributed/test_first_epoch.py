@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memmap.store import verify_store
+from lightning_memmap.store import push_store, verify_store
 from lightning_memmap.store.samples import probe_rows
 from tests.distributed.harness import ROOT, TIMEOUT_S, launch
 from tests.distributed.scenarios.first_epoch import ROWS
@@ -36,6 +36,22 @@ def test_processes_train_as_from_a_finished_store(
     read = Counter(map(int, (tmp_path / "while_training" / "log").read_text().split()))
     others = {row: count for row, count in read.items() if row not in probe_rows(ROWS)}
     assert others == dict.fromkeys(others, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
+def test_processes_train_on_a_url_as_on_its_directory(tmp_path: Path, strategy: str) -> None:
+    found, options = {}, {"strategy": strategy, "devices": 2, "batch_size": 8}
+    for name, given in (("directory", {}), ("url", {"url": f"file://{tmp_path}/pushed"})):
+        out = tmp_path / name
+        out.mkdir()
+        build = "while_training" if given else "first"
+        found[name] = launch(FIT, out, processes=2, build=build, **options, **given)
+        if not given:
+            for split in ("train", "val"):
+                push_store(out / "stores" / split, f"file://{tmp_path}/pushed/{split}")
+    for directory, url in zip(*found.values(), strict=True):
+        assert directory["seen"] == url["seen"]
+        assert torch.equal(directory["weights"], url["weights"])
 
 
 @pytest.mark.slow

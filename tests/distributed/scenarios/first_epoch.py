@@ -1,5 +1,6 @@
 """Train while the store is built, or from a finished one, in several processes."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.store.remote.cache import DIRECTORY
 from tests.datasets import Logged
 from tests.models import Points, Regression, make_trainer
 
@@ -24,17 +26,26 @@ class Slow(Logged):
 
 
 def fit(
-    out: Path, strategy: str, devices: int, batch_size: int, build: str, **options: Any
+    out: Path,
+    strategy: str,
+    devices: int,
+    batch_size: int,
+    build: str,
+    url: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train for three epochs."""
+    """Train for three epochs, on datasets or on their stores at a URL."""
+    if url is None:
+        datasets = [Slow(Points(ROWS), out / "log"), Points(40, 5000)]
+        options |= {"num_workers": 2, "fingerprint": "1"}
+    else:
+        datasets = []
+        os.environ[DIRECTORY] = str(out / "cache")
     data = MemmapDataModule(
-        Slow(Points(ROWS), out / "log"),
-        Points(40, 5000),
-        store_dir=out / "stores",
+        *datasets,
+        store_dir=url or out / "stores",
         batch_size=batch_size,
-        num_workers=2,
         build=build,
-        fingerprint="1",
         **options,
     )
     trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=3)
