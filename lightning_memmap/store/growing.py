@@ -47,7 +47,9 @@ from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
-_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
+_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.02, 0.05, 32 * 2**20
+#: How long nothing else is read before the first reader says what it needs.
+_FIRST_WANT_S = 0.2
 #: How a reader waits, and how often it looks whether the building process is alive.
 _SHORT_S, _LONG_S, _LOOK_S = 0.0005, 0.003, 1.0
 #: How long `BackgroundBuild.stop` waits for rows that are being read.
@@ -311,9 +313,14 @@ class BackgroundBuild:
         """What is read next: what readers want, in turns, and then all others in their order."""
         begin, turn = monotonic(), 0
         while not self._is_stopped:
-            # Short at first: the first reader does not wait long for what was begun before it came.
-            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin) / 10))
+            passed_s = monotonic() - begin
             found = [(name, rows) for name, each in self._builds.items() for rows in each.wants()]
+            if not (found or turn) and passed_s < _FIRST_WANT_S:
+                # The set-up of the first reader has the processor for itself.
+                sleep(_SHORT_S)
+                continue
+            # Short at first: a reader does not wait long for what was begun before it came.
+            task_s = min(_TASK_S, max(_FIRST_TASK_S, passed_s / 10))
             if not found:
                 others = ((name, each.others()) for name, each in self._builds.items())
                 found = next(([each] for each in others if len(each[1])), [])
