@@ -25,47 +25,39 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epoch: Count
     position: Count = 0
     steps: Count = 0
-    skipped: SkippedSteps = msgspec.field(default_factory=SkippedSteps)
+    skipped: SkippedSteps = SkippedSteps()
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.sampler, _Order)
+        if self.position > self.num_positions:
+            raise ValueError(f"position={self.position} of num_positions={self.num_positions}")
+        if not bool(self.position) <= self.steps <= self.position:
+            raise ValueError(
+                f"steps={self.steps}: each step has at least one of the position={self.position}"
+                " rows that were delivered"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """The state as plain values."""
-        state = msgspec.structs.asdict(self)
-        skipped = state.pop("skipped")
-        return {**state, "skipped": skipped.as_lists()} if skipped.steps else state
+        state: dict[str, Any] = msgspec.to_builtins(self)
+        if not self.skipped.steps:
+            del state["skipped"]
+        return state
 
     @classmethod
     def read(cls, state: object) -> "LoaderState":
         """Check a state that `as_dict` has returned."""
-        given: Any = state
-        skipped = None
-        if isinstance(state, Mapping):
-            given, skipped = {**state}, state.get("skipped")
-            given.pop("skipped", None)
         try:
-            read = msgspec.convert(given, cls)
-            msgspec.convert(read.sampler, _Order)
-            if skipped is not None:
-                read = msgspec.structs.replace(read, skipped=SkippedSteps.read(skipped))
+            return msgspec.convert(state, cls)
         except ValueError as error:
-            raise _no_state(str(error)) from error
-        if read.position > read.num_positions:
-            raise _no_state(f"position={read.position} of num_positions={read.num_positions}")
-        if not bool(read.position) <= read.steps <= read.position:
-            raise _no_state(
-                f"steps={read.steps}: each step has at least one of the position={read.position}"
-                " rows that were delivered"
-            )
-        return read
+            raise ValueError(
+                f"the state of the training loader cannot be loaded: {error}. Resume from a"
+                " checkpoint that this version has written, or give load_state_dict what"
+                " state_dict has returned"
+            ) from error
 
     @property
     def subset(self) -> Mapping[str, Any] | None:
         """The rows of the dataset that the loader has; None where it has all of them."""
         found: Mapping[str, Any] | None = self.sampler["shards"].get("subset")
         return found
-
-
-def _no_state(problem: str) -> ValueError:
-    return ValueError(
-        f"the state of the training loader cannot be loaded: {problem}. Resume from a checkpoint"
-        " that this version has written, or give load_state_dict what state_dict has returned"
-    )

@@ -118,16 +118,21 @@ class BatchSchedule:
 
 Span = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0)]
-#: `SkippedSteps` as plain values.
-_Saved = tuple[tuple[tuple[_Count, _Count], ...], tuple[tuple[_Count, _Count, _Count], ...]]
 
 
-@dataclass(frozen=True)
-class SkippedSteps:
-    """The steps that a run leaves out, and the positions that they had when that was decided."""
+class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
+    """The steps that a run leaves out, and the positions that they had when that was decided.
 
-    steps: tuple[Span, ...] = ()
-    positions: tuple[tuple[int, int, int], ...] = ()
+    A checkpoint has these two lists.
+    """
+
+    steps: tuple[tuple[_Count, _Count], ...] = ()
+    #: Of an epoch, from the first position on, up to the last one.
+    positions: tuple[tuple[_Count, _Count, _Count], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(each[-2] >= each[-1] for each in (*self.steps, *self.positions)):
+            raise ValueError("a range of steps or positions is empty")
 
     def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
         """These and others."""
@@ -155,23 +160,6 @@ class SkippedSteps:
     def epochs(self) -> list[int]:
         """The epochs that leave some out."""
         return sorted({epoch for epoch, _, _ in self.positions})
-
-    @classmethod
-    def read(cls, saved: Any) -> "SkippedSteps":
-        """What a checkpoint holds; see `as_lists`."""
-        try:
-            found = cls(*msgspec.convert(saved, _Saved))
-            if any(each[-2] >= each[-1] for each in (*found.steps, *found.positions)):
-                raise ValueError
-        except ValueError:
-            raise ValueError(
-                f"skipped={saved!r}: it is no list of steps and their positions"
-            ) from None
-        return found
-
-    def as_lists(self) -> list[list[list[int]]]:
-        """These as plain values."""
-        return [[list(each) for each in self.steps], [list(each) for each in self.positions]]
 
 
 def steps_to_skip(given: Any) -> tuple[Span, ...]:
