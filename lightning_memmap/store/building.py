@@ -51,7 +51,12 @@ from lightning_memmap.store.files import (
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import hash_row, probe_rows, random_dataset_error
+from lightning_memmap.store.samples import (
+    RandomDatasetError,
+    hash_row,
+    probe_rows,
+    random_dataset_error,
+)
 from lightning_memmap.store.workers import RowNumbers, threads
 
 #: What a build needs on the disk beside the rows: its draft, its journal, the manifest.
@@ -321,8 +326,7 @@ class Building:
 
         for row, expected in manifest.probes:
             if digest(row) != expected:
-                names = ", ".join(field.name for field in manifest.schema.fields)
-                self._is_kept = False
+                names = [field.name for field in manifest.schema.fields]
                 raise random_dataset_error(row, names)
         source = {
             # What begins with a dot was for the next build alone.
@@ -353,6 +357,7 @@ class Building:
             _log.warning("interrupted: %s are kept at %s", kept, self.path)
         if self.journal is not None:
             self.journal.close()
+        self._is_kept &= not isinstance(error, RandomDatasetError)
         if not (self._is_kept or self._is_committed):
             with suppress(OSError):  # Unless it is the store: the disk may fail after the commit.
                 (self.path / KEY).unlink()

@@ -39,7 +39,7 @@ from lightning_memmap.store.directory import (
 )
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
-from lightning_memmap.store.samples import Probes, read_probes
+from lightning_memmap.store.samples import Probes, RandomDatasetError, read_probes
 from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import Workers, calling
@@ -302,9 +302,9 @@ class BackgroundBuild:
             run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
-        except BaseException:
+        except BaseException as error:
             for build in self._builds.values():
-                if not build.serving.is_whole:
+                if not (build.serving.is_whole or isinstance(error, RandomDatasetError)):
                     build.building.sync()
                     _log.warning("%s; the next run goes on with them", build.building)
             raise

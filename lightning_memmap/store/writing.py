@@ -27,7 +27,7 @@ from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free
 from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import ShowProgress, show_progress
-from lightning_memmap.store.samples import Probes
+from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
 from lightning_memmap.store.sources import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
@@ -129,6 +129,7 @@ def writer_of(building: Building, row_bytes: int) -> Callable[[Any], "RangeWrite
         generation=building.path,
         journal=building.journal.name,
         row_bytes=row_bytes,
+        probes=building.draft.probes,
     )
 
 
@@ -143,11 +144,14 @@ class RangeWriter:
         generation: Path,
         journal: str,
         row_bytes: int,
+        probes: Sequence[tuple[int, str]],
     ) -> None:
         def rows_of(num_bytes: int) -> int:
             return max(1, num_bytes // max(1, row_bytes))
 
-        self.source = _source_of(dataset, schema, row_bytes)
+        self.source, self._schema = _source_of(dataset, schema, row_bytes), schema
+        #: The hashes of rows that were read before.
+        self._probes = dict(probes)
         self._block_rows = min(_MAX_BLOCK_ROWS, rows_of(_BLOCK_BYTES))
         #: The most rows of a range.
         self.max_rows = _MAX_BLOCKS * self._block_rows
@@ -165,10 +169,25 @@ class RangeWriter:
         for first in range(0, len(rows), self._block_rows):
             block = rows[first : first + self._block_rows]
             found = self.source.read(block)
+            self._check(block, found)
             self._writing.result()
             self._writing = self._thread.submit(self._writer.write, block, found)
         self._writing.result()
         return rows, perf_counter() - start
+
+    def _check(self, rows: RowNumbers, found: list[Values]) -> None:
+        """Check that rows that were read before are the same again."""
+        for row, expected in self._probes.items():
+            for at in np.flatnonzero(np.asarray(rows) == row).tolist():
+                leaves = [next(each.take(range(at, at + 1)).rows()) for each in found]
+                if hash_row(leaves) != expected:
+                    again = [next(each.rows()) for each in self.source.read(range(row, row + 1))]
+                    pairs = zip(self._schema.fields, leaves, again, strict=True)
+                    raise random_dataset_error(
+                        row,
+                        [f.name for f, one, two in pairs if hash_row([one]) != hash_row([two])]
+                        or [field.name for field in self._schema.fields],
+                    )
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""
