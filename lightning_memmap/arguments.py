@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
-from lightning_memmap.errors import nearest
+from lightning_memmap.errors import DatasetError, MemmapError, nearest
 from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name.
@@ -87,6 +88,10 @@ def read_config(path: str) -> Any:
 
 def print_error(error: BaseException) -> None:
     """Print an error to standard error, for the person at the terminal."""
+    cause = error.__cause__
+    if isinstance(error, DatasetError) and not isinstance(cause, MemmapError | None):
+        # Of the user's own code.
+        traceback.print_exception(cause)
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"

@@ -492,6 +492,13 @@ class Replaced(Wrapped):
         return self.samples[row]
 
 
+class Failing(Replaced):
+    """It raises at row 3."""
+
+    def __init__(self) -> None:
+        super().__init__(Numbered(20), {3: KeyError("three")})
+
+
 def texts(max_size: int) -> "st.SearchStrategy[str]":
     """As ``st.text``, which tries for seconds which characters UTF-8 has: all but surrogates."""
     from hypothesis import strategies as st

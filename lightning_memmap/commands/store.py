@@ -234,6 +234,10 @@ def _show(path: str, *, out: str = "store.html") -> int:
         path: Directory of a store, or of one store per split.
         out: The HTML file.
     """
+    if Path(out).is_dir():
+        raise ValueError(
+            f"out={out!r} is a directory: name the HTML file, such as {out}/store.html"
+        )
     sections = [section_of(name, store) for name, store in stores_in(path).items()]
     Path(out).write_text(render_page("samples.html", sections=sections), encoding="utf-8")
     _make_console().print(out, soft_wrap=True)

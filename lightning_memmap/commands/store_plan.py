@@ -35,6 +35,10 @@ def plan_devices(
     budget = int(device_bytes * memory_fraction)
     rows = []
     for count in counts:
+        if short := [name for name, found in stores.items() if found.num_rows < count]:
+            why = text(f"{short[0]} has {stores[short[0]].num_rows}", UNSURE)
+            rows.append([text(count), *map(text, "---"), text("no", UNSURE), why])
+            continue
         held = _held_bytes(stores, count, budget)
         sizes = map(format_bytes, (sum(held), total - sum(held), max(held)))
         fits = text("yes", GOOD) if sum(held) == total else text("no", UNSURE)

@@ -143,7 +143,9 @@ def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     num_rows, samples = 0, iter(samples)
     while piece := list(islice(samples, _piece_rows(store))):
         rows = range(num_rows, num_rows + len(piece))
-        _check_length(store, max(rows.stop, store.manifest.num_rows))
+        if rows.stop > store.manifest.num_rows:
+            found = f"the dataset has more rows than the store, which has {store.manifest.num_rows}"
+            raise _other_dataset(store, found)
         _compare(store, rows, partial(stack_rows, piece, rows, store.manifest.schema))
         num_rows = rows.stop
     return num_rows

@@ -76,6 +76,20 @@ class TestBuild:
         assert "dataset" in command.err
         assert not (tmp_path / "made").exists()
 
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_error_of_a_dataset_has_its_traceback(
+        self, command: Command, tmp_path: Path, num_workers: int
+    ) -> None:
+        given = ("--dataset", "tests.datasets.Failing", "--num_workers", num_workers)
+        assert command("build", tmp_path / "made", *given) == 2
+        assert "in __getitem__" in command.err
+        *_, last = command.err.splitlines()
+        assert last.startswith("error: the dataset raised at row 3: KeyError")
+
+    def test_page_is_a_file(self, command: Command, store_path: Path) -> None:
+        assert command("show", store_path, "--out", store_path) == 2
+        assert f"{store_path}/store.html" in command.err
+
 
 class TestParts:
     def test_parts_are_built_and_finished(
@@ -270,6 +284,12 @@ class TestPlan:
         assert [row[4] for row in command.table()] == ["no"] * 7 + ["yes"]
         assert "The fewest devices that hold the data: 8" in command.out
 
+    def test_plan_for_more_devices_than_rows(self, command: Command, store_path: Path) -> None:
+        build_store(Points(2), store_path.parent / "tiny", progress=False)
+        assert command("plan", store_path.parent, "--devices", "2..3") == 0
+        assert len(command.table()) == 1
+        assert re.search(r"3 +- +- +- +no +tiny has 2\n", command.out)
+
     def test_plan_where_nothing_fits_says_so(self, command: Command, store_path: Path) -> None:
         assert command("plan", store_path, "--memory", "40", "--devices", "60") == 0
         assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "re-striped"]]
@@ -284,7 +304,6 @@ class TestPlan:
             (("--memory", "lots"), "memory='lots': 'lots' is not a size: write it like 80GiB"),
             (("--memory", "9" * 400), "memory='999"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
-            (("--devices", "61"), "60 rows for 61 data devices"),
         ],
     )
     def test_plan_with_bad_argument_says_so(

@@ -116,7 +116,7 @@ def test_stream_that_fills_the_disk_says_where_and_leaves_nothing(
     [
         (Stream(Numbered(40, version=1), 40), "row 0 of the dataset differs"),
         (Stream(Numbered(40), 39), "the dataset has 39 rows, the store 40"),
-        (Stream(Numbered(41), 41), "the dataset has 41 rows, the store 40"),
+        (Stream(Numbered(41), 41), "more rows than the store, which has 40"),
         (Stream([*map(Numbered(39).__getitem__, range(39)), Numbered(1)[0]], 40), "row 39 of"),
         (Stream([1] * 40, 40), "row 0, the sample: found int"),
     ],
