@@ -398,9 +398,10 @@ def read_draft(generation: Path, key: str) -> Manifest:
 def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
     """How many rows of an unfinished build are on the disk, and of how many; None without one."""
     for generation in StoreDirectory(store).unfinished(KEY):
-        num_rows = read_draft(generation, KEY).num_rows
-        marks = _marks(generation, JOURNAL, 0, num_rows)
-        return int(np.count_nonzero(marks == KEPT)), num_rows
+        with suppress(OSError, StoreError):  # It is another user's, or damaged.
+            num_rows = read_draft(generation, KEY).num_rows
+            marks = _marks(generation, JOURNAL, 0, num_rows)
+            return int(np.count_nonzero(marks == KEPT)), num_rows
     return None
 
 

@@ -187,6 +187,20 @@ class TestInfo:
         assert command.err == f"skipped {store_path.parent / 'notes'}: it is not a store\n"
 
 
+    def test_unfinished_build_that_cannot_be_read_hides_no_store(
+        self, command: Command, store_path: Path
+    ) -> None:
+        made = store_path.parent / "made"
+        assert command("build", made, "--dataset", "tests.datasets.Failing") == 2
+        assert command("info", store_path.parent) == 0
+        assert "of 20 rows are there" in command.out
+        (draft,) = made.glob("g-*/build.json")
+        draft.write_text("{}")
+        assert command("info", store_path.parent) == 0
+        assert "60 rows" in command.out
+        assert f"skipped {made}" in command.err
+
+
 class TestVerify:
     def test_verify_of_an_intact_store_passes(self, command: Command, store_path: Path) -> None:
         assert command("verify", store_path) == 0
