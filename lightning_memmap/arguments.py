@@ -104,7 +104,7 @@ def nearest_file(path: str | Path) -> str:
     """A suggestion for a misspelt path: see `nearest`."""
     folder = Path(path).parent
     try:
-        names = [str(folder / child.name) for child in folder.iterdir()]
+        names = {str(folder / child.name) for child in folder.iterdir()} - {str(Path(path))}
     except OSError:
         return ""
     return nearest(str(Path(path)), names)

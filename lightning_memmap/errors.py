@@ -4,7 +4,8 @@ A wrong argument raises ValueError or TypeError. The classes here say that somet
 call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
 from reprlib import repr as short_repr
@@ -77,6 +78,15 @@ class MismatchError(SchemaError):
 
 class DatasetError(MemmapError):
     """A dataset failed at a row, is random, or is not the one in its store."""
+
+
+@contextmanager
+def naming(split: str) -> Iterator[None]:
+    """Put the name of a split before the errors of its dataset."""
+    try:
+        yield
+    except (DatasetError, SchemaError) as error:
+        raise type(error)(f"{split}: {error}") from error.__cause__
 
 
 class StoreNotFoundError(MemmapError, FileNotFoundError):

@@ -11,10 +11,17 @@ from typing import Any
 from lightning_memmap.arguments import nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
-from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError, nearest
+from lightning_memmap.errors import (
+    MemmapError,
+    StoreError,
+    StoreNotFoundError,
+    naming,
+    nearest,
+)
 from lightning_memmap.sampling import Integers, Rows, Selection
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
@@ -122,15 +129,16 @@ class SplitStores:
         path = self.directory / split
         # The rows of a store that is there are striped again where they are to be.
         is_kept = not options.overwrite and is_store(path)
-        store = build_store(
-            dataset,
-            path,
-            num_shards=None if is_kept else options.num_shards,
-            num_workers=options.num_workers,
-            overwrite=options.overwrite,
-            fingerprint=options.fingerprint_of(split),
-            variable=options.variable,
-        )
+        with naming(split):
+            store = build_store(
+                dataset,
+                path,
+                num_shards=None if is_kept else options.num_shards,
+                num_workers=options.num_workers,
+                overwrite=options.overwrite,
+                fingerprint=options.fingerprint_of(split),
+                variable=options.variable,
+            )
         self.note(split, store)
 
     def note(self, split: str, store: Store) -> None:
@@ -214,8 +222,11 @@ class SplitStores:
             except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
                 return error
         elif self.datasets[stored] is None and not is_store(path):
+            found = "no store"
+            if (rows := rows_of_unfinished(path)) is not None:
+                found = f"{rows[0]:,} of {rows[1]:,} rows of a store that is not finished"
             return StoreNotFoundError(
-                f"{argument_of(stored)}=None and no store at {path}: give the dataset, or a"
+                f"{argument_of(stored)}=None and {found} at {path}: give the dataset, or a"
                 f" store_dir that holds a store named {stored!r}{nearest_file(path)}"
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")

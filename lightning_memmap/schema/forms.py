@@ -233,7 +233,7 @@ class Decode(Form):
         num_threads: Threads that decode; by default the cores of this process, or its share of
             them, and at most 16.
         with_scale: Let a batch say by how much each image was scaled, and where its corner lies
-            then, for boxes and points in pixels of the file: it has a
+            then, for boxes and points in pixels of the upright image: it has a
             `lightning_memmap.loading.Scaled` of the images, ``scale`` and ``offset``.
 
     Raises:

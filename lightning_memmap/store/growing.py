@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
 from lightning_memmap.store.build import Asked
@@ -348,9 +348,10 @@ class _Each:
 
     def __call__(self, named: tuple[str, Any]) -> tuple[str, Any]:
         name, task = named
-        if name not in self._made:
-            self._made[name] = self._makes[name](self._datasets[name])
-        return name, self._made[name](task)
+        with naming(name):
+            if name not in self._made:
+                self._made[name] = self._makes[name](self._datasets[name])
+            return name, self._made[name](task)
 
 
 class GrowingStore(Store):

@@ -174,11 +174,14 @@ def find_schema(
         )
     for name, what in schema.unknown.items():
         if name in forms or what == "None":
+            remedy = "give arrays in place of lists, such as numpy.array(values, numpy.int64)"
+            if what == "None":
+                remedy = "fill it, such as with NaN"
+                if name not in forms:
+                    remedy += f", let more rows be read with variable={{{name!r}: 'nullable'}}"
             raise SchemaError(
                 f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
-                " that its dtype is not known: give arrays in place of lists, such as"
-                " numpy.array(values, numpy.int64); where it may be None, let more rows be read"
-                f" with variable={{{name!r}: 'nullable'}}, or leave it out of the samples"
+                f" that its dtype is not known: {remedy}, or leave it out of the samples"
             )
     return schema
 

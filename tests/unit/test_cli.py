@@ -186,7 +186,6 @@ class TestInfo:
         assert str(store_path) in command.out
         assert command.err == f"skipped {store_path.parent / 'notes'}: it is not a store\n"
 
-
     def test_unfinished_build_that_cannot_be_read_hides_no_store(
         self, command: Command, store_path: Path
     ) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ _LATER = {
     ("pyarrow", "Scanner"): "to_table",
     ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
 }
+_INDEX = re.compile(r"__index_level_\d+__")
 
 
 class ColumnDataset(Dataset[dict[str, Any]]):
@@ -101,10 +103,11 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(given, (str, Path)):
         return {**_tables().parquet_columns(local_path(given), partial(_chosen, names))}
     if is_frame(given):
-        if _library(given) == "pandas":
-            return {name: given[name] for name in _chosen(names, list(given.columns))}
         method = _method_of(given)
-        table = _tables().arrow_table(getattr(given, method)() if method else given)
+        frame = getattr(given, method)() if method else given
+        if _library(frame) in ("pandas", "polars"):
+            return {name: frame[name] for name in _chosen(names, list(frame.columns))}
+        table = _tables().arrow_table(frame)
         return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
@@ -120,14 +123,17 @@ def _chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
     """The names of the columns to use, in order: all, or those that a user gives."""
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a list of names")
-    wanted = list(found if names is None else names)
+    wanted = names
+    if wanted is None:
+        # The index of a DataFrame, which pandas writes beside the columns, is not one of them.
+        wanted = [name for name in found if not _INDEX.fullmatch(str(name))]
     for name in wanted:
-        if found.count(name) != 1 or wanted.count(name) != 1:
+        if found.count(name) != 1 or [*wanted].count(name) != 1:
             what = "there is no such column" if name not in found else "it is there twice"
             raise ValueError(
                 f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
             )
-    return wanted
+    return list(wanted)
 
 
 def _by_position(name: str, column: Any) -> Any:
@@ -144,6 +150,12 @@ def _by_position(name: str, column: Any) -> Any:
         )
     if _library(column) == "pandas":
         return _pandas_column(name, column)
+    if _library(column) == "polars" and str(column.dtype) == "Object":
+        # As Arrow, it would be their addresses.
+        raise TypeError(
+            f"column {name!r}: found Python objects: convert them to a type of polars, such as"
+            " String or List"
+        )
     if hasattr(column, "__arrow_c_stream__") or hasattr(column, "__arrow_c_array__"):
         return _tables().arrow_column(name, column)
     # A Series of yet another library.

@@ -172,7 +172,10 @@ def _objects(rows: ArrowRows) -> list[Any]:
     if pa.types.is_struct(array.type):
         names = [field.name for field in array.type]
         parts = [_objects(ArrowRows(array.field(index))) for index in range(len(names))]
-        found = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+        found = [
+            {name: part[row] for name, part in zip(names, parts, strict=True)}
+            for row in range(len(array))
+        ]
     elif _is_list(array.type):
         numbers, lengths = _numbers_of_lists(array), _lengths(array)
         items = _objects(ArrowRows(array.flatten())) if numbers is None else numbers
@@ -228,7 +231,13 @@ def arrow_column(name: str, column: Any) -> Any:
     if not isinstance(column, (pa.Array, pa.ChunkedArray)):
         # In what pandas gives as a stream, NaN is missing.
         is_stream = hasattr(column, "__arrow_c_stream__") and not hasattr(column, "isna")
-        column = pa.chunked_array(column) if is_stream else pa.array(column)
+        try:
+            column = pa.chunked_array(column) if is_stream else pa.array(column)
+        except pa.ArrowException as error:
+            raise TypeError(
+                f"column {name!r}: Arrow has no such values ({describe_error(error)}): convert it"
+                " to a type that it has"
+            ) from error
     found = ArrowColumn(name, column)
     kind, array = found.column.type, _one(found.column) if not found.has_missing() else None
     is_simple = array is not None and not isinstance(kind, pa.BaseExtensionType)
@@ -274,8 +283,18 @@ def _take(column: Any, rows: Rows) -> Any:
 def parquet_columns(
     path: Path, choose: Callable[[list[str]], list[str]]
 ) -> dict[str, "ParquetColumn"]:
-    """Open a Parquet file, or all such files of a directory in the order of their names."""
-    paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    """Open a Parquet file, or all such files in and below a directory, in the order of names."""
+    paths = [path]
+    if path.is_dir():
+        within = sorted(each.relative_to(path) for each in path.rglob("*.parquet"))
+        # As everywhere, hidden files and those that begin with "_" are no data.
+        within = [each for each in within if not any(part[0] in "._" for part in each.parts)]
+        if cut := [each for each in within if "=" in str(each.parent)]:
+            raise ValueError(
+                f"{path / cut[0]}: the names of its folders are values of columns, which are not"
+                f" read: give pyarrow.dataset.dataset({str(path)!r}, partitioning='hive')"
+            )
+        paths = [path / each for each in within]
     if not paths:
         raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
     groups = _RowGroups(paths, choose)

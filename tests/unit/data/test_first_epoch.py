@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data.first_epoch import _FIRST_STEPS
-from lightning_memmap.errors import DatasetError, StoreError
+from lightning_memmap.errors import DatasetError, StoreNotFoundError, StoreError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import (
     Bucketed,
@@ -293,8 +293,12 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = Replaced(Points(NUM_ROWS), {200: ValueError("no such file")})
-    with pytest.raises(DatasetError, match=r"row 200.*no such file"):
+    with pytest.raises(DatasetError, match=r"^train: .*row 200.*no such file"):
         fit(tmp_path, Regression(), dataset, "while_training", shuffle=False)
+    data = MemmapDataModule(store_dir=tmp_path / "while_training")
+    data.setup("fit")
+    with pytest.raises(StoreNotFoundError, match=r"of 331 rows .* not finished at .*give the data"):
+        data.train_dataloader()
     run = CommandLine(capsys)
     assert run("store", "info", tmp_path / "while_training") == 0
     assert re.search(r"train: \d+ of 331 rows are there", run.out)

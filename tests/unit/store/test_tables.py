@@ -202,6 +202,20 @@ def test_none_in_a_list_of_numbers_is_refused_at_its_row(tmp_path: Path, kind: A
         build(tmp_path / "s", ColumnDataset(table))
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        polars.Series([object()] * 3, dtype=polars.Object),
+        polars.Series([1, 2, 3], dtype=polars.Int128),
+    ],
+    ids=["objects", "of no library but this"],
+)
+def test_column_that_arrow_cannot_hold_is_named(column: Any) -> None:
+    for table in (polars.DataFrame({"a": column}), {"a": column}):
+        with pytest.raises(TypeError, match="column 'a'"):
+            ColumnDataset(table)
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
 def test_unsigned_numbers_are_read_in_any_order(tmp_path: Path, dtype: str) -> None:
     values = np.arange(NUM_ROWS, dtype=dtype) * 3
@@ -359,6 +373,21 @@ def test_shuffled_rows_of_parquet_files_are_written_in_parts(tmp_path: Path) -> 
     for part in (1, 0, 2):
         build_part(dataset, tmp_path / "s", (part, 3), num_shards=7, progress=False)
     assert_is_shuffled(finish_store(tmp_path / "s", progress=False), dataset)
+
+
+def test_folders_of_parquet_files(tmp_path: Path) -> None:
+    for number, name in enumerate(["b", "a/c", "_temporary/d", ".hidden/e", "a/.f"]):
+        path = tmp_path / f"{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        columns = {"x": [number], "__index_level_0__": [7]}
+        import_module("pyarrow.parquet").write_table(arrow.table(columns), path)
+    dataset = ColumnDataset(tmp_path)
+    assert [dataset[row] for row in range(len(dataset))] == [{"x": 1}, {"x": 0}]
+    assert [*ColumnDataset(tmp_path, ["__index_level_0__"]).columns] == ["__index_level_0__"]
+    (tmp_path / "a").rename(tmp_path / "y=1")
+    with pytest.raises(ValueError, match=r"y=1.*partitioning='hive'"):
+        ColumnDataset(tmp_path)
+    assert len(ColumnDataset(tmp_path / "y=1")) == 1
 
 
 def test_directory_of_many_parquet_files_keeps_few_open(
