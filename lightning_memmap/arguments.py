@@ -102,12 +102,12 @@ def print_error(error: BaseException) -> None:
 
 def nearest_file(path: str | Path) -> str:
     """A suggestion for a misspelt path: see `nearest`."""
-    folder = Path(path).parent
+    folder, name = Path(path).parent, Path(path).name
     try:
-        names = {str(folder / child.name) for child in folder.iterdir()} - {str(Path(path))}
+        names = {child.name for child in folder.iterdir()} - {name}
     except OSError:
         return ""
-    return nearest(str(Path(path)), names)
+    return nearest(name, names, folder.joinpath)
 
 
 def with_suggestion(message: str, parser: ArgumentParser) -> str:

@@ -4,7 +4,7 @@ A wrong argument raises ValueError or TypeError. The classes here say that somet
 call is wrong: the dataset, the store on disk, or the memory of the devices.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -33,11 +33,11 @@ def check_number(name: str, value: object) -> float:
     return float(value)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str], shown: Callable[[str], object] = str) -> str:
     """A suggestion for a misspelt name."""
     folded = {other.casefold(): other for other in names}
     found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
-    return f"; did you mean {folded[found[0]]!r}?" if found else ""
+    return f"; did you mean {str(shown(folded[found[0]]))!r}?" if found else ""
 
 
 def is_refused_call(error: BaseException) -> bool:

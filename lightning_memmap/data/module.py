@@ -1,6 +1,7 @@
 """The data module: Lightning's hooks, each delegated to the layer that does the work."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -533,6 +534,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         is_missing = not any(split.partition("/")[0] == "val" for split in self._rows)
         if is_missing and self._running is not TrainerFn.VALIDATING:
+            # Lightning would ask whether no loader was meant.
+            message = "Total length of `list` across ranks is zero"
+            warnings.filterwarnings("ignore", message=message)
             return []
         if self.trainer is not None and self._running is TrainerFn.FITTING:
             validate_anew(self.trainer)

@@ -239,6 +239,9 @@ class BackgroundBuild:
         has_all = [each.serving.has_all for each in self._builds.values()]
         self._is_stopped = not all(has_all)
         self._thread.join(None if any(has_all) else _PATIENCE_S)
+        # With its frames, an error would keep files open. Readers that are left see the lock.
+        for build in self._builds.values():
+            _errors.pop(build.serving.generation, None)
 
     def _run(self) -> None:
         """What the thread does."""

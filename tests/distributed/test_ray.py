@@ -16,7 +16,6 @@ from tests.models import Points, make_trainer
 from tests.preloaded import python
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
     pytest.mark.timeout(600),  # Ray takes its time to start.
 ]
 

@@ -209,7 +209,6 @@ def test_mistake_in_the_config_of_a_comparison_is_reported_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_config_is_saved_beside_the_logs_and_nowhere_else(command: Command, tmp_path: Path) -> None:
     # Without a dataset a run ends soon after its config was saved.
@@ -234,7 +233,6 @@ def last_line(command: Command) -> str:
     return command.err.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 def test_mistake_that_training_finds_is_reported_without_a_traceback(
     command: Command, tmp_path: Path
 ) -> None:
@@ -248,7 +246,6 @@ def test_mistake_that_training_finds_is_reported_without_a_traceback(
     assert last_line(command).startswith("error: ")
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [

@@ -19,7 +19,6 @@ from tests.models import Points, Regression
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
 ]
 STRATEGIES = pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tests.models import Points, Regression, make_trainer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Training while the store is built: as from a finished store, and no row is read twice."""
 
+import gc
 import os
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data.first_epoch import _FIRST_STEPS
-from lightning_memmap.errors import DatasetError, StoreNotFoundError, StoreError
+from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import (
     Bucketed,
@@ -31,7 +32,7 @@ from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import probe_rows
 from tests.command_line import CommandLine
-from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced
+from tests.datasets import FORMS, EncodedImages, Logged, Ragged, Replaced, Slow
 from tests.models import Brightness, Points, Regression, Sounds, make_trainer, weights
 
 NUM_ROWS, GLOBAL_BATCH = 331, 24
@@ -309,6 +310,27 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     assert verify_store(tmp_path / "while_training" / "train") == []
     again = rows_read(tmp_path / "while_training.log") - before
     assert sum(again.values()) < NUM_ROWS
+
+
+def test_build_that_is_not_finished_keeps_no_file_open(tmp_path: Path) -> None:
+    def fit_some(number: int) -> int:
+        fails = {200: ValueError("no such file")} if number % 2 else {}
+        data = MemmapDataModule(
+            Replaced(Slow(Points(3000), 0.05), fails),
+            store_dir=tmp_path / str(number),
+            num_workers=1,
+            build="while_training",
+        )
+        with suppress(DatasetError):
+            steps = -1 if fails else 2
+            make_trainer(tmp_path, max_epochs=1, max_steps=steps).fit(Regression(), data)
+        assert StoreDirectory(tmp_path / str(number) / "train").unfinished(KEY)
+        del data
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    first, *later = map(fit_some, range(5))
+    assert max(later) <= first
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,6 @@ from tests.rows import CPU, joined, take_steps
 
 TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
 
-#: What Lightning says where a module could validate and there is nothing to validate on.
-NO_VALIDATION = "Total length of `list` across ranks is zero"
-
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
     defaults: dict[str, Any] = {
@@ -152,7 +149,6 @@ class TestStores:
         assert sorted(rows(data.train_dataloader())) == list(range(60))
         assert rows(data.predict_dataloader()) == list(range(300, 330))
 
-    @pytest.mark.filterwarnings(f"ignore:{NO_VALIDATION}")
     @pytest.mark.parametrize(
         ("run", "split"),
         [("fit", "train"), ("validate", "val"), ("test", "test"), ("predict", "predict")],
@@ -290,7 +286,6 @@ class Watch(L.Callback):
 
 
 class TestTeardown:
-    @pytest.mark.filterwarnings(f"ignore:{NO_VALIDATION}")
     def test_teardown_by_the_trainer_frees_resident_shards(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, train_dataset=Wide(), val_dataset=None, residency="device")
         watch = Watch()

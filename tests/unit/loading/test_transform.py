@@ -381,7 +381,6 @@ class TestOnSuperBatch:
         with pytest.raises(TypeError, match=r"transform: it returned None.* return"):
             next(iter(loader)).to(CPU)
 
-    @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
     def test_strategies_train_on_the_same_batches(self, tmp_path: Path) -> None:
         seen = []
         for strategy, devices in (
