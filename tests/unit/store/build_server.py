@@ -8,7 +8,6 @@ before it is waited for, so that its id cannot come to mean another process.
 import os
 import signal
 import sys
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,6 +34,7 @@ from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
+from tests.reliability.forks import Ending, Forked, Raised
 from tests.reliability.runner import fork_from_here, fork_server
 
 
@@ -137,28 +137,23 @@ def killed(status: int) -> bool:
 
 def serve(connection: Connection) -> None:
     fork_from_here()
+    running: dict[int, Forked] = {}
     with suppress(EOFError):
         while True:
             command, value = connection.recv()
             if command == "start":
-                connection.send(fork(value))
+                builder = Forked(build_and_check, value)
+                running[builder.pid] = builder
+                connection.send(builder.pid)
             else:
-                connection.send(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1]))
+                connection.send(status_of(running.pop(value).end()))
 
 
-def fork(build: Build) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.setsid()
-        build_and_check(build)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def status_of(ending: Ending) -> int | None:
+    if isinstance(ending.value, Raised):
+        print(ending.value.text, file=sys.stderr)
+        return 1
+    return ending.status
 
 
 def build_and_check(build: Build) -> None:
