@@ -25,7 +25,6 @@ from tests.strategies.test_dp import (
     fit_one,
     make_data,
 )
-from tests.streams import device as device
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You called `self.log.*but have no logger configured"
