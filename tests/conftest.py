@@ -49,26 +49,6 @@ _SETTLE_S = 5.0
 _TESTS = Path(__file__).parent
 
 
-#: Modules that take long come first: none of them is then what the other process waits for.
-_LONGEST = (
-    "test_simulated_gpu.py",
-    "distributed/test_ray.py",
-    "reliability/test_reliability.py",
-    "test_examples.py",
-    "distributed/test_fsdp2.py",
-    "distributed/test_pipeline.py",
-    "distributed/test_contract.py",
-    "strategies/test_contract.py",
-    "test_small_examples.py",
-    "test_docs.py",
-    "test_detection_example.py",
-    "unit/store/test_kills.py",
-    "unit/store/test_parts.py",
-    "unit/store/test_build.py",
-    "unit/store/test_variable.py",
-    "unit/store/test_records.py",
-    "unit/loading/test_loader.py",
-)
 #: All tests of these folders are slow. Elsewhere, modules and tests have the marker.
 _SLOW = ("benchmarks", "distributed", "parity", "reliability", "strategies")
 
@@ -88,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # No test cuts the power: its files need not be on the disk before it goes on.
     os.fsync = lambda descriptor: None
     # pytest-xdist would begin with the modules that have the most tests: the longest test, alone in
-    # its module, would come last, and all other processes would wait for it. See `_LONGEST`.
+    # its module, would come last, and all other processes would wait for it.
     config.option.loadscopereorder = False
 
 
@@ -112,15 +92,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.installed import remember_entry_points
 
     remember_entry_points()
-    items.sort(key=_rank)
+    # None of the modules that take long is then what the other processes wait for.
+    items.sort(key=lambda item: not is_slow(item.path))
     for item in items:
         if item.path.relative_to(_TESTS).parts[0] in _SLOW:
             item.add_marker("slow")
-
-
-def _rank(item: pytest.Item) -> int:
-    module = item.nodeid.removeprefix("tests/").partition("::")[0]
-    return _LONGEST.index(module) if module in _LONGEST else len(_LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -12,15 +12,17 @@ import signal
 import socket
 import subprocess
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 
+from lightning_memmap.sampling import BatchSchedule
 from tests.models import ACCELERATOR_VARIABLE
 from tests.preloaded import python
+from tests.rows import make_sampler, order_rows
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -181,6 +183,18 @@ def mean_losses(ranks: list[dict[str, Any]]) -> torch.Tensor:
     losses = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64)
     rows = torch.tensor([[len(step) for step in rank["seen"]["train"]] for rank in ranks])
     return (losses * rows).sum(0) / rows.sum(0)
+
+
+def expected_batches(rows: int, global_batch: int, epoch: int) -> list[list[int]]:
+    """The rows of each step of an epoch of a data module in 24 shards, with seed 0."""
+    order = order_rows(make_sampler(rows, 24, 0, shuffle=True), epoch, 0, rows)
+    plan = BatchSchedule(rows, global_batch, 24)
+    return [order[slice(*plan.bounds(step))] for step in range(len(plan))]
+
+
+def sorted_steps(ranks: list[list[list[Any]]]) -> list[list[Any]]:
+    """The rows of each step over all ranks, sorted: of each rank, those of its steps are given."""
+    return [sorted(chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
 def global_batches(ranks: list[list[list[int]]]) -> list[list[int]]:

@@ -1,13 +1,13 @@
 """What the processes of a run reported, put together over data-parallel ranks."""
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
+from tests.distributed.harness import sorted_steps
 from tests.models import weights
 
 
@@ -36,12 +36,7 @@ class Reports:
     def batches(self, case: str) -> dict[str, list[list[int]]]:
         """By stage, the rows of each step over all data-parallel ranks, sorted."""
         seen = [report["seen"] for report in self.of(case)]
-        return {
-            stage: [
-                sorted(chain(*step)) for step in zip(*(own[stage] for own in seen), strict=True)
-            ]
-            for stage in seen[0]
-        }
+        return {stage: sorted_steps([own[stage] for own in seen]) for stage in seen[0]}
 
     def weights(self, case: str) -> torch.Tensor:
         """The weights at the end of a case, loaded from its checkpoint into the plain module."""

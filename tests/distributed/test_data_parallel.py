@@ -8,25 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule
-from tests.distributed.harness import global_batches, launch, mean_losses
-from tests.rows import make_sampler
+from tests.distributed.harness import (
+    expected_batches,
+    global_batches,
+    launch,
+    mean_losses,
+    sorted_steps,
+)
 
 GLOBAL_BATCH = 16
 FIT = "training.fit_and_test"
-
-
-def expected_batches(rows: int, epochs: int) -> list[list[int]]:
-    sampler = make_sampler(rows, 24, 0, shuffle=True)
-    plan = BatchSchedule(rows, GLOBAL_BATCH, 24)
-    batches = []
-    for epoch in range(epochs):
-        shards, offsets = sampler.at(epoch, range(rows))
-        order = (offsets * 24 + shards).tolist()
-        for step in range(len(plan)):
-            first, last = plan.bounds(step)
-            batches.append(order[first:last])
-    return batches
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +58,10 @@ def test_ddp_uneven_rows_each_row_once_and_equal_steps(tmp_path: Path, rows: int
     options = {"strategy": "ddp", "devices": 2, "batch_size": 8, "rows": rows}
     ranks = launch(FIT, tmp_path, processes=2, **options)
     # Where a step begins at an odd position, rank 1 has its first row: the sets are compared.
-    found = [sorted(step) for step in global_batches([r["seen"]["train"] for r in ranks])]
-    assert found == [sorted(step) for step in expected_batches(rows, 2)]
+    expected = [*expected_batches(rows, GLOBAL_BATCH, 0), *expected_batches(rows, GLOBAL_BATCH, 1)]
+    assert sorted_steps([r["seen"]["train"] for r in ranks]) == sorted_steps([expected])
     steps = [[len(part) for part in rank["seen"]["train"]] for rank in ranks]
-    assert len(steps[0]) == len(steps[1]) == len(expected_batches(rows, 2))
+    assert len(steps[0]) == len(steps[1]) == len(expected)
     assert min(chain(*steps)) >= 1
     tested = sorted(chain(*chain(*(rank["seen"]["test"] for rank in ranks))))
     assert tested == list(range(5000, 5000 + rows - 3))

@@ -12,7 +12,9 @@ SOON_S = 120
 
 
 # The first rank is the process that was started by hand, and has started the other one.
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("memmap_superbatch_ddp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("ddp", 0), ("memmap_superbatch_ddp", 1), ("memmap_pipeline", 1)]
+)
 def test_rank_that_dies_in_training_ends_all_processes(
     tmp_path: Path, strategy: str, rank: int
 ) -> None:

@@ -56,6 +56,6 @@ def test_processes_train_on_a_url_as_on_its_directory(tmp_path: Path, strategy: 
 
 @pytest.mark.slow
 def test_training_whose_processes_are_killed_goes_on_bit_for_bit() -> None:
-    command = [python(), "-m", "tests.reliability.training", "--kills", "3"]
+    command = [python(), "-m", "tests.reliability.training", "--kills", "6"]
     ended = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

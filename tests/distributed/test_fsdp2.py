@@ -1,7 +1,6 @@
 """FSDP2 of modules of several units: shards are shards, and training is that of one process."""
 
 import re
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_memmap.strategies import FSDP2Strategy
 from lightning_memmap.strategies._fsdp2_wrap import default_units, without_shared
-from tests.distributed.harness import launch
+from tests.distributed.harness import launch, sorted_steps
 from tests.distributed.scenarios.fsdp2 import (
     WIDTH,
     Block,
@@ -53,8 +52,7 @@ class Runs:
         return torch.load(path, weights_only=True)["state_dict"]  # type: ignore[no-any-return]
 
     def steps(self, case: str) -> list[list[int]]:
-        parts = (report["seen"]["train"] for report in self.reports(case))
-        return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
+        return sorted_steps([report["seen"]["train"] for report in self.reports(case)])
 
 
 @pytest.fixture(scope="module")

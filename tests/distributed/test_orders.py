@@ -1,13 +1,12 @@
 """Windows, mixtures, records, images, buckets, combined loaders: two processes train as one."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.harness import launch
+from tests.distributed.harness import launch, sorted_steps
 from tests.distributed.scenarios import orders
 
 #: Inside an epoch of every case. Under max_size_cycle, the shorter set has begun again.
@@ -36,11 +35,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return rank
 
 
-def global_steps(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """The rows of each step over all ranks, sorted."""
-    return [sorted(chain(*parts)) for parts in zip(*(run["seen"] for run in runs), strict=True)]
-
-
 # The resumed runs save nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -52,10 +46,10 @@ def test_two_processes_train_and_resume_as_one(
     for case in orders.CASES:
         alone = one_process[case]["whole"]
         whole, resumed = ([rank[case][run] for rank in ranks] for run in ("whole", "resumed"))
-        expected = global_steps([alone])
+        expected = sorted_steps([alone["seen"]])
         assert all(run["seen"][0] for run in whole), case
-        assert global_steps(whole) == expected, case
-        assert global_steps(resumed) == expected[SAVE_AT:], case
+        assert sorted_steps([run["seen"] for run in whole]) == expected, case
+        assert sorted_steps([run["seen"] for run in resumed]) == expected[SAVE_AT:], case
         first, second = expected[: len(expected) // 2], expected[len(expected) // 2 :]
         assert first != second, case
         for one, other in zip(whole, resumed, strict=True):

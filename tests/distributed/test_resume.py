@@ -1,17 +1,14 @@
 """A checkpoint from inside an epoch goes on with the next unseen row: on its own variant bit for
 bit, and on other variants and other numbers of processes with the same sampler."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_memmap.sampling import BatchSchedule
-from tests.distributed.harness import launch
+from tests.distributed.harness import expected_batches, launch, sorted_steps
 from tests.distributed.scenarios import resume
-from tests.rows import make_sampler
 
 ROWS = 151
 GLOBAL_BATCH = 16
@@ -28,35 +25,19 @@ SUPERBATCH_DDP = {
 SUPERBATCH = {"strategy": "memmap_superbatch", "devices": 2, "batch_size": 8}
 
 
-def epochs() -> list[list[list[int]]]:
-    """The rows of each step of each epoch, sorted."""
-    sampler, plan = make_sampler(ROWS, 24, 0, True), BatchSchedule(ROWS, GLOBAL_BATCH, 24)
-    found = []
-    for epoch in range(resume.EPOCHS):
-        shards, offsets = sampler.at(epoch, range(ROWS))
-        order = (offsets * 24 + shards).tolist()
-        bounds = (plan.bounds(step) for step in range(len(plan)))
-        found.append([sorted(order[first:last]) for first, last in bounds])
-    return found
-
-
-def steps_of(runs: list[dict[str, Any]], epoch: int) -> list[list[int]]:
-    """The rows of each step over all ranks, sorted."""
-    parts = [run["rows"][epoch] for run in runs]
-    return [sorted(chain(*step)) for step in zip(*parts, strict=True)]
-
-
 def rest(num_done: int) -> list[list[list[int]]]:
     """The steps of each epoch that are left after so many."""
     left = []
-    for steps in epochs():
+    for epoch in range(resume.EPOCHS):
+        steps = sorted_steps([expected_batches(ROWS, GLOBAL_BATCH, epoch)])
         left.append(steps[num_done:])
         num_done = max(0, num_done - len(steps))
     return left
 
 
 def assert_goes_on(runs: list[dict[str, Any]], num_done: int) -> None:
-    assert [steps_of(runs, epoch) for epoch in range(resume.EPOCHS)] == rest(num_done)
+    found = [sorted_steps([run["rows"][epoch] for run in runs]) for epoch in range(resume.EPOCHS)]
+    assert found == rest(num_done)
 
 
 # The resumed runs save nothing.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memmap.strategies import SuperBatchDDPStrategy
-from tests.distributed.harness import global_batches, launch, mean_losses
+from tests.distributed.harness import launch, mean_losses, sorted_steps
 from tests.models import make_trainer
 
 FIT = "training.fit_and_test"
@@ -25,8 +25,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
-    found = [sorted(step) for step in global_batches([rank["seen"]["train"] for rank in ranks])]
-    assert found == [sorted(step) for step in one_process["seen"]["train"]]
+    found = sorted_steps([rank["seen"]["train"] for rank in ranks])
+    assert found == sorted_steps([one_process["seen"]["train"]])
     tested = sorted(chain(*chain(*(rank["seen"]["test"] for rank in ranks))))
     assert tested == list(range(5000, 5000 + ROWS - 3))
     expected = mean_losses([one_process])

@@ -12,10 +12,6 @@ from tests.distributed.harness import global_batches, launch
 from tests.distributed.scenarios import tensor_parallel
 from tests.models import weights
 
-GLOBAL_BATCH = 16
-#: Of ten steps; 160 rows divide evenly. Lightning weighs processes, not rows.
-ROWS = 160
-
 # The resumed runs save nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
@@ -23,47 +19,49 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("one")
-    return out, tensor_parallel.fit_and_resume(out, ROWS, GLOBAL_BATCH)
+    return out, tensor_parallel.fit_and_resume(out)
 
 
 @pytest.mark.parametrize(("data_size", "tensor_size"), [(1, 2), (2, 2)])
 def test_groups_have_one_batch_and_train_as_one_process(
     tmp_path: Path, one: tuple[Path, dict[str, Any]], data_size: int, tensor_size: int
 ) -> None:
-    check(tmp_path, one, data_size, tensor_size)
+    check(tmp_path, one, "model_parallel", data_size, tensor_size)
 
 
 def check(
     tmp_path: Path,
     one: tuple[Path, dict[str, Any]],
+    name: str,
     data_size: int,
     tensor_size: int,
     accelerator: str = "cpu",
-) -> None:
+) -> list[dict[str, Any]]:
     """Compare a run of several processes with that of one, whose files and report are given."""
     ranks = launch(
         "tensor_parallel.fit_and_resume",
         tmp_path,
         processes=data_size * tensor_size,
         accelerator=accelerator,
-        rows=ROWS,
-        global_batch=GLOBAL_BATCH,
+        name=name,
         data_parallel=data_size,
         tensor_parallel=tensor_size,
     )
-    # Sixteen columns are divided over the group, and their rows over the data-parallel ranks.
-    assert [rank["held"] for rank in ranks] == [(16 // data_size // tensor_size, 8)] * len(ranks)
+    if name == "model_parallel":
+        # Sixteen columns are divided over the group, and their rows over the data-parallel ranks.
+        shape = (16 // data_size // tensor_size, 8)
+        assert [rank["held"] for rank in ranks] == [shape] * len(ranks)
     groups = [ranks[first : first + tensor_size] for first in range(0, len(ranks), tensor_size)]
     for number, group in enumerate(groups):
         for rank in group:
             assert rank["sampler"] == {"num_replicas": data_size, "rank": number}
             assert rank["seen"] == group[0]["seen"]
-            assert rank["resumed"]["train"] == rank["seen"]["train"][13:]
+            assert rank["resumed"]["train"] == rank["seen"]["train"][tensor_parallel.RESUMED :]
     out, expected = one
     firsts = [group[0]["seen"] for group in groups]
     assert global_batches([seen["train"] for seen in firsts]) == expected["seen"]["train"]
     assert sorted(chain(*chain(*(seen["test"] for seen in firsts)))) == list(
-        range(1000, 1000 + ROWS)
+        range(1000, 1000 + tensor_parallel.ROWS)
     )
     found = load(tmp_path / "whole.ckpt")
     assert torch.equal(load(tmp_path / "resumed.ckpt"), found)
@@ -72,6 +70,7 @@ def check(
     assert not torch.allclose(found, weights(tensor_parallel.Parallel()), atol=1e-2)
     for rank in ranks:
         assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+    return ranks
 
 
 def load(path: Path) -> torch.Tensor:

@@ -177,10 +177,12 @@ class Change:
     @property
     def before(self) -> list[Any] | None:
         """The rows of the store before; None where there is none."""
-        if self.run is _table:
-            return [{"value": value} for value in _table_rows(OLD)]
         edition = self.stores.get(self.place)
-        return None if edition is None else expected_rows(NUM_ROWS, edition)
+        if edition is None:
+            return None
+        if self.run is _table:
+            return [{"value": value} for value in _table_rows(edition)]
+        return expected_rows(NUM_ROWS, edition)
 
     @property
     def after(self) -> list[Any]:
@@ -205,7 +207,8 @@ class Change:
 
 
 def _interrupt(directory: Path) -> None:
-    killed = call(_run_until_row, Attempt(directory), _KILLED_AT_ROW)
+    attempt = Attempt(directory, overwrite=(directory / "s").exists())
+    killed = call(_run_until_row, attempt, _KILLED_AT_ROW)
     if killed.status != -signal.SIGKILL:
         raise RuntimeError(f"the build to resume was not killed: {killed}")
 
@@ -262,7 +265,7 @@ def look(
     where: str,
 ) -> int | None:
     """Compare a store with the rows that it may hold, where None is no store."""
-    ending = call(_version_of, subject, path, versions)
+    ending = call(version_of, subject, path, versions)
     if not outcome.add_ending(ending, f"opening what {where} left"):
         return None
     number, fault = ending.value
@@ -271,7 +274,7 @@ def look(
     return None if number is None else int(number)
 
 
-def _version_of(
+def version_of(
     subject: Subject, path: Path, versions: Sequence[list[Any] | None]
 ) -> tuple[int | None, tuple[Fault, str] | None]:
     try:

@@ -38,6 +38,10 @@ VARIABLE: dict[str, Callable[[int], Any]] = {
 }
 
 
+#: Those of `Edited`.
+EDITED = ["records", "masked text"]
+
+
 @dataclass
 class Files:
     """What stands for the files that a dataset reads: shared by all of a process, and by none of
@@ -68,18 +72,22 @@ class Edited(Dataset[dict[str, Any]]):
         pause_s = files.pause_s
         if files.slow_from is not None and row >= files.slow_from:
             pause_s = files.slow_pause_s
-        is_probe = row in probe_rows(self.num_rows)
-        if pause_s and not is_probe:
+        if pause_s and row not in probes_of(self.num_rows):
             time.sleep(pause_s)
         return sample_of(self.num_rows, row, self.edition + files.edition)
 
 
+@functools.cache
+def probes_of(num_rows: int) -> set[int]:
+    return {*probe_rows(num_rows)}
+
+
 def sample_of(num_rows: int, row: int, edition: int) -> dict[str, Any]:
     """A row of an edition."""
-    if row in probe_rows(num_rows):
+    if row in probes_of(num_rows):
         edition = 0
     # By a step after which all remainders that the fields are made of are others.
-    fields = {name: VARIABLE[name](row + 1009 * edition) for name in ("records", "masked text")}
+    fields = {name: VARIABLE[name](row + 1009 * edition) for name in EDITED}
     return {**Numbered(num_rows, edition)[row], **fields}
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.reliability.damage import STORES, stores
 from tests.reliability.forks import call
+from tests.reliability.manifest_fuzz import mutated_manifests, open_mutated
 from tests.reliability.outcome import Fault, Outcome, Subject
-from tests.unit.store import manifest_fuzz
 
 #: Manifests that one process opens, one after the other.
 BATCH = 150
@@ -75,18 +75,17 @@ def _open_all(subject: Subject, pristine: Path, path: Path, seed: int, progress:
     findings = _Findings(0, [])
     original = Manifest.read(pristine)
     signal.signal(signal.SIGALRM, _stop)
-    manifest_fuzz.open_store = subject.open  # type: ignore[assignment,attr-defined]
     # What is imported when it is first needed is imported now.
     subject.open(pristine)
     data = (pristine / MANIFEST).read_bytes()
     with open(progress, "wb", buffering=0) as done, _guarded(path, findings):
-        manifests = manifest_fuzz.mutated_manifests(seed, BATCH, data)
+        manifests = mutated_manifests(seed, BATCH, data)
         for index, data in enumerate(manifests):
             started = monotonic()
             signal.setitimer(signal.ITIMER_REAL, _LIMIT_S)
             where = f"manifest {index} of seed {seed} of a store of {pristine.name}"
             try:
-                findings.opened += manifest_fuzz.open_mutated(path, data, original)
+                findings.opened += open_mutated(path, data, original, subject.open)
             except AssertionError:
                 fault = (Fault.WRONG_ROWS, f"{where}: {traceback.format_exc()}")
                 findings.faults.append(fault)

@@ -1,5 +1,6 @@
 """Memory of devices and pinned memory of the host, from one stage to the next."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.measure import MovementRecorder
+from lightning_memmap.loading import device_streams
 from lightning_memmap.strategies._replicas import Replicas
 from tests.models import make_trainer
 from tests.simulated_gpu import devices
@@ -99,6 +101,25 @@ def test_memory_is_given_back_after_a_stage(tmp_path: Path, residency: str) -> N
     assert max(used for used, _ in most) > before[0]
     assert after[0] <= before[0] + MIB
     assert after[1] == before[1]
+
+
+def test_upload_holds_two_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_streams, "_PIECE_BYTES", MIB)
+    torch._C._accelerator_emptyHostCache()  # type: ignore[attr-defined]
+    before, held = devices.page_locked_bytes(), list[int]()
+    rows, target = torch.arange(2**20), torch.zeros(2**20, dtype=torch.int64, device=ROOT)
+
+    def parts() -> Iterator[Tensor]:
+        # However short they are.
+        for part in rows.split([1, 2**19, 2**10, 2**19 - 2**10 - 1]):
+            yield part
+            held.append(devices.page_locked_bytes() - before)
+
+    with devices.operations_take(0.01):
+        device_streams.upload(parts(), target)
+    assert torch.equal(target.cpu(), rows)
+    # Short ones beside them, which the allocator keeps for later.
+    assert MIB < max(held) < 3 * MIB
 
 
 def test_copies_to_and_from_replicas_are_counted() -> None:

@@ -14,11 +14,12 @@ import torch
 
 from tests.distributed import test_contract as contract
 from tests.distributed import test_tensor_parallel as tensor_parallel
-from tests.distributed.harness import global_batches, launch
+from tests.distributed.harness import launch
 from tests.distributed.reports import Reports
-from tests.distributed.scenarios import comparing, lightning_own
+from tests.distributed.scenarios import comparing
 from tests.distributed.scenarios.contract import run
-from tests.models import Regression, weights
+from tests.distributed.scenarios.tensor_parallel import fit_and_resume
+from tests.models import Regression
 from tests.strategies.contract import DEVICES, REFERENCE, contracts_in
 from tests.unit.compare.runs import BATCH_SIZE, PARAMETERS, result_of
 
@@ -78,7 +79,7 @@ def test_nothing_is_used_too_early(strategy: Reports) -> None:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("one")
-    return out, lightning_own.fit_and_resume(out, "auto", 1)
+    return out, fit_and_resume(out)
 
 
 #: Lightning wraps the module in a stream of its own, for which the first forward and backward pass
@@ -95,31 +96,11 @@ RACING = {"ddp": {"addmm", "mm"}, "fsdp": set()}
 def test_strategy_of_lightning_trains_as_one_process(
     tmp_path: Path, one: tuple[Path, dict[str, Any]], name: str
 ) -> None:
-    ranks = launch(
-        "lightning_own.fit_and_resume",
-        tmp_path,
-        processes=2,
-        accelerator="gpu",
-        name=name,
-        num_processes=2,
-    )
-    out, expected = one
-    seen = [rank["seen"]["train"] for rank in ranks]
-    assert global_batches(seen) == expected["seen"]["train"]
-    for rank in ranks:
-        assert rank["resumed"]["train"] == rank["seen"]["train"][lightning_own.RESUMED :]
-    found = load(tmp_path / "whole.ckpt")
-    torch.testing.assert_close(found, load(out / "whole.ckpt"), rtol=0, atol=5e-6)
-    assert torch.equal(load(tmp_path / "resumed.ckpt"), found)
+    ranks = tensor_parallel.check(tmp_path, one, name, 2, 1, accelerator="gpu")
     for rank in ranks:
         known = [RACE_OF_LIGHTNING_DDP.match(report) for report in rank["reports"]]
         assert all(known), rank["reports"]
         assert {match["reads"] for match in known if match} == RACING[name]
-
-
-def load(path: Path) -> torch.Tensor:
-    """The weights of a checkpoint, in the plain module."""
-    return weights(Regression.load_from_checkpoint(path, map_location="cpu", weights_only=True))
 
 
 def test_comparison_counts_what_the_collectives_of_a_step_send(tmp_path: Path) -> None:
@@ -146,13 +127,9 @@ def test_comparison_counts_what_the_collectives_of_a_step_send(tmp_path: Path) -
 
 
 def test_tensor_parallel_of_lightning_trains_as_one_process(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, one: tuple[Path, dict[str, Any]]
 ) -> None:
-    out = tmp_path_factory.mktemp("one")
-    expected = tensor_parallel.tensor_parallel.fit_and_resume(
-        out, tensor_parallel.ROWS, tensor_parallel.GLOBAL_BATCH
-    )
-    tensor_parallel.check(tmp_path, (out, expected), 1, 2, accelerator="gpu")
+    tensor_parallel.check(tmp_path, one, "model_parallel", 1, 2, accelerator="gpu")
 
 
 def test_offloading_keeps_the_state_of_optimizers_in_host_memory(tmp_path: Path) -> None:

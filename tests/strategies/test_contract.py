@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
-    ModelCheckpoint,
 )
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from tests.models import (
     Points,
     Regression,
     Scheduled,
-    Sgd,
     TwoOptimizers,
     make_trainer,
     weights,
@@ -74,8 +72,11 @@ def fit(
 
 
 def fit_case(name: str, path: Path, case: Case) -> tuple[Regression, L.Trainer]:
+    module = case.make()
+    # Beside those of the rows.
+    module.net[0].register_forward_hook(lambda _, args, output: module.dtypes.add(output.dtype))
     callbacks = [*case.callbacks(path / name)]
-    return fit(name, path, case.make(), callbacks=callbacks, **case.options)
+    return fit(name, path, module, callbacks=callbacks, **case.options)
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +133,6 @@ class TestRegistration:
 
 @every_strategy
 class TestStages:
-    def test_fit_sees_each_row_once_an_epoch(self, name: str, tmp_path: Path) -> None:
-        module, trainer = fit(name, tmp_path, max_epochs=3, num_sanity_val_steps=0)
-        train = seen_steps(name, module, "train")
-        steps = [train[start : start + 7] for start in (0, 7, 14)]
-        for epoch in steps:
-            assert sorted(joined(epoch)) == list(range(63))
-        assert steps[0] != steps[1] != steps[2]
-        assert joined(seen_steps(name, module, "val")) == [*range(100, 120)] * 3
-        assert trainer.global_step == 21
-
-    def test_fit_learns(self, name: str, tmp_path: Path) -> None:
-        _, trainer = fit(name, tmp_path, max_epochs=15)
-        assert trainer.callback_metrics["val_loss"] < 0.3 * mean_loss(Regression(), VAL)
-
     @pytest.mark.parametrize(("stage", "points"), [("validate", VAL), ("test", TEST)])
     def test_evaluation_is_over_all_rows_once(
         self, name: str, tmp_path: Path, stage: str, points: Points
@@ -157,16 +144,9 @@ class TestStages:
         assert value == pytest.approx(mean_loss(Regression(), points), rel=1e-5)
         assert joined(seen_steps(name, module, key.removesuffix("_loss"))) == points.row.tolist()
 
-    def test_predictions_are_in_dataset_order(self, name: str, tmp_path: Path) -> None:
-        trainer, data = make_run(name, tmp_path)
-        predictions = trainer.predict(Regression(), datamodule=data)
-        assert predictions is not None
-        rows = torch.cat([batch["row"] for batch in predictions])
-        values = torch.cat([batch["y"] for batch in predictions])
-        assert rows.tolist() == list(range(200, 225))
-        torch.testing.assert_close(values, Regression().net(TEST.x).detach())
-
-    def test_prediction_writer_gets_every_batch(self, name: str, tmp_path: Path) -> None:
+    def test_predictions_are_in_dataset_order_for_callbacks_too(
+        self, name: str, tmp_path: Path
+    ) -> None:
         class Writer(BasePredictionWriter):
             rows: list[int]
 
@@ -180,18 +160,14 @@ class TestStages:
 
         writer = Writer("batch")
         writer.rows = []
-        trainer, data = make_run(name, tmp_path, callbacks=[writer])
-        trainer.predict(Regression(), datamodule=data, return_predictions=False)
-        assert writer.rows == list(range(200, 225))
-
-    def test_prediction_table_has_the_prediction_of_each_row(
-        self, name: str, tmp_path: Path
-    ) -> None:
-        trainer, data = make_run(name, tmp_path, callbacks=[PredictionTable(tmp_path / "table")])
-        trainer.predict(Regression(), datamodule=data, return_predictions=False)
-        table = in_dataset_order(open_store(tmp_path / "table"))
-        assert table["row"].tolist() == TEST.row.tolist()
-        torch.testing.assert_close(table["y"], Regression().net(TEST.x).detach())
+        callbacks = [writer, PredictionTable(tmp_path / "table")]
+        trainer, data = make_run(name, tmp_path, callbacks=callbacks)
+        predictions: Any = trainer.predict(Regression(), datamodule=data)
+        assert writer.rows == TEST.row.tolist()
+        returned = {key: torch.cat([batch[key] for batch in predictions]) for key in ("row", "y")}
+        for found in (returned, in_dataset_order(open_store(tmp_path / "table"))):
+            assert found["row"].tolist() == TEST.row.tolist()
+            torch.testing.assert_close(found["y"], Regression().net(TEST.x).detach())
 
 
 def mean_loss(module: Regression, points: Points) -> float:
@@ -225,53 +201,29 @@ def test_fit_of_a_case_is_as_on_one_device(
     torch.testing.assert_close(
         weights(found), weights(expected), **(BF16_IN_CALLS if is_rounded else {})
     )
-    assert [sorted(rows) for rows in seen_steps(name, found, "train")] == [
-        sorted(rows) for rows in expected.seen["train"]
-    ]
+    assert found.dtypes == expected.dtypes
+    assert best_of(trainer) == best_of(reference)
+    assert found.seen.keys() == expected.seen.keys()
+    for stage, steps in expected.seen.items():
+        assert [*map(sorted, seen_steps(name, found, stage))] == [*map(sorted, steps)], stage
+
+
+def best_of(trainer: L.Trainer) -> str:
+    """The name of the checkpoint that a metric chose, which any strategy can load."""
+    return Path(getattr(trainer.checkpoint_callback, "best_model_path", "")).name
+
+
+@pytest.mark.parametrize("case", ["accumulation", "clip_norm", "clip_value", "bfloat16"])
+def test_option_of_a_case_has_an_effect(
+    tmp_path: Path, case: str, reference_of: Callable[[str], tuple[Regression, L.Trainer]]
+) -> None:
+    with_option, trainer = reference_of(case)
+    without, _ = fit(REFERENCE, tmp_path, CASES[case].make(), max_epochs=trainer.max_epochs)
+    assert not torch.allclose(weights(with_option), weights(without), rtol=1e-4)
 
 
 @every_strategy
 class TestTraining:
-    @pytest.mark.parametrize(
-        "options",
-        [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"precision": "bf16-mixed"}],
-        ids=lambda options: next(iter(options)),
-    )
-    def test_fit_with_options_is_not_as_without(
-        self, name: str, tmp_path: Path, options: dict[str, Any]
-    ) -> None:
-        # Adam forgives a scale: plain SGD shows it.
-        with_option, _ = fit(name, tmp_path, Sgd(), **options)
-        without, _ = fit(name, tmp_path, Sgd())
-        assert not torch.allclose(weights(with_option), weights(without), rtol=1e-4)
-
-    @pytest.mark.parametrize(
-        ("precision", "dtype", "inner"),
-        [
-            ("32-true", torch.float32, torch.float32),
-            ("bf16-mixed", torch.float32, torch.bfloat16),
-            ("64-true", torch.float64, torch.float64),
-            ("bf16-true", torch.bfloat16, torch.bfloat16),
-        ],
-    )
-    def test_precision_casts_what_training_step_sees(
-        self, name: str, tmp_path: Path, precision: Any, dtype: torch.dtype, inner: torch.dtype
-    ) -> None:
-        found = set()
-        module = Regression()
-        module.net[0].register_forward_hook(lambda _, args, output: found.add(output.dtype))
-        fit(name, tmp_path, module, precision=precision, num_sanity_val_steps=0)
-        assert module.dtypes == {dtype}
-        assert found == {inner}
-        assert sorted(joined(module.seen["train"])) == list(range(63))
-
-    def test_sanity_check_changes_nothing(self, name: str, tmp_path: Path) -> None:
-        checked, _ = fit(name, tmp_path, num_sanity_val_steps=2)
-        unchecked, _ = fit(name, tmp_path, num_sanity_val_steps=0)
-        assert torch.equal(weights(checked), weights(unchecked))
-        sanity = [[*range(100, 110)], [*range(110, 120)]]
-        assert seen_steps(name, checked, "val") == sanity + seen_steps(name, unchecked, "val")
-
     def test_limits_hold_in_each_stage(self, name: str, tmp_path: Path) -> None:
         trainer, data = make_run(
             name,
@@ -314,31 +266,6 @@ class Quiet(Regression):
 
 @every_strategy
 class TestCallbacks:
-    def test_model_checkpoint_keeps_the_best_and_it_loads(self, name: str, tmp_path: Path) -> None:
-        checkpoint = ModelCheckpoint(
-            tmp_path / "best", monitor="val_loss", save_top_k=1, filename="{epoch}"
-        )
-        losses = []
-
-        class Note(L.Callback):
-            def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-                losses.append(trainer.callback_metrics["val_loss"].item())
-
-        fit(
-            name,
-            tmp_path,
-            callbacks=[Note(), checkpoint],
-            enable_checkpointing=True,
-            num_sanity_val_steps=0,
-            max_epochs=4,
-        )
-        best = min(range(4), key=losses.__getitem__)
-        assert Path(checkpoint.best_model_path).name == f"epoch={best}.ckpt"
-        loaded = Regression.load_from_checkpoint(
-            checkpoint.best_model_path, map_location="cpu", weights_only=True
-        )
-        assert mean_loss(loaded, VAL) == pytest.approx(losses[best], rel=1e-5)
-
     def test_evaluation_with_checkpoint_path_loads_it(self, name: str, tmp_path: Path) -> None:
         trainer, data = make_run(name, tmp_path, max_epochs=2)
         module = Regression()

@@ -532,16 +532,6 @@ class TestLogs:
         assert_alike(values["dp"], values["one"])
         assert_alike(values["dp last"], values["one last"])
 
-    def test_metrics_are_complete_after_each_step(self, tmp_path: Path) -> None:
-        counts = []
-
-        class Watch(L.Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-                counts.append(int(module.squared.total))
-
-        fit_dp(tmp_path, Counted(), 4, callbacks=[Watch()])
-        assert counts == [24, 48, 89]
-
     def test_metric_that_cannot_be_merged_is_refused(self, tmp_path: Path) -> None:
         module = Base()
         module.correlation = PearsonCorrCoef()

@@ -140,18 +140,6 @@ class TestTraining:
         make_trainer(tmp_path, strategy="memmap_superbatch", devices=3).fit(module, Replay())
         assert joined(module.rows) == list(range(37))
 
-    def test_zipped_loader_without_data_module_trains(
-        self, tmp_path: Path, numbered_store: Any
-    ) -> None:
-        loader = make_loader(numbered_store(37, 24), 3, 4, shuffle=True)
-        module = Rows()
-        make_trainer(tmp_path, strategy="memmap_superbatch", devices=3, max_epochs=2).fit(
-            module, loader
-        )
-        first, second = module.rows[: len(loader)], module.rows[len(loader) :]
-        assert sorted(joined(first)) == sorted(joined(second)) == list(range(37))
-        assert first != second
-
 
 class Rows(L.LightningModule):
     """Notes the rows that it is trained on."""

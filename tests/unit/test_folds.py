@@ -103,17 +103,6 @@ def test_parts_divide_the_training_rows_and_share_the_others(tmp_path: Path) -> 
     assert sorted(trained) == list(range(ROWS))
 
 
-def test_fold_trains_under_any_strategy(tmp_path: Path) -> None:
-    module = Regression()
-    trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
-    trainer.fit(module, make_data(tmp_path, subset=KFold(4, shuffle=False), member=2, batch_size=5))
-    assert sorted(joined(module.seen["train"])) == [row for row in range(ROWS) if row % 4 != 2]
-    trainer.validate(
-        module, make_data(tmp_path, subset=KFold(4, shuffle=False), member=2), verbose=False
-    )
-    assert joined(module.seen["val"][-1:]) == list(range(2, ROWS, 4))
-
-
 def test_member_in_the_directory_gives_each_a_store_of_its_own(tmp_path: Path) -> None:
     for member in range(2):
         dataset = Points(30 + member, 100 * member)

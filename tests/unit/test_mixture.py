@@ -125,29 +125,6 @@ def test_joined_store_is_its_stores(
     assert joined.values("number").tolist() == [row["number"].item() for row in rows]
 
 
-def test_windows_over_several_sets_are_mixed(tmp_path: Path) -> None:
-    data = make_data(
-        tmp_path,
-        train_dataset=mixed_sets(steps=6),
-        variable={"steps": Windows(4, 1), "image": "list"},
-        sampler=Mixture(SHARES, 400),
-    )
-    for residency in ("mmap", "host", "stream"):
-        data.residency = residency
-        set_up(data)
-        seen: Counter[int] = Counter()
-        for batch in data.train_dataloader():
-            for number, steps, name in zip(
-                batch["number"].tolist(), batch["steps"].tolist(), batch["name"], strict=True
-            ):
-                assert steps == [steps[0] + index for index in range(4)]
-                assert steps[0] // 1000 == number
-                assert name == f"row {number}"
-                seen[number // 100] += 1
-        for code, share in enumerate(SHARES.values(), 1):
-            assert seen[code] == pytest.approx(400 * share, abs=1)
-
-
 def test_share_of_0_is_left_out(tmp_path: Path) -> None:
     for share in (1, 1e308):
         data = set_up(make_data(tmp_path, sampler=Mixture({"a": share, "b": 0, "c": share})))

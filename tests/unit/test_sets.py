@@ -106,22 +106,6 @@ def test_loaders_are_those_of_torch(
     assert open_store(stores / "test" / "1").num_rows == 20
 
 
-def test_fit_validates_on_all_and_resumes(tmp_path: Path) -> None:
-    data = make_data(tmp_path, val_dataset=[CLEAN, NOISY])
-    module = Several()
-    trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1)
-    trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    # One step of each for the check before training.
-    assert joined(module.seen["val/0"][1:]) == CLEAN.row.tolist()
-    assert joined(module.seen["val/1"][1:]) == NOISY.row.tolist()
-    resumed = Several()
-    trainer = make_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(resumed, copy.deepcopy(data), ckpt_path=tmp_path / "one.ckpt")
-    assert joined(resumed.seen["val/1"]) == NOISY.row.tolist()
-    assert len(joined(resumed.seen["train"])) == 24
-
-
 def test_stores_are_used_without_datasets_when_they_are_named(tmp_path: Path) -> None:
     make_data(tmp_path, val_dataset={"clean": CLEAN, "noisy": NOISY}).prepare_data()
     data = set_up(make_data(tmp_path, val_dataset={"noisy": None, "clean": None}))
@@ -137,19 +121,6 @@ def test_stores_are_used_without_datasets_when_they_are_named(tmp_path: Path) ->
         set_up(make_data(tmp_path, val_dataset={"loud": None}))
     with pytest.raises(StoreNotFoundError, match=r"test_dataset\[0\]=None and no store at"):
         set_up(make_data(tmp_path, test_dataset=[None]), "test")
-
-
-def test_predictions_are_one_list_for_each(tmp_path: Path) -> None:
-    class Predicting(Regression):
-        def predict_step(  # type: ignore[override]
-            self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
-        ) -> Tensor:
-            return batch["row"] + 1000 * dataloader_idx
-
-    data = make_data(tmp_path, predict_dataset=[CLEAN, NOISY])
-    found: Any = make_trainer(tmp_path).predict(Predicting(), data)
-    assert torch.cat(found[0]).tolist() == CLEAN.row.tolist()
-    assert torch.cat(found[1]).tolist() == (NOISY.row + 1000).tolist()
 
 
 def test_data_module_shows_all_of_them(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.callbacks import RunSummary
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology, SplitSize
 from lightning_memmap.sampling import (
@@ -83,19 +82,6 @@ def test_fit_has_classes_equally_often(tmp_path: Path, strategy: str, devices: i
     assert abs(rare - 2 * 90) < 12
     counts = Counter(rows)
     assert all(4 * 4 <= counts[row] <= 4 * 5 for row in range(0, 90, 9))
-
-
-def test_num_samples_is_the_length_of_an_epoch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = Regression()
-    data = make_data(tmp_path, sampler=Weighted("label", num_samples=300))
-    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0, callbacks=[RunSummary()]).fit(
-        module, data
-    )
-    assert len(joined(module.seen["train"])) == 600
-    assert len(module.seen["train"]) == 100
-    assert "samples/s" in capsys.readouterr().out
 
 
 def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Everything that memmap_pipeline must support, and one device as the reference."""
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -411,17 +410,3 @@ def economy(out: Path) -> dict[str, Any]:
     module = Counting()
     trainer.fit(module, data)
     return {"calls": module.calls, "alive": module.alive, "losses": len(module.outputs)}
-
-
-class Dies(Staged):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if batch_idx == 2 and os.environ.get("LOCAL_RANK") == "1":
-            os._exit(3)
-        return super().training_step(batch, batch_idx)
-
-
-def die(out: Path) -> dict[str, Any]:
-    """One process of a pipeline ends in the middle of training."""
-    trainer, data = Runs(out, {"step_timeout_s": 60.0}, 2).make()
-    trainer.fit(Dies(), data)
-    return {}

@@ -1,11 +1,12 @@
-"""Lightning's ModelParallelStrategy: a module that shards itself over a mesh of devices."""
+"""Lightning's own strategies of several processes, with nothing of this pack but the data. Under
+ModelParallelStrategy the module shards itself over a mesh of devices."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,11 @@ from torchmetrics import MeanMetric
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer
 
-EPOCHS = 2
+EPOCHS, GLOBAL_BATCH = 2, 16
+#: Of ten steps; they divide evenly. Lightning weighs processes, not rows.
+ROWS = 160
+#: Inside the second epoch.
+RESUMED = 13
 
 
 class Parallel(Regression):
@@ -46,31 +51,33 @@ class Parallel(Regression):
 
 
 def fit_and_resume(
-    out: Path, rows: int, global_batch: int, data_parallel: int = 1, tensor_parallel: int = 1
+    out: Path, name: str = "auto", data_parallel: int = 1, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """Train and test, and train once more from step 13, inside the second epoch. The weights are
-    those of ``whole.ckpt`` and ``resumed.ckpt``."""
-    processes = data_parallel * tensor_parallel
+    """Train and test under a strategy of Lightning, and train once more from a step inside the
+    second epoch. The weights are those of ``whole.ckpt`` and ``resumed.ckpt``."""
 
     def make(**options: Any) -> tuple[L.Trainer, MemmapDataModule]:
-        strategy: Any = "auto"
-        if processes > 1:
+        strategy: Any = name
+        if name == "fsdp":
+            strategy = FSDPStrategy(auto_wrap_policy={nn.Linear}, state_dict_type="full")
+        elif name == "model_parallel":
             strategy = ModelParallelStrategy(
                 data_parallel_size=data_parallel,
                 tensor_parallel_size=tensor_parallel,
                 save_distributed_checkpoint=False,
             )
         data = MemmapDataModule(
-            Points(rows),
+            Points(ROWS),
             None,
-            Points(rows, 1000),
+            Points(ROWS, 1000),
             store_dir=out / "stores",
-            batch_size=global_batch // data_parallel,
+            batch_size=GLOBAL_BATCH // data_parallel,
         )
-        options |= {"devices": processes, "max_epochs": EPOCHS, "limit_val_batches": 0}
+        devices = data_parallel * tensor_parallel
+        options |= {"devices": devices, "max_epochs": EPOCHS, "limit_val_batches": 0}
         return make_trainer(out, strategy=strategy, **options), data
 
-    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=13)
+    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=RESUMED)
     trainer, data = make(callbacks=[saver], enable_checkpointing=True)
     module = Parallel()
     trainer.fit(module, data)
@@ -82,7 +89,8 @@ def fit_and_resume(
     sampler = trainer.distributed_sampler_kwargs
     trainer, data = make()
     resumed = Parallel()
-    trainer.fit(resumed, data, ckpt_path=out / "saved" / "step=13.ckpt")
+    checkpoint = out / "saved" / f"step={RESUMED}.ckpt"
+    trainer.fit(resumed, data, ckpt_path=checkpoint, weights_only=False)
     trainer.save_checkpoint(out / "resumed.ckpt")
     return {
         "seen": module.seen,

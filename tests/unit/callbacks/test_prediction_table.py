@@ -159,33 +159,6 @@ class TestRows:
         for name, points in sets.items():
             assert_holds(open_store(tmp_path / "tables" / str(name)), points)
 
-    # The data module has a hook for validation, and nothing to validate on.
-    @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-    def test_table_is_a_dataset_to_train_on(self, tmp_path: Path) -> None:
-        predict(tmp_path)
-        (tmp_path / "targets").mkdir()
-        (tmp_path / "table").rename(tmp_path / "targets" / "train")
-        module = Recorder()
-        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
-        trainer.fit(module, MemmapDataModule(store_dir=tmp_path / "targets", batch_size=8))
-        assert sorted(module.rows) == list(range(NUM_ROWS))
-
-
-class Recorder(L.LightningModule):
-    """Is trained on predictions, and notes their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.rows += batch["row"].tolist()
-        return (self.scale * batch["y"]).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 Pair = namedtuple("Pair", ["first", "second"])
 

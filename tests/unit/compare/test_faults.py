@@ -179,13 +179,6 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
             assert found[name].problems[0].endswith(f"from step {step} on"), name
 
 
-class Scaled(Regression):
-    """Its loss is not that of the others, and Adam does not care."""
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return 1.01 * super().loss(output, batch)
-
-
 class ScaledGradients(Sgd):
     """Its loss is that of the others, and its gradients are not."""
 
@@ -193,14 +186,6 @@ class ScaledGradients(Sgd):
         for parameter in self.parameters():
             assert parameter.grad is not None
             parameter.grad *= 1.01
-
-
-class Frozen(Regression):
-    """Its last bias, one number, is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[2].bias.requires_grad_(False)
 
 
 def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
@@ -218,22 +203,12 @@ def test_transform_that_depends_on_the_device_is_found(tmp_path: Path) -> None:
         assert any("losses differ" in problem for problem in parity.problems)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "words"),
-    [
-        (Regression, Scaled, "losses differ"),
-        (Sgd, ScaledGradients, "weights differ"),
-        (Regression, Frozen, "net.2.bias"),
-    ],
-)
-def test_other_training_is_found(
-    tmp_path: Path, right: type[Regression], wrong: type[Regression], words: str
-) -> None:
+def test_other_gradients_are_found(tmp_path: Path) -> None:
     checks = {
-        "auto": check_run(tmp_path, "auto", right),
-        "faulty": check_run(tmp_path, "memmap_superbatch", wrong),
+        "auto": check_run(tmp_path, "auto", Sgd),
+        "faulty": check_run(tmp_path, "memmap_superbatch", ScaledGradients),
     }
     parity = check_runs_parity(tmp_path, checks)["faulty"]
     assert parity.holds is False
     assert parity.rows == [STEPS, STEPS]
-    assert any(words in problem for problem in parity.problems)
+    assert any("weights differ" in problem for problem in parity.problems)

@@ -217,18 +217,6 @@ class TestResume:
             resumed.load_state_dict(saved.state_dict())
             assert steps(resumed) == whole[count:]
 
-    def test_state_after_set_epoch_is_the_start_of_that_epoch(self, numbered_store: Stores) -> None:
-        make = functools.partial(make_loader, numbered_store(97, 24), 1, 10, shuffle=True)
-        saved, loader, plain = make(), make(), make()
-        for _ in take_steps(saved, 3):
-            pass
-        for other in (saved, loader, plain):
-            other.set_epoch(3)
-        state = saved.state_dict()
-        assert (state["epoch"], state["position"], state["steps"]) == (3, 0, 0)
-        loader.load_state_dict(state)
-        assert epoch_rows(loader) == epoch_rows(plain)
-
     @pytest.mark.parametrize("transform", [None, untouched])
     @pytest.mark.parametrize(("num_devices", "size"), [(8, 1), (1, 8), (2, 4)])
     def test_state_that_leaves_too_few_rows_is_refused(

@@ -1,15 +1,18 @@
 """Fetches from resident rows: the rows that were asked for, of every dtype and shape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_memmap.loading import memory
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.memory import Columns, Memory, Places
-from tests.rows import CPU, pool_of
+from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.store import Store
+from tests.rows import CPU, StridedRows, epoch_rows, joined, loader_over, pool_of, split_with
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
@@ -78,3 +81,13 @@ def test_large_buffers_are_like_small_ones(num_rows: int) -> None:
         assert tensor.data_ptr() % 64 == 0
         tensor.fill_(1)
         assert rows[-1].tobytes() == tensor[-1].view(torch.uint8).numpy().tobytes()
+
+
+def test_rows_that_lie_apart_are_read_in_parts(
+    numbered_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_LOOKUP_ROWS", 3)
+    store, subset = numbered_store(181, 24), StridedRows(1, 3, excluded=True)
+    split = split_with(store, DataTopology((CPU,) * 2), (Residency.DEVICE,) * 24, subset)
+    loader = loader_over(store, split, 4)
+    assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]

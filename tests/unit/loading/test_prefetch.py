@@ -1,8 +1,9 @@
-"""Steps made ready ahead: the same batches, none used too early, none counted too early."""
+"""Steps made ready ahead: the same batches, none counted too early. That none is used too early,
+simulated devices tell: see `tests.simulated_gpu`."""
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
@@ -22,8 +22,6 @@ from tests.rows import (
     noisy,
     rows_of,
 )
-from tests.streams import Device, Operators
-from tests.streams import device as device
 
 Stores = Callable[..., Store]
 
@@ -152,129 +150,3 @@ class TestOrder:
             assert [ref() for ref in made] == [None] * len(made)
         finally:
             gc.enable()
-
-
-def uses(loader: SuperBatchLoader, operators: Operators) -> Iterator[Any]:
-    """Computes on each batch, on the current sampler. Nothing of the test itself is noted."""
-    steps = iter(loader)
-    while True:
-        with operators:
-            batch = next(steps, None)
-            if batch is None:
-                return
-            for leaf in batch.values():
-                leaf.sum()
-        yield batch
-        del batch
-
-
-class TestStreams:
-    @pytest.mark.parametrize("transform", [None, noisy])
-    @pytest.mark.parametrize("depth", [1, 3])
-    def test_every_use_waits_for_what_it_uses(
-        self, numbered_store: Stores, device: Device, depth: int, transform: Any
-    ) -> None:
-        loader = heavy_loader(numbered_store, depth, transform=transform)
-        main = device.current_stream(CPU)
-        for batch in uses(loader, Operators(device)):
-            told = [id(tensor) for tensor, sampler in device.recorded if sampler is main]
-            assert {id(leaf) for leaf in batch.values()} <= set(told)
-        assert len(loader) == NUM_STEPS
-        assert device.races == []
-        assert {sampler for _, sampler in device.recorded} == {main}
-        assert device.entered == []
-
-    def test_a_use_that_does_not_wait_is_found(
-        self, numbered_store: Stores, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(device.Event, "wait", lambda event, sampler: None)
-        # Without a transform numpy takes the rows, which the operators of torch do not show.
-        loader = heavy_loader(numbered_store, 2, transform=noisy)
-        for _ in uses(loader, Operators(device)):
-            pass
-        assert device.races
-
-    @pytest.mark.parametrize("depth", [1, 2, 4])
-    def test_program_is_ahead_of_the_device_by_a_bounded_number_of_steps(
-        self, numbered_store: Stores, device: Device, depth: int
-    ) -> None:
-        main = device.current_stream(CPU)
-        finished: list[int] = []
-        waited: list[int] = []
-
-        def transform(batch: Any) -> Any:
-            if batch["row"][0] % 4 == 0:
-                waited.append(sum(time <= device.host[main] for time in finished))
-            return batch
-
-        loader = heavy_loader(numbered_store, depth, transform=transform)
-        finished.extend(main.known[main] for _ in uses(loader, Operators(device)))
-        # Before a step is made, the device is done with all but the last 2 * depth + 1 before it.
-        assert waited == [max(0, step - 2 * depth - 1) for step in range(NUM_STEPS)]
-
-    @pytest.mark.parametrize("taken", [1, 3, NUM_STEPS])
-    def test_who_comes_after_an_early_stop_comes_after_all_that_was_enqueued(
-        self, numbered_store: Stores, device: Device, taken: int
-    ) -> None:
-        side: list[Any] = []
-
-        def transform(batch: Any) -> Any:
-            side.append(device.current_stream(CPU))
-            return batch
-
-        loader = heavy_loader(numbered_store, 3, transform=transform)
-        steps = uses(loader, Operators(device))
-        for _ in range(taken):
-            next(steps)
-        main = device.current_stream(CPU)
-        assert len(set(side)) == 1
-        assert main is not side[0]
-        steps.close()
-        assert main.known[side[0]] == side[0].known[side[0]] > 0
-        assert loader.state_dict()["steps"] == taken
-
-    def test_side_streams_come_after_what_brought_the_rows(
-        self, numbered_store: Stores, device: Device
-    ) -> None:
-        loader = heavy_loader(numbered_store, 2, residency="device")
-        operators = Operators(device)
-        with operators:
-            for source in loader._rows.sources:
-                for tensor in source.columns.tensors:
-                    tensor.mul_(1)
-        for _ in uses(loader, operators):
-            pass
-        assert device.races == []
-
-    def test_evaluation_between_steps_has_streams_of_no_others(
-        self, numbered_store: Stores, device: Device
-    ) -> None:
-        train = uses(heavy_loader(numbered_store, 2), Operators(device))
-        next(train)
-        val = assembled(make_loader(numbered_store(24, 24), 2, 2), prefetch=2)
-        assert [row for batch in uses(val, Operators(device)) for row in rows_of(batch)] == list(
-            range(24)
-        )
-        assert len(list(train)) == NUM_STEPS - 1
-        assert device.races == []
-
-    def test_side_streams_of_several_devices(self, device: Device) -> None:
-        others = [torch.device("cpu", index) for index in (1, 2, 1)]
-        streams = SideStreams(CPU, others)
-        devices = [*dict.fromkeys(others), CPU]
-        before = {each: device.current_stream(each) for each in devices}
-        for number, sampler in enumerate(before.values(), start=1):
-            sampler.known[sampler] = number
-        streams.follow()
-        with streams.entered():
-            # torch takes the last device that was entered for the current one.
-            assert device.entered == devices
-            for each in devices:
-                side = device.current_stream(each)
-                assert side is not before[each]
-                assert side.known == before[each].known
-                side.known[side] = 7
-        for each in devices:
-            assert device.current_stream(each) is before[each]
-        streams.join()
-        assert all(7 in sampler.known.values() for sampler in before.values())

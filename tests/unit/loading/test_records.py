@@ -1,6 +1,5 @@
 """Batches of lists of records, of rows that are None, and of row numbers, from any place."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +11,13 @@ from torch import Tensor
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import FormedCollate, RowList
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
-from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import Subset
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
 from tests.models import set_up
-from tests.rows import CPU, assert_gives_all_rows, make_split, split_with
+from tests.rows import CPU, assert_gives_all_rows, make_split
 from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 120
@@ -155,23 +153,6 @@ def test_batches_carry_the_rows_of_the_dataset(tmp_path: Path, kind: str, reside
         assert seen != expected
         val = [numbers_in(kind, batch)[0] for batch in changed.val_dataloader()]
         assert torch.cat(val).tolist() == [*range(61)]
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
-def test_row_numbers_do_not_depend_on_the_number_of_data_devices(
-    store: Store, num_devices: int, transform: Any
-) -> None:
-    places = (Residency.MMAP, Residency.DEVICE, Residency.MMAP) * 4
-    rows = split_with(store, DataTopology((CPU,) * num_devices), places)
-    rows = dataclasses.replace(rows, are_numbered=True)
-    options = {"collate": FormedCollate(store.schema, with_row_numbers=True)}
-    options["transform"] = transform
-    loader = rows_loader(store, rows, 24 // num_devices, shuffle=True, seed=3, **options)
-    batches = [step.to("cpu") for step in loader]
-    assert all(torch.equal(batch["row"], batch["row_number"]) for batch in batches)
-    order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
-    assert torch.cat([batch["row_number"] for batch in batches]).tolist() == order
 
 
 @pytest.mark.parametrize(

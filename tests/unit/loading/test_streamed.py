@@ -93,23 +93,6 @@ class Kinds(torch.utils.data.Dataset[Any]):
         }
 
 
-class TestResume:
-    def test_state_of_another_window_is_refused(self, numbered_store: Stores) -> None:
-        def make(window: int | None, residency: str = "stream") -> SuperBatchLoader:
-            store = numbered_store(97, 24)
-            return make_loader(store, residency=residency, window=window, shuffle=True)
-
-        saved = make(2)
-        next(iter(saved))
-        state = saved.state_dict()
-        assert state["sampler"]["shuffle_window"] == 2
-        for window, residency in ((3, "stream"), (None, "mmap")):
-            loader = make(window, residency)
-            loader.load_state_dict(state)
-            with pytest.raises(ValueError, match=f"=2, .* shuffle_window={window}, .* resume with"):
-                next(iter(loader))
-
-
 @pytest.mark.parametrize(
     ("num_rows", "window", "size", "expected"),
     # Two windows; a single one, of 5 rows of each shard; those of a process of several.

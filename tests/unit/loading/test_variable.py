@@ -142,28 +142,6 @@ def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
         next(iter(loader)).to("cpu")
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_per_sample_transform_of_a_list_sees_one_row_at_a_time(
-    store: Store, num_devices: int
-) -> None:
-    def shorten(sample: dict[str, Any]) -> dict[str, Any]:
-        return {**sample, "sound": sample["sound"][: int(sample["row"]) % 3] * 2}
-
-    rows, options = make_split(store, num_devices), {"transform": PerSample(shorten)}
-    for found, plain in zip(
-        loader_over(store, rows, 4, "list", **options),
-        loader_over(store, rows, 4, "list"),
-        strict=True,
-    ):
-        one, other = found.to("cpu"), plain.to("cpu")
-        assert isinstance(one["sound"], RowList)
-        assert torch.equal(one["row"], other["row"])
-        for row, short, sound in zip(
-            one["row"].tolist(), one["sound"], other["sound"], strict=True
-        ):
-            assert torch.equal(short, sound[: row % 3] * 2)
-
-
 def test_per_sample_transform_of_a_jagged_tensor_is_refused(store: Store) -> None:
     transform = PerSample(lambda sample: sample)
     loader = loader_over(store, make_split(store), 4, "jagged", transform=transform)

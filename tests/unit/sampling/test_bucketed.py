@@ -1,6 +1,5 @@
 """Rows of similar length together: each once, in any division, in buckets in random order."""
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -68,20 +67,6 @@ def test_each_row_comes_once_at_a_position_of_its_shard(
         assert sorted(order.tolist()) == list(range(len(lengths)))
         for shard, home in enumerate(homes):
             assert {*order[shard::num_shards].tolist()} == home
-
-
-@given(st.data(), some_lengths, st.integers(1, 12), st.integers(1, 20), st.integers(1, 5))
-def test_positions_are_the_same_in_any_division(
-    data: st.DataObject, lengths: list[int], num_shards: int, bucket_size: int, num_buckets: int
-) -> None:
-    sampler = made(lengths, num_shards, bucket_size, num_buckets=num_buckets)
-    whole = order_of(sampler, 3).tolist()
-    step = data.draw(st.sampled_from([n for n in range(1, 13) if num_shards % n == 0]))
-    start = data.draw(st.integers(0, len(lengths)))
-    stop = data.draw(st.integers(start, len(lengths)))
-    # As a process that has these shards alone finds them, in a sampler of its own.
-    again = pickle.loads(pickle.dumps(sampler))
-    assert again.dataset_rows(3, range(start, stop, step)).tolist() == whole[start:stop:step]
 
 
 @given(some_lengths, st.integers(1, 20), st.integers(1, 5))

@@ -1,6 +1,5 @@
 """Mixtures in windows: each row as often as its set's share says, and near its neighbours."""
 
-import pickle
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,8 +69,6 @@ def rows_of(sampler: Sampler, epoch: int) -> np.ndarray:
 def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch: int) -> None:
     pool, sets = sampler.pool, sampler.sets
     homes, offsets = sampler.at(epoch, range(sampler.num_positions))
-    assert (homes == np.arange(sampler.num_positions) % pool.num_shards).all()
-    assert ((offsets >= 0) & (offsets < pool.sizes[homes])).all()
     counts = Counter(rows_of(sampler, epoch).tolist())
     first, used = 0, set[int]()
     for size, count in zip(sets.sizes, sets.counts, strict=True):
@@ -193,9 +190,9 @@ def by_batch(draw: st.DrawFn) -> MixtureSampler:
     return made
 
 
-@given(by_batch(), st.integers(0, 5), st.data())
+@given(by_batch(), st.integers(0, 5))
 def test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares(
-    sampler: MixtureSampler, epoch: int, data: st.DataObject
+    sampler: MixtureSampler, epoch: int
 ) -> None:
     size, count = sampler.sets.global_batch, sampler.num_positions
     assert size is not None
@@ -216,13 +213,6 @@ def test_by_batch_each_batch_is_of_one_set_and_sets_have_their_shares(
         each = times[first : first + rows_of_set]
         assert positions // rows_of_set <= each.min()
         assert each.max() <= -(-positions // rows_of_set)
-    step = data.draw(st.sampled_from([n for n in range(1, 25) if sampler.num_shards % n == 0]))
-    start = data.draw(st.integers(0, count))
-    # As a process that serves these alone finds them, in a sampler of its own.
-    part = pickle.loads(pickle.dumps(sampler))
-    assert (
-        part.dataset_rows(epoch, range(start, count, step)).tolist() == order[start::step].tolist()
-    )
 
 
 def test_by_batch_sets_come_in_random_order_and_rows_of_a_set_in_turn() -> None:

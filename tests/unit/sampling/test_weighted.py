@@ -1,6 +1,5 @@
 """Rows drawn by weight: exact in the mean, as even as can be, in shards of equal weight."""
 
-import pickle
 import tracemalloc
 from fractions import Fraction
 from typing import Any
@@ -82,25 +81,6 @@ def test_lengths_fill_the_line_and_shards_cover_it(
     assert set(held) == set(np.flatnonzero(given_weights).tolist())
     # Only a row on a cut is in two shards.
     assert pool.num_rows <= len(given_weights) + num_shards - 1
-
-
-@given(st.data(), weights(), st.integers(1, 12), st.integers(1, 150))
-def test_positions_are_served_by_their_shards_in_any_division(
-    data: st.DataObject, given_weights: list[float], num_shards: int, num_samples: int
-) -> None:
-    sampler = made(given_weights, num_shards, num_samples=num_samples)
-    whole = sampler.dataset_rows(3, range(num_samples)).tolist()
-    step = data.draw(st.sampled_from([n for n in range(1, 13) if num_shards % n == 0]))
-    start = data.draw(st.integers(0, num_samples))
-    # As a process that has these shards alone finds them, in a sampler of its own.
-    again = pickle.loads(pickle.dumps(sampler))
-    homes, offsets = again.at(3, range(start, num_samples, step))
-    assert homes.tolist() == [p % num_shards for p in range(start, num_samples, step)]
-    assert (offsets < again.pool.sizes[homes]).all()
-    assert again.pool.dataset_rows(homes, offsets).tolist() == whole[start::step]
-    for shard in range(num_shards):
-        mine = {row for p, row in enumerate(whole) if p % num_shards == shard}
-        assert mine <= set(sampler.pool.rows_of(shard).tolist())
 
 
 # Distributions. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 %

@@ -23,6 +23,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.permutations import BlockPermutation
 from lightning_memmap.sampling.schedule import DEFAULT_WINDOW_BYTES
 from tests.rows import make_sampler
+from tests.unit.sampling.test_sampler import CHI_SQUARE_999, chi_square
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -121,14 +122,7 @@ def test_windows_of_huge_dataset_are_small_in_memory() -> None:
     assert peak_bytes < 2**25
 
 
-# Mixing. The seeds are fixed, so each outcome is fixed; the critical values are 99.9 % quantiles
-# of the chi-square distribution.
-
-CHI_SQUARE_999 = {9: 27.88, 19: 43.82, 23: 49.73}
-
-
-def chi_square(counts: np.ndarray, expected: float) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
+# Mixing: see `test_sampler`.
 
 
 @pytest.mark.slow

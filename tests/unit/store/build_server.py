@@ -8,7 +8,6 @@ before it is waited for, so that its id cannot come to mean another process.
 import os
 import signal
 import sys
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,24 +16,10 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.schema import Schema, Values
-from lightning_memmap.store import (
-    append_store,
-    build_part,
-    build_store,
-    finish_store,
-    open_store,
-    pull_store,
-    push_store,
-    workers,
-    writing,
-)
-from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.remote import shards
+from lightning_memmap.store import build_part, build_store, open_store, workers, writing
 from lightning_memmap.store.remote.cache import DIRECTORY
-from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
+from tests.reliability.forks import Ending, Forked, Raised
 from tests.reliability.runner import fork_from_here, fork_server
 
 
@@ -48,14 +33,8 @@ class Build:
     num_shards: int = 3
     num_workers: int = 0
     overwrite: bool = False
-    # In place of a build: one part of it, the commit of all parts, rows that are appended, a table,
-    # a URL that is pulled from, one that the store is pushed to, and one that is read by a cache.
+    # In place of a build: one part of it, and a URL that is read by a cache.
     part: tuple[int, int] | None = None
-    finish: bool = False
-    append: bool = False
-    table: bool = False
-    pull: str = ""
-    push: str = ""
     fetch: str = ""
     cache: str = ""
     # Rows that are written at once, and the pause before every 16th.
@@ -137,28 +116,23 @@ def killed(status: int) -> bool:
 
 def serve(connection: Connection) -> None:
     fork_from_here()
+    running: dict[int, Forked] = {}
     with suppress(EOFError):
         while True:
             command, value = connection.recv()
             if command == "start":
-                connection.send(fork(value))
+                builder = Forked(build_and_check, value)
+                running[builder.pid] = builder
+                connection.send(builder.pid)
             else:
-                connection.send(os.waitstatus_to_exitcode(os.waitpid(value, 0)[1]))
+                connection.send(status_of(running.pop(value).end()))
 
 
-def fork(build: Build) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.setsid()
-        build_and_check(build)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def status_of(ending: Ending) -> int | None:
+    if isinstance(ending.value, Raised):
+        print(ending.value.text, file=sys.stderr)
+        return 1
+    return ending.status
 
 
 def build_and_check(build: Build) -> None:
@@ -192,48 +166,20 @@ def build_and_check(build: Build) -> None:
             **common,
         )
         return
-    if build.pull:
-        shards._NUM_THREADS = 1
-        pull_store(build.pull, build.path, overwrite=True, progress=False)
-        return
-    if build.push:
-        push_store(build.path, build.push, overwrite=True, progress=False)
-        return
     if build.fetch:
         os.environ[DIRECTORY] = build.cache
-        read_slowly(build.delay_s)
         if not holds(open_store(build.fetch), numbered):
             raise RuntimeError(f"{build.fetch} does not hold the rows that were stored")
         return
-    if build.append:
-        append_store(dataset, build.path, num_workers=build.num_workers, progress=False)
-        return
-    if build.table:
-        draft = Manifest.draft(
-            build.num_rows, build.num_shards, Schema.from_batch(numbered.expected())
-        )
-        table = TableBuild(Path(build.path), draft, overwrite=True)
-        writer = TableWriter(Path(build.path), draft, table.token)
-        for rows in (range(30), range(30, build.num_rows)):
-            writer.write(
-                rows,
-                [Values(each[rows.start : rows.stop]) for each in numbered.expected().values()],
-            )
-        writer.close()
-        table.finish(writer.num_written)
-        return
     for index in range(build.times):
-        if build.finish:
-            store = finish_store(build.path, **common)
-        else:
-            store = build_store(
-                dataset,
-                build.path,
-                num_shards=build.num_shards + index,
-                num_workers=build.num_workers,
-                fingerprint=identity,
-                **common,
-            )
+        store = build_store(
+            dataset,
+            build.path,
+            num_shards=build.num_shards + index,
+            num_workers=build.num_workers,
+            fingerprint=identity,
+            **common,
+        )
         if not holds(store, numbered):
             raise RuntimeError(f"{store} does not hold the rows that were stored")
 
@@ -244,17 +190,6 @@ def write_ranges_of(num_rows: int) -> None:
     writing._MAX_BLOCK_ROWS, writing._MAX_BLOCKS = num_rows, 1
     workers._RANGE_S = workers._MIN_RANGE_S = 1e9
     writing.JOURNAL_INTERVAL_S = -1.0
-
-
-def read_slowly(delay_s: float) -> None:
-    """Pause before each read of a remote file."""
-    read = RemoteFiles.read
-
-    def slow(self: RemoteFiles, *arguments: Any, **options: Any) -> bytes:
-        sleep(delay_s)
-        return read(self, *arguments, **options)
-
-    RemoteFiles.read = slow  # type: ignore[method-assign]
 
 
 work = workers._work

@@ -1,6 +1,5 @@
 """Below the ways to build: ranges of rows, the journal, the thread that writes, checksums."""
 
-import errno
 import heapq
 from collections import deque
 from pathlib import Path
@@ -16,20 +15,14 @@ from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.sampling import Shards
-from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import KEPT, WRITTEN, Building, Journal, RowWriter, read_draft
+from lightning_memmap.store.building import KEPT, WRITTEN, Journal
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import BackgroundBuild, open_growing
-from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.progress import show_progress
-from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import RowRanges
-from tests.datasets import Counting, Logged, Numbered, Wrapped, holds
+from tests.datasets import Logged, Numbered, Wrapped, holds
 from tests.unit.store.layout import files_of
 
 ROWS = st.lists(st.integers(0, 399), min_size=1, max_size=60)
@@ -88,39 +81,6 @@ def test_ranges_of_slow_rows_keep_all_workers_busy_to_the_end(known_row_s: float
     assert makespan_s(400, 0.05, 4, known_row_s) <= 1.1 * 100 * 0.05
     cheap = RowRanges([range(100_000)], max_rows=1024, num_workers=4, row_s=1e-5)
     assert len(list(cheap)) == -(-100_000 // 1024)
-
-
-def test_rows_that_were_written_in_any_order_are_not_missing_in_the_next_build(
-    tmp_path: Path,
-) -> None:
-    dataset, path = Numbered(100), tmp_path / "s"
-    schema = Schema.from_batch(dataset.expected())
-    draft = Manifest.draft(100, 7, schema, fingerprint=Fingerprint({}, "one"))
-    first = np.array([50, 3, 4, 51, 99, 5, 0])
-
-    def write(building: Building, rows: np.ndarray) -> None:
-        writer = RowWriter(building.path, building.draft.columns, JOURNAL)
-        writer.write(
-            rows, [Values(dataset.expected()[field.name][rows]) for field in schema.fields]
-        )
-        writer.close()
-        building.wrote(rows)
-
-    with StoreDirectory(path).locked():
-        with Building.begin(path, draft, resume=True) as building:
-            write(building, first)
-            building.sync()
-            # Not on the disk for sure, and so written again.
-            write(building, np.array([20]))
-            assert read_draft(building.path, KEY).schema == schema
-        with Building.begin(path, draft, resume=True) as building:
-            assert building.num_done == len(first)
-            missing = [row for rows in building.missing() for row in rows]
-            assert set(missing) == set(range(100)) - set(first.tolist())
-            write(building, np.array(missing[::-1]))
-            building.finish(num_threads=2, show=lambda *_: show_progress("", 0, 0, hidden=True))
-    assert holds(open_store(path), dataset)
-    assert verify_store(path) == []
 
 
 class Failing(Logged):
@@ -189,30 +149,6 @@ def test_items_are_read_while_others_are_written(
     store = build_store(dataset, tmp_path / "s", progress=False, fingerprint="one")
     assert all(was_read)
     assert holds(store, Numbered(50))
-
-
-def test_rows_that_could_not_be_written_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 20)
-    monkeypatch.setattr(writing, "_MAX_BLOCKS", 1)
-    firsts, write = list[int](), FixedColumn.write
-
-    def fail_once(self: FixedColumn, files: Any, rows: Any, values: Any) -> None:
-        firsts.append(rows.start)
-        if rows.start == 60:
-            raise OSError(errno.ENOSPC, "full")
-        write(self, files, rows, values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FixedColumn, "write", fail_once)
-        with pytest.raises(OSError, match="full"):
-            build_store(Numbered(100), tmp_path / "s", progress=False, fingerprint="one")
-    assert max(firsts) == 60
-    counting = Counting(Numbered(100))
-    store = build_store(counting, tmp_path / "s", progress=False, fingerprint="one")
-    assert set(counting.rows) == {*probe_rows(100), *range(60, 100)}
-    assert holds(store, Numbered(100))
 
 
 # Checksums

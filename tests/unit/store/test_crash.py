@@ -2,11 +2,9 @@
 
 import errno
 import os
-import pickle
 import shutil
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store import workers as workers_module
@@ -193,28 +191,6 @@ def test_reader_that_comes_between_two_generations_reads_the_new_one(
 
     monkeypatch.setattr(Manifest, "read", read_and_be_late)
     assert holds(open_store(path), Numbered(NUM_ROWS, NEW))
-
-
-def test_store_that_was_replaced_is_not_sent_to_another_process(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    stored(path, OLD)
-    store = open_store(path)
-    sent = pickle.dumps(store)
-    assert holds(pickle.loads(sent), Numbered(NUM_ROWS, OLD))
-    stored(path, NEW)
-    assert holds(store, Numbered(NUM_ROWS, OLD))
-    with pytest.raises(StoreError, match="was replaced meanwhile: open it again"):
-        pickle.loads(sent)
-
-
-def test_store_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    path.mkdir()
-    (path / "manifest.json").write_text('{"format": "lightning_memmap store", "version": 1}')
-    for act in (open_store, verify_store, partial(stored, version=NEW)):
-        with pytest.raises(StoreError, match=r"has format version 1, .* remove it and build"):
-            act(path)
-    assert {entry.name for entry in path.iterdir()} <= {"manifest.json", ".lock"}
 
 
 @pytest.mark.parametrize("num_syncs", range(4))

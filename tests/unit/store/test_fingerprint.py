@@ -134,15 +134,9 @@ print(Fingerprint.of(rows).parts)
             capture_output=True,
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
         ).stdout
-        for seed in (1, 2, 3)
+        for seed in (1, 2)
     }
     assert len(found) == 1
-
-
-def test_fingerprint_of_objects_that_hold_each_other_ends() -> None:
-    one, other = SimpleNamespace(), SimpleNamespace()
-    one.other, other.other, one.threads = other, one, threading.Lock()
-    assert change(Holder(a=one), Holder(a=one)) is None
 
 
 def test_fingerprint_of_a_changed_class_names_its_source(
@@ -202,6 +196,8 @@ def test_fingerprint_of_anything_odd_is_made_all_the_same(monkeypatch: pytest.Mo
     large = np.zeros(3 * 2**20, np.uint8)
     odd = Holder(circle=circle, deep=deep, keys={(1, 2): 3}, large=large, many=list(range(99)))
     odd.myself = odd  # type: ignore[attr-defined]
+    odd.one, odd.lock = SimpleNamespace(), threading.Lock()  # type: ignore[attr-defined]
+    odd.one.other = SimpleNamespace(other=odd.one)  # type: ignore[attr-defined]
     assert change(odd, odd) is None
     assert change(Holder(large=large), Holder(large=large + 1)) == "attribute large changed"
     many = Holder(**{f"a{index}": index for index in range(3000)})

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
-from lightning_memmap import ImageFolder, MemmapDataModule, build_store, open_store
+from lightning_memmap import ImageFolder, build_store, open_store
 from lightning_memmap.errors import DatasetError
 from tests.datasets import EncodedImages, encoded, icons, photographs, plain
 
@@ -66,29 +66,6 @@ def test_store_has_the_names_of_the_one_column_of_labels(tmp_path: Path) -> None
         given = datasets.Dataset.from_dict(rows, features=features)
         store = build_store(given, tmp_path / name, progress=False)
         assert store.classes == (("ant", "bee") if name == "one" else ())
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_encoded_and_decoded_stores_give_the_batches_of_a_dataloader(
-    digits: Path, tmp_path: Path, mode: str
-) -> None:
-    batches = []
-    for name, dataset in (
-        ("decoded", ImageFolder(digits, mode)),
-        ("encoded", ImageFolder(digits, None)),
-    ):
-        variable = {"image": {"form": "decode", "mode": mode}} if name == "encoded" else None
-        data = MemmapDataModule(
-            dataset, store_dir=tmp_path / name, batch_size=64, shuffle=False, variable=variable
-        )
-        data.prepare_data()
-        data.setup("fit")
-        batches.append([dict(batch) for batch in data.train_dataloader()])
-    expected = DataLoader(ImageFolder(digits, mode), 64)
-    for decoded, from_files, plain_batch in zip(*batches, expected, strict=True):
-        for name in ("image", "label"):
-            assert torch.equal(decoded[name], plain_batch[name])
-            assert torch.equal(from_files[name], plain_batch[name])
 
 
 def test_photographs_and_icons_are_scaled_to_one_size(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, Subset
 
 from lightning_memmap import ColumnDataset
 from lightning_memmap.errors import SchemaError, StoreError
@@ -25,7 +24,6 @@ from lightning_memmap.store import (
     open_store,
     verify_store,
 )
-from lightning_memmap.store.sources import source_of
 from tests.datasets import Scenes, Wrapped
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
@@ -153,10 +151,6 @@ def test_stream_is_read_until_a_row_shows_what_others_have(tmp_path: Path) -> No
     rows = (Sparse(77)[row] for row in range(NUM_ROWS))
     store = build(tmp_path / "s", rows, variable=variable, fingerprint="one")
     assert_holds(store, Sparse(77))
-    rows = (Scenes(NUM_ROWS)[row] for row in range(NUM_ROWS))
-    streamed = build(tmp_path / "t", rows, fingerprint="one")
-    plain = build(tmp_path / "u", Scenes(NUM_ROWS))
-    assert streamed.manifest.checksums == plain.manifest.checksums
 
 
 @pytest.mark.parametrize(
@@ -256,76 +250,6 @@ def test_rows_with_a_length_and_no_values_are_refused(tmp_path: Path, make: Any)
 
 
 # None in tables
-
-
-def missing(size: int) -> dict[str, list[Any]]:
-    days = [datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=i) for i in range(size)]
-    return {
-        name: [None if row % 3 == at else value for row, value in enumerate(values)]
-        for at, (name, values) in enumerate(
-            {"i": [*range(size)], "f": [i / 2 for i in range(size)], "at": days}.items()
-        )
-    } | {"b": [None if row == 17 else row % 2 == 0 for row in range(size)]}
-
-
-def tables(kind: str, path: Path) -> Any:
-    values = missing(40)
-    pa = import_module("pyarrow")
-    if kind == "pandas":
-        pandas = import_module("pandas")
-        frame = pandas.DataFrame({"at": pandas.to_datetime(values["at"])})
-        frame["zoned"] = frame["at"].dt.tz_localize("Europe/Oslo")
-        frame["since"] = frame["at"] - frame["at"][0]
-        for name, dtype in (("i", "Int16"), ("f", "Float32"), ("b", "boolean")):
-            frame[name] = pandas.array(values[name], dtype=dtype)
-        return ColumnDataset(frame)
-    if kind == "polars":
-        polars = import_module("polars")
-        return ColumnDataset(
-            polars.DataFrame(values).with_columns(polars.col("i").cast(polars.Int8))
-        )
-    table = pa.table(values)
-    if kind == "parquet":
-        import_module("pyarrow.parquet").write_table(table, path, row_group_size=7)
-        return ColumnDataset(path)
-    if kind == "hugging face":
-        return import_module("datasets").Dataset(table)
-    return ColumnDataset(values if kind == "lists" else table)
-
-
-KINDS = ("pandas", "polars", "pyarrow", "parquet", "hugging face", "lists")
-
-
-@pytest.mark.parametrize("combination", ["whole", "subset", "concatenated"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
-def test_missing_values_are_none_by_slices_as_item_by_item(
-    tmp_path: Path, kind: str, combination: str
-) -> None:
-    dataset = tables(kind, tmp_path / "rows.parquet")
-    if combination == "subset":
-        dataset = Subset(dataset, [*range(30, 3, -1)])
-    if combination == "concatenated":
-        dataset = ConcatDataset([dataset, Subset(dataset, [*range(9, 20)])])
-    store = build(tmp_path / "s", dataset)
-    names = [field.name for field in store.schema.fields]
-    assert "i.mask" in names
-    assert "b.mask" in names
-    variable = dict.fromkeys(store.schema.optional, "nullable")
-    items = build(tmp_path / "t", Wrapped(dataset), variable=variable)
-    assert items.schema == store.schema
-    assert items.manifest.checksums == store.manifest.checksums
-    for row in range(len(dataset)):
-        assert {n for n, v in store[row].items() if v is None} == {
-            n for n, v in dataset[row].items() if v is None or str(v) == "NaT"
-        }
-    # By slices indeed, wherever the numbers of a column have one dtype.
-    source = source_of(dataset, store.schema)
-    assert source.is_sliced
-    if kind != "lists":
-        assert [values.num_rows for values in source.read(range(9))] == [9] * len(
-            store.schema.fields
-        )
 
 
 def test_text_of_which_some_is_missing_is_none_and_nan_is_a_number(tmp_path: Path) -> None:

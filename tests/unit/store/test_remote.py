@@ -4,15 +4,11 @@ import errno
 import json
 import os
 import pickle
-import random
 import shutil
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from time import sleep
 from typing import Any
 
 import fsspec
@@ -39,17 +35,16 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.places import StoreUrl
-from lightning_memmap.store.remote import files, shards
+from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT, RemoteStore
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Mixed, Numbered, holds
 from tests.models import Points, Regression, make_trainer, weights
-from tests.unit.store.build_server import Build, BuildServer, killed
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 
 
 NUM_ROWS, NUM_SHARDS = 60, 4
@@ -70,13 +65,6 @@ def is_row(found: Any, row: int) -> bool:
         and [record["label"] for record in found["records"]] == [row] * (row % 3)
         and found["maybe"] == expected["maybe"]
     )
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "_FIRST_PAUSE_S", 0.001)
-    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +94,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 # Rows
-
-
-def test_rows_of_a_url_are_those_of_the_store(url: str, built: Path) -> None:
-    store = open_store(url)
-    assert store.location == url
-    assert store.manifest == open_store(built).manifest
-    assert all(is_row(store[row], row) for row in range(NUM_ROWS))
-    assert torch.equal(store.columns[0].tensor, open_store(built).columns[0].tensor)
 
 
 def test_url_of_a_file_is_quoted_as_urls_are(built: Path, tmp_path: Path) -> None:
@@ -365,26 +345,6 @@ def _reads_of_rows(reads: list[tuple[str, int, int]]) -> Iterator[tuple[str, int
     return (read for read in reads if read[0] != "manifest.json")
 
 
-def test_processes_killed_while_they_fetch_leave_a_cache_of_right_rows(
-    server: BuildServer, tmp_path: Path
-) -> None:
-    store = build_store(Numbered(500), tmp_path / "s", num_shards=64, progress=False)
-    moments, url = random.Random(0), store.path.as_uri()
-    # The server has its own environment.
-    read = Build(str(tmp_path), 500, fetch=url, cache=os.environ[DIRECTORY])
-    num_killed = 0
-    for _ in range(8):
-        pids = [server.start(replace(read, delay_s=0.1)) for _ in range(2)]
-        sleep(moments.uniform(0.05, 0.25))
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        num_killed += sum(killed(server.wait(pid)) for pid in pids)
-    assert num_killed >= 4
-    pids = [server.start(read) for _ in range(2)]
-    assert [server.wait(pid) for pid in pids] == [0, 0]
-    assert holds(open_store(url), Numbered(500))
-
-
 def test_shards_that_several_want_at_once_are_fetched_once(
     url: str, reads: list[tuple[str, int, int]]
 ) -> None:
@@ -434,20 +394,6 @@ def test_cache_without_room_drops_what_was_opened_longest_ago(
         assert used_bytes(cache) <= int(os.environ[LIMIT])
 
 
-def test_cache_never_drops_what_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = (
-        build_store(Numbered(100, number), tmp_path / str(number), progress=False)
-        for number in range(2)
-    )
-    monkeypatch.setenv(LIMIT, f"{one.manifest.num_bytes}B")
-    kept = open_store(one.path.as_uri())
-    assert holds(kept, Numbered(100, 0))
-    with pytest.raises(StoreError, match=rf"no room in the cache .* in use. {DIRECTORY} names"):
-        open_store(other.path.as_uri())[0]
-    del kept
-    assert holds(open_store(other.path.as_uri()), Numbered(100, 1))
-
-
 def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT, "much")
     with pytest.raises(ValueError, match=f"{LIMIT}: 'much' is not a size"):
@@ -455,17 +401,6 @@ def test_cache_whose_size_is_no_size_is_refused(url: str, monkeypatch: pytest.Mo
 
 
 # What changes at the URL
-
-
-def test_store_that_was_replaced_at_its_url_is_fetched_anew(tmp_path: Path) -> None:
-    url = build_store(Numbered(50, 1), tmp_path / "s", progress=False).path.as_uri()
-    whole, begun = open_store(url), open_store(url)
-    assert holds(whole, Numbered(50, 1))
-    build_store(Numbered(50, 2), tmp_path / "s", overwrite=True, progress=False)
-    assert holds(open_store(url), Numbered(50, 2))
-    # What was fetched stays.
-    assert holds(whole, Numbered(50, 1))
-    assert holds(begun, Numbered(50, 1))
 
 
 def test_store_that_is_replaced_or_removed_while_it_is_fetched_is_an_error(tmp_path: Path) -> None:
@@ -477,23 +412,6 @@ def test_store_that_is_replaced_or_removed_while_it_is_fetched_is_an_error(tmp_p
     shutil.rmtree(tmp_path / "s")
     with pytest.raises(StoreNotFoundError, match="was removed meanwhile"):
         old[0]
-
-
-@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
-def test_damage_at_a_url_is_an_error_that_names_field_and_shard(
-    url: str, tmp_path: Path, damage: str
-) -> None:
-    (path,) = (tmp_path / "far" / "s").rglob("x.memmap")
-    if damage == "flipped":
-        with open(path, "r+b") as file:
-            file.seek(7)
-            file.write(b"\xff")
-    elif damage == "short":
-        os.truncate(path, 7)
-    else:
-        path.unlink()
-    with pytest.raises(StoreError, match="is damaged: the bytes of field 'x', shard 0 are not"):
-        open_store(url)[0]
 
 
 # What cannot be reached
@@ -588,15 +506,6 @@ def test_manifest_of_a_stranger_makes_no_file_elsewhere(
             action(url)
     made = {path.name for path in {*tmp_path.rglob("*")} - before}
     assert made <= {"cache"}
-
-
-def test_manifest_of_a_stranger_that_is_endless_is_not_read_to_its_end(
-    url: str, tmp_path: Path, reads: list[tuple[str, int, int]]
-) -> None:
-    os.truncate(tmp_path / "far" / "s" / "manifest.json", 2**33)
-    with pytest.raises(StoreError, match="is larger than 8388608 bytes"):
-        open_store(url)
-    assert reads == [("manifest.json", 0, 2**23 + 1)]
 
 
 # Push and pull

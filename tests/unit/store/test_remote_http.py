@@ -45,14 +45,9 @@ from tests.unit.store.http_server import (
     FileServer,
 )
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 NUM_ROWS, NUM_SHARDS = 60, 3
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "_FIRST_PAUSE_S", 0.001)
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -91,6 +86,7 @@ def only(fault: Fault, name: str, times: int = 10**6) -> Callable[[str], Fault]:
         (CUT, "x.memmap cannot be reached: ", None),
         (SHORT, "is damaged: the bytes of field 'x', shard 0 are not those of its checksum", 2),
         (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
+        (404, "is damaged: the bytes of field 'x', shard 0 are not", None),
         (403, r"x\.memmap was refused: .*403.* credentials", 1),
         (410, "x.memmap was refused: .*410, .* see that the URL is right", 1),
         (WHOLE, "asked for 640 bytes, and got more: the server gives whole files", 1),
@@ -186,12 +182,15 @@ def test_store_is_opened_from_the_cache_where_its_server_is_gone(
 
 
 def test_version_that_is_opened_offline_is_that_which_the_server_gave_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = (tmp_path / "far").as_uri()
     for version in (1, 2, 1, 3, 2):
         store(tmp_path / "far", version)
         assert holds(open_store(url), Numbered(NUM_ROWS, version))
+        # As if the clock was set back before the next one.
+        for path in cache.rglob("*"):
+            os.utime(path, (4e9, 4e9))
         with monkeypatch.context() as patch:
             patch.setenv(OFFLINE, "1")
             for _ in range(2):

@@ -96,16 +96,6 @@ def test_arrays_and_tensors_of_every_kind_come_back_with_their_values(tmp_path: 
             assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(
-    ("value", "other"), [(1, True), (1, 1.0), (0.5, 1), (True, 1)], ids=lambda value: repr(value)
-)
-def test_numbers_of_other_types_in_other_rows_are_refused_at_their_row(
-    tmp_path: Path, value: Any, other: Any
-) -> None:
-    with pytest.raises(SchemaError, match="row 9, field '0': found"):
-        build_store([(value,)] * 9 + [(other,)], tmp_path / "store", progress=False)
-
-
 def test_advice_for_a_late_row_that_is_longer_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

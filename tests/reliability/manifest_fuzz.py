@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.fields import field_name
-from lightning_memmap.store import open_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import encode_signed
@@ -46,13 +45,16 @@ def mutated_manifests(seed: int, count: int, original: bytes) -> Iterator[bytes]
         yield random_state.choice((_mutate_bytes, _mutate_values))(random_state, original)
 
 
-def open_mutated(directory: Path, data: bytes, original: Manifest) -> bool:
+def open_mutated(
+    directory: Path, data: bytes, original: Manifest, open_store: Callable[[Path], Any]
+) -> bool:
     """Open a store with another manifest, and check the result.
 
     Args:
         directory: A whole store. Its manifest is overwritten.
         data: The other manifest.
         original: The store's own manifest.
+        open_store: Opens it.
 
     Returns:
         Whether the store opened.
