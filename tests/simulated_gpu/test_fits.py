@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.placement import topology
 from lightning_memmap.strategies import (
     DataParallelStrategy,
@@ -290,3 +291,14 @@ def test_transform_runs_with_its_device_current(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, accelerator="gpu", devices=2, strategy=SuperBatchStrategy())
     trainer.fit(Net(), datamodule=data)
     assert found == {(0, 0), (1, 1)}
+
+
+def test_root_device_is_the_current_one_where_steps_are_made_ahead() -> None:
+    root, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    before = [torch.cuda.current_stream(device) for device in (root, other)]
+    # torch takes the last device that was entered for the current one.
+    with SideStreams(root, [other, root, other]).entered():
+        assert torch.cuda.current_device() == root.index
+        for device, stream in zip((root, other), before, strict=True):
+            assert torch.cuda.current_stream(device) != stream
+    assert [torch.cuda.current_stream(device) for device in (root, other)] == before
