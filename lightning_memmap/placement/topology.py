@@ -80,7 +80,9 @@ def device_budgets(
     """The bytes that shards may take on each device: a share of what is free now."""
     check_memory_fraction(fraction)
     cpu = torch.device("cpu")
-    budgets = {device: int(free_bytes(device) * fraction) for device in {*devices, cpu}}
+    budgets = {
+        device: int(free_bytes(device) * fraction) for device in dict.fromkeys((*devices, cpu))
+    }
     return {
         device: budget // num_local_processes if device.type == "cpu" else budget
         for device, budget in budgets.items()

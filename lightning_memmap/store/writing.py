@@ -178,16 +178,16 @@ class RangeWriter:
     def _check(self, rows: RowNumbers, found: list[Values]) -> None:
         """Check that rows that were read before are the same again."""
         for row, expected in self._probes.items():
-            for at in np.flatnonzero(np.asarray(rows) == row).tolist():
-                leaves = [next(each.take(range(at, at + 1)).rows()) for each in found]
-                if hash_row(leaves) != expected:
-                    again = [next(each.rows()) for each in self.source.read(range(row, row + 1))]
-                    pairs = zip(self._schema.fields, leaves, again, strict=True)
-                    raise random_dataset_error(
-                        row,
-                        [f.name for f, one, two in pairs if hash_row([one]) != hash_row([two])]
-                        or [field.name for field in self._schema.fields],
-                    )
+            if row not in rows:
+                continue
+            at = rows.index(row) if isinstance(rows, range) else int(np.argmax(rows == row))
+            leaves = [next(each.take(range(at, at + 1)).rows()) for each in found]
+            if hash_row(leaves) != expected:
+                again = [next(each.rows()) for each in self.source.read(range(row, row + 1))]
+                names = [field.name for field in self._schema.fields]
+                pairs = zip(names, leaves, again, strict=True)
+                differ = [name for name, one, two in pairs if hash_row([one]) != hash_row([two])]
+                raise random_dataset_error(row, differ or names)
 
     def close(self) -> None:
         """Wait for what is being written, and close the directory and the files."""

@@ -3,7 +3,7 @@
 import inspect
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,28 +112,27 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
     if isinstance(given, Mapping):
-        return {name: given[name] for name in _chosen(names, list(given))}
+        return {name: given[name] for name in _chosen(given if names is None else names, [*given])}
     raise TypeError(
         f"columns: found a {type(given).__name__}; give a dict of arrays, a DataFrame, a pyarrow"
         " Table, the path of a Parquet file, or what your library makes of it, such as to_pandas()"
     )
 
 
-def _chosen(names: Sequence[str] | None, found: Sequence[Any]) -> list[Any]:
+def _chosen(names: Iterable[str] | None, found: Sequence[Any]) -> list[Any]:
     """The names of the columns to use, in order: all, or those that a user gives."""
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a list of names")
-    wanted = names
-    if wanted is None:
-        # The index of a DataFrame, which pandas writes beside the columns, is not one of them.
-        wanted = [name for name in found if not _INDEX.fullmatch(str(name))]
+    # The index of a DataFrame, which pandas writes beside the columns, is not one of them.
+    usual = (name for name in found if not _INDEX.fullmatch(str(name)))
+    wanted = list(usual if names is None else names)
     for name in wanted:
-        if found.count(name) != 1 or [*wanted].count(name) != 1:
+        if found.count(name) != 1 or wanted.count(name) != 1:
             what = "there is no such column" if name not in found else "it is there twice"
             raise ValueError(
                 f"column {name!r}: {what}; the columns are {', '.join(map(str, found))}"
             )
-    return list(wanted)
+    return wanted
 
 
 def _by_position(name: str, column: Any) -> Any:
