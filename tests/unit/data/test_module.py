@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
-from lightning_memmap.errors import PlacementError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
 from lightning_memmap.loading import Padded, SuperBatch
 from lightning_memmap.placement import topology
 from lightning_memmap.sampling import default_window
@@ -160,6 +160,14 @@ class TestStores:
         message = rf"{split}_dataset=None and no store at .*stores/{split}: give the dataset"
         with pytest.raises(StoreNotFoundError, match=message):
             getattr(make_trainer(tmp_path), run)(Regression(), datamodule=data)
+
+    @pytest.mark.parametrize("other", [Points(61), Points(60, 5)], ids=["length", "content"])
+    def test_other_dataset_is_refused(self, tmp_path: Path, other: Points) -> None:
+        make_data(tmp_path).prepare_data()
+        with pytest.raises(DatasetError, match=r"built from another dataset.*overwrite=True"):
+            make_data(tmp_path, train_dataset=other).prepare_data()
+        with pytest.raises(DatasetError, match=r"built from another dataset"):
+            make_data(tmp_path, train_dataset=other).setup()
 
     def test_other_dataset_with_overwrite_replaces_the_store(self, tmp_path: Path) -> None:
         make_data(tmp_path).prepare_data()

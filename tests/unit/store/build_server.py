@@ -8,51 +8,19 @@ before it is waited for, so that its id cannot come to mean another process.
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import sleep
 from types import TracebackType
 from typing import Any
 
-from lightning_memmap.store import build_part, build_store, open_store, workers, writing
-from lightning_memmap.store.remote.cache import DIRECTORY
-from tests.datasets import Logged, Numbered, Slow, Wrapped, holds
+from lightning_memmap.store import build_part, build_store, workers, writing
+from tests.datasets import Wrapped, holds
 from tests.reliability.forks import Ending, Forked, Raised
 from tests.reliability.runner import fork_from_here, fork_server
-
-
-@dataclass(frozen=True)
-class Build:
-    """One build of a `Numbered` dataset, all values of which depend on its version."""
-
-    path: str
-    num_rows: int
-    version: int = 0
-    num_shards: int = 3
-    num_workers: int = 0
-    overwrite: bool = False
-    # In place of a build: one part of it, and a URL that is read by a cache.
-    part: tuple[int, int] | None = None
-    fetch: str = ""
-    cache: str = ""
-    # Rows that are written at once, and the pause before every 16th.
-    range_rows: int = 64
-    delay_s: float = 0.0
-    # A file in which each row that is read is noted.
-    log: str = ""
-    # The process that reads row ``gate_row`` writes its id to ``<gate>.pid``, and goes on only when
-    # there is a file ``gate``.
-    gate: str = ""
-    gate_row: int = -1
-    # The builder kills itself just before its n-th change of the file system, or at a row.
-    kill_at_event: int = -1
-    kill_at_row: int = -1
-    # Builds, each with one shard more than the one before.
-    times: int = 1
-    # The workers do not end with the builder.
-    outlived: bool = False
 
 
 class BuildServer:
@@ -66,13 +34,13 @@ class BuildServer:
         far.close()
         self._running: set[int] = set()
 
-    def start(self, build: Build) -> int:
+    def start(self, build: Callable[..., None], *arguments: Any, **options: Any) -> int:
         """Start a builder, in a process group of its own.
 
         Returns:
             The id of its process.
         """
-        pid = self._ask("start", build)
+        pid = self._ask("start", partial(build, *arguments, **options))
         self._running.add(pid)
         return pid
 
@@ -82,11 +50,11 @@ class BuildServer:
         self._running.discard(pid)
         return status
 
-    def run(self, build: Build) -> int:
+    def run(self, build: Callable[..., None], *arguments: Any, **options: Any) -> int:
         """Start a builder and wait for its end."""
-        return self.wait(self.start(build))
+        return self.wait(self.start(build, *arguments, **options))
 
-    def _ask(self, command: str, value: Build | int) -> int:
+    def _ask(self, command: str, value: Callable[[], None] | int) -> int:
         self._connection.send((command, value))
         return int(self._connection.recv())
 
@@ -121,7 +89,7 @@ def serve(connection: Connection) -> None:
         while True:
             command, value = connection.recv()
             if command == "start":
-                builder = Forked(build_and_check, value)
+                builder = Forked(value)
                 running[builder.pid] = builder
                 connection.send(builder.pid)
             else:
@@ -135,53 +103,21 @@ def status_of(ending: Ending) -> int | None:
     return ending.status
 
 
-def build_and_check(build: Build) -> None:
-    write_ranges_of(build.range_rows)
-    if build.outlived:
-        workers.end_with_starter = lambda: None
-        workers._work = work_and_end
-    numbered = Numbered(build.num_rows, build.version)
-    dataset: Any = numbered
-    if build.delay_s:
-        dataset = Slow(dataset, build.delay_s)
-    if build.log:
-        dataset = Logged(dataset, build.log)
-    if build.kill_at_row >= 0:
-        dataset = Deadly(dataset, build.kill_at_row)
-    if build.gate:
-        dataset = Gated(dataset, build.gate, build.gate_row)
-    if build.kill_at_event >= 0:
-        kill_before_change(build.kill_at_event)
-    common: dict[str, Any] = {"overwrite": build.overwrite, "progress": False}
+def build_and_check(dataset: Any, path: Path, *, range_rows: int = 64, **options: Any) -> None:
+    """Build a store of `Numbered` rows in 3 shards, or a part of it, and compare all of them."""
+    write_ranges_of(range_rows)
+    numbered = dataset
+    while isinstance(numbered, Wrapped):
+        numbered = numbered.dataset
     # The wrappers, and the files that they name, differ from build to build.
-    identity = f"version {build.version}"
-    if build.part is not None:
-        build_part(
-            dataset,
-            build.path,
-            build.part,
-            num_shards=build.num_shards,
-            num_workers=build.num_workers,
-            fingerprint=identity,
-            **common,
-        )
+    identity = f"version {numbered.version}"
+    options = {"num_shards": 3, "progress": False, "fingerprint": identity, **options}
+    if "part" in options:
+        build_part(dataset, path, **options)
         return
-    if build.fetch:
-        os.environ[DIRECTORY] = build.cache
-        if not holds(open_store(build.fetch), numbered):
-            raise RuntimeError(f"{build.fetch} does not hold the rows that were stored")
-        return
-    for index in range(build.times):
-        store = build_store(
-            dataset,
-            build.path,
-            num_shards=build.num_shards + index,
-            num_workers=build.num_workers,
-            fingerprint=identity,
-            **common,
-        )
-        if not holds(store, numbered):
-            raise RuntimeError(f"{store} does not hold the rows that were stored")
+    store = build_store(dataset, path, **options)
+    if not holds(store, numbered):
+        raise RuntimeError(f"{store} does not hold the rows that were stored")
 
 
 def write_ranges_of(num_rows: int) -> None:
@@ -190,19 +126,6 @@ def write_ranges_of(num_rows: int) -> None:
     writing._MAX_BLOCK_ROWS, writing._MAX_BLOCKS = num_rows, 1
     workers._RANGE_S = workers._MIN_RANGE_S = 1e9
     writing.JOURNAL_INTERVAL_S = -1.0
-
-
-work = workers._work
-
-
-def work_and_end(make: bytes, task: Any) -> Any:
-    """A worker that ends when its task is done, if its builder is gone."""
-    builder = os.getpgid(0)
-    try:
-        return work(make, task)
-    finally:
-        if os.getppid() != builder:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Deadly(Wrapped):
@@ -220,12 +143,12 @@ class Deadly(Wrapped):
 
 
 class Gated(Wrapped):
-    """Holds the process that reads a row until somebody opens the gate."""
+    """Holds the process that reads a row until there is a file ``gate``; ``<gate>.pid`` tells its
+    id."""
 
-    def __init__(self, dataset: Any, gate: str, row: int) -> None:
+    def __init__(self, dataset: Any, gate: Path, row: int) -> None:
         super().__init__(dataset)
-        self.gate = Path(gate)
-        self.row = row
+        self.gate, self.row = gate, row
 
     def __getitem__(self, row: int) -> Any:
         if row == self.row:

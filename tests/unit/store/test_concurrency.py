@@ -1,14 +1,13 @@
 """Several processes that use one store at the same time."""
 
-from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
 import pytest
 
 from lightning_memmap.store import build_store, open_store, verify_store
-from tests.datasets import Numbered, holds
-from tests.unit.store.build_server import Build, BuildServer
+from tests.datasets import Logged, Numbered, Slow, holds
+from tests.unit.store.build_server import BuildServer, build_and_check
 
 pytestmark = pytest.mark.slow
 
@@ -21,17 +20,11 @@ def test_build_by_three_processes_at_once_reads_the_dataset_once(
     server: BuildServer, tmp_path: Path, num_workers: int
 ) -> None:
     logs = [tmp_path / f"log{index}" for index in range(3)]
-    builds = [
-        Build(
-            str(tmp_path / "s"),
-            NUM_ROWS,
-            num_workers=num_workers,
-            delay_s=0.003,
-            log=str(log),
-        )
+    slow = Slow(Numbered(NUM_ROWS), 0.003)
+    pids = [
+        server.start(build_and_check, Logged(slow, log), tmp_path / "s", num_workers=num_workers)
         for log in logs
     ]
-    pids = [server.start(build) for build in builds]
     # Each of them has compared every row of the store that it got.
     assert [server.wait(pid) for pid in pids] == [0, 0, 0]
     # One has read all rows and the probe rows; for the others the fingerprint is enough.
@@ -47,8 +40,8 @@ def test_build_while_another_process_builds_waits_and_says_so(
     server: BuildServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "log"
-    slow = Build(str(tmp_path / "s"), NUM_ROWS, delay_s=0.04, log=str(log))
-    pid = server.start(slow)
+    slow = Logged(Slow(Numbered(NUM_ROWS), 0.04), log)
+    pid = server.start(build_and_check, slow, tmp_path / "s")
     while not log.exists():
         sleep(0.001)
     store = build_store(
@@ -62,8 +55,8 @@ def test_build_while_another_process_builds_waits_and_says_so(
 def test_build_of_two_datasets_at_once_stores_one_and_refuses_the_other(
     server: BuildServer, tmp_path: Path
 ) -> None:
-    first = Build(str(tmp_path / "s"), NUM_ROWS, version=1, delay_s=0.003)
-    pids = [server.start(first), server.start(replace(first, version=2))]
+    datasets = [Slow(Numbered(NUM_ROWS, version), 0.003) for version in (1, 2)]
+    pids = [server.start(build_and_check, dataset, tmp_path / "s") for dataset in datasets]
     statuses = [server.wait(pid) for pid in pids]
     assert sorted(statuses) == [0, 1]
     winner = 1 + statuses.index(0)
@@ -74,11 +67,16 @@ def test_overwrite_by_two_processes_at_once_leaves_one_whole_store(
     server: BuildServer, tmp_path: Path
 ) -> None:
     # Each of them may find the other's store when it opens its own: only the end counts.
-    build = Build(str(tmp_path / "s"), NUM_ROWS, overwrite=True, delay_s=0.001)
-    pids = [server.start(build) for _ in range(3)]
+    slow, path = Slow(Numbered(NUM_ROWS), 0.001), tmp_path / "s"
+    pids = [server.start(build_and_check, slow, path, overwrite=True) for _ in range(3)]
     assert [server.wait(pid) for pid in pids] == [0, 0, 0]
     assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS))
     assert {path.name for path in tmp_path.iterdir()} == {"s"}
+
+
+def overwrite_often(path: Path) -> None:
+    for num_shards in range(3, 3 + 60):
+        build_and_check(Numbered(50), path, num_shards=num_shards, overwrite=True)
 
 
 def test_open_while_another_process_overwrites_never_fails_nor_mixes_two_stores(
@@ -88,7 +86,7 @@ def test_open_while_another_process_overwrites_never_fails_nor_mixes_two_stores(
     # order: files of one read by the manifest of another would give wrong rows.
     path = tmp_path / "s"
     build_store(Numbered(50), path, num_shards=2, progress=False)
-    pid = server.start(Build(str(path), 50, overwrite=True, times=60))
+    pid = server.start(overwrite_often, path)
     seen = set()
     while 3 + 60 - 1 not in seen:
         store = open_store(path)

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -19,8 +18,8 @@ from lightning_memmap.store import workers as workers_module
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import Workers
-from tests.datasets import Numbered, holds
-from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.datasets import Logged, Numbered, holds
+from tests.unit.store.build_server import BuildServer, Deadly, Gated, build_and_check, killed
 from tests.unit.store.layout import building_path, names_in
 
 pytestmark = pytest.mark.slow
@@ -37,14 +36,10 @@ DEADLY_ROW = 430
 def begun(server: BuildServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a build that was killed."""
     path = tmp_path_factory.mktemp("begun")
-    assert killed(server.run(build_of(path, kill_at_row=DEADLY_ROW)))
+    deadly = Deadly(Numbered(NUM_ROWS, NEW), DEADLY_ROW)
+    assert killed(server.run(build_and_check, deadly, path / "s", range_rows=RANGE_ROWS))
     assert building_path(path / "s").is_dir()
     return path
-
-
-def build_of(directory: Path, **arguments: Any) -> Build:
-    values = {"version": NEW, "range_rows": RANGE_ROWS, **arguments}
-    return Build(str(directory / "s"), NUM_ROWS, **values)
 
 
 def version_in(directory: Path) -> int | None:
@@ -60,7 +55,8 @@ def version_in(directory: Path) -> int | None:
 
 
 def assert_finishes(server: BuildServer, directory: Path) -> None:
-    assert server.run(build_of(directory)) == 0
+    new = Numbered(NUM_ROWS, NEW)
+    assert server.run(build_and_check, new, directory / "s", range_rows=RANGE_ROWS) == 0
     assert version_in(directory) == NEW
     left = {path.name for path in directory.iterdir()}
     assert left == {"s"}
@@ -74,7 +70,8 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     # The worker is busy with a row that takes forever.
     gate, directory = tmp_path / "gate", tmp_path / "stores"
     directory.mkdir()
-    pid = server.start(build_of(directory, num_workers=2, gate=str(gate), gate_row=150))
+    gated, options = Gated(Numbered(NUM_ROWS, NEW), gate, 150), {"num_workers": 2}
+    pid = server.start(build_and_check, gated, directory / "s", range_rows=RANGE_ROWS, **options)
     worker = int(wait_for(gate.with_suffix(".pid")).read_text())
     assert worker != pid
     assert running(worker)
@@ -85,6 +82,26 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     assert_finishes(server, directory)
 
 
+work = workers_module._work
+
+
+def work_and_end(make: bytes, task: Any) -> Any:
+    """A worker that ends when its task is done, if its builder is gone."""
+    builder = os.getpgid(0)
+    try:
+        return work(make, task)
+    finally:
+        if os.getppid() != builder:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_outlived(dataset: Any, path: Path) -> None:
+    """Build with workers that do not end with this process."""
+    workers_module.end_with_starter = lambda: None
+    workers_module._work = work_and_end
+    build_and_check(dataset, path, range_rows=RANGE_ROWS, num_workers=2)
+
+
 @pytest.mark.parametrize("version", [OLD, NEW], ids=["same dataset", "other dataset"])
 @pytest.mark.parametrize("late", [False, True], ids=["opened", "not yet opened"])
 def test_build_outlived_by_its_worker_is_followed_by_a_right_one(
@@ -93,16 +110,16 @@ def test_build_outlived_by_its_worker_is_followed_by_a_right_one(
     # What such a worker still writes must not reach the files of the next build: neither where it
     # has opened them by then nor where it has not.
     orphan, builder, log = tmp_path / "orphan", tmp_path / "builder", tmp_path / "log"
-    old = build_of(tmp_path, version=OLD, num_workers=2, gate=str(orphan), outlived=True)
     # Row 100 is the first one that the second worker reads.
-    old_pid = server.start(replace(old, gate_row=100 if late else 350))
+    old = Gated(Numbered(NUM_ROWS, OLD), orphan, 100 if late else 350)
+    old_pid = server.start(build_outlived, old, tmp_path / "s")
     worker = int(wait_for(orphan.with_suffix(".pid")).read_text())
     assert worker != old_pid
     os.kill(old_pid, signal.SIGKILL)
     try:
         # The next builder has written the rows that the worker is about to write.
-        new = build_of(tmp_path, version=version, log=str(log))
-        pid = server.start(replace(new, gate=str(builder), gate_row=DEADLY_ROW))
+        new = Gated(Logged(Numbered(NUM_ROWS, version), log), builder, DEADLY_ROW)
+        pid = server.start(build_and_check, new, tmp_path / "s", range_rows=RANGE_ROWS)
         wait_for(builder.with_suffix(".pid"))
         building = building_path(tmp_path / "s")
         inodes = {path.stat().st_ino for path in building.glob("*.memmap")}
@@ -156,7 +173,9 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
 ) -> None:
     directory, log = tmp_path / "resume", tmp_path / "log"
     shutil.copytree(begun, directory)
-    assert server.run(build_of(directory, log=str(log), num_workers=num_workers)) == 0
+    new = Logged(Numbered(NUM_ROWS, NEW), log)
+    options = {"range_rows": RANGE_ROWS, "num_workers": num_workers}
+    assert server.run(build_and_check, new, directory / "s", **options) == 0
     read = rows_in(log)
     done = DEADLY_ROW // RANGE_ROWS * RANGE_ROWS
     probes = set(probe_rows(NUM_ROWS))

@@ -28,7 +28,7 @@ from lightning_memmap.store.directory import PARTS
 from lightning_memmap.store.files import write_all
 from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
-from tests.unit.store.build_server import Build, BuildServer
+from tests.unit.store.build_server import BuildServer, Gated, build_and_check
 from tests.unit.store.layout import files_of, names_in, parts_path
 
 pytestmark = pytest.mark.slow
@@ -103,20 +103,13 @@ def test_part_that_failed_goes_on_where_it_stopped(
     assert holds(finish_store(tmp_path / "s", **QUIET), numbered)
 
 
-# Several processes, which are killed
-
-
-def of_part(directory: Path, index: int, num_parts: int, **arguments: Any) -> Build:
-    values = {"part": (index, num_parts), "range_rows": 20, **arguments}
-    return Build(str(directory / "s"), NUM_ROWS, **values)
-
-
 # What is refused
 
 
 def test_one_part_by_two_processes_at_once_is_an_error(server: BuildServer, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    pid = server.start(of_part(tmp_path, 1, 3, gate=str(gate), gate_row=210))
+    gated = Gated(Numbered(NUM_ROWS), gate, 210)
+    pid = server.start(build_and_check, gated, tmp_path / "s", range_rows=20, part=(1, 3))
     while not gate.with_suffix(".pid").exists():
         sleep(0.001)
     options: Any = {**QUIET, "num_shards": 3, "fingerprint": "version 0"}

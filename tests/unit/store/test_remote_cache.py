@@ -17,7 +17,7 @@ from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
 from tests.datasets import Numbered, holds
 from tests.reliability.runner import fork_server
-from tests.unit.store.build_server import Build, BuildServer, killed
+from tests.unit.store.build_server import BuildServer, kill_before_change, killed
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -202,6 +202,12 @@ def fetch_at_once(there: Far, settings: dict[str, str], asking: Any, done: Any, 
     done.wait(60)
 
 
+def fetch_until(event: int, there: Far, cache: Path) -> None:
+    kill_before_change(event)
+    os.environ[DIRECTORY] = str(cache)
+    assert holds(open_store(there.url), there.dataset)
+
+
 @pytest.mark.slow
 def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
     server: BuildServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,15 +216,7 @@ def test_fetch_killed_at_any_change_leaves_no_shard_uncounted(
     for event in range(1000):
         cache = tmp_path / f"cache{event}"
         monkeypatch.setenv(DIRECTORY, str(cache))
-        fetch = Build(
-            str(tmp_path),
-            NUM_ROWS,
-            1,
-            fetch=one.url,
-            cache=str(cache),
-            kill_at_event=event,
-        )
-        status = server.run(fetch)
+        status = server.run(fetch_until, event, one, cache)
         monkeypatch.setenv(LIMIT, f"{int(1.5 * one.num_bytes)}B")
         kept = open_store(one.url)
         assert holds(kept, one.dataset)
