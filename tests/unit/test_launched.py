@@ -38,6 +38,7 @@ def start(tmp_path: Path, seconds: float, code: int) -> tuple[Launched, int]:
     return program, int(program.tail()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 60])
 def test_group_ends_with_all_that_it_started(tmp_path: Path, seconds: float) -> None:
     program, child = start(tmp_path, seconds, 3)

@@ -312,6 +312,7 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     assert sum(again.values()) < NUM_ROWS
 
 
+@pytest.mark.slow
 def test_build_that_is_not_finished_keeps_no_file_open(tmp_path: Path) -> None:
     def fit_some(number: int) -> int:
         fails = {200: ValueError("no such file")} if number % 2 else {}

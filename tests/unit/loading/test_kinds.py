@@ -200,7 +200,7 @@ def test_runs_are_read_to_their_places_wherever_their_blocks_begin(
         assert streamed == mapped
 
 
-@pytest.mark.parametrize("read_bytes", [1, 50, 3000])
+@pytest.mark.parametrize("read_bytes", [pytest.param(1, marks=pytest.mark.slow), 50, 3000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_lie_apart_are_read_in_pieces(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, read_bytes: int

@@ -119,6 +119,7 @@ def test_fingerprint_of_a_changed_dataset_names_what_changed(kind: str) -> None:
     assert change(one, pickle.loads(pickle.dumps(one))) is None
 
 
+@pytest.mark.slow
 def test_fingerprint_of_sets_is_the_same_in_every_process() -> None:
     program = """
 from lightning_memmap.store.identity import Fingerprint

@@ -44,6 +44,7 @@ def ragged(num_rows: int) -> list[Any]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ragged", [False, True])
 @given(num_rows=st.integers(2, 70), num_shards=st.integers(1, 9), piece_rows=st.integers(1, 20))
 def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(

@@ -390,6 +390,7 @@ def test_folders_of_parquet_files(tmp_path: Path) -> None:
     assert len(ColumnDataset(tmp_path / "y=1")) == 1
 
 
+@pytest.mark.slow
 def test_directory_of_many_parquet_files_keeps_few_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
