@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import (
+    Store,
     build_part,
     build_store,
     columns,
@@ -101,6 +102,20 @@ def test_part_that_failed_goes_on_where_it_stopped(
     assert 0 < len(mended.rows) < 20_000
     build_part(mended, tmp_path / "s", (1, 2), fingerprint="one", num_workers=1, **QUIET)
     assert holds(finish_store(tmp_path / "s", **QUIET), numbered)
+
+
+def test_who_finishes_while_another_does_gets_the_same_store(tmp_path: Path) -> None:
+    begin = Barrier(3)
+
+    def finish(_: int) -> Store:
+        begin.wait()
+        return finish_store(tmp_path / "s", **QUIET)
+
+    build_part(Numbered(50), tmp_path / "s", (0, 1), **QUIET)
+    with ThreadPoolExecutor(3) as threads:
+        stores = [*threads.map(finish, range(3))]
+    assert len({store.manifest.generation for store in stores}) == 1
+    assert holds(stores[0], Numbered(50))
 
 
 # What is refused
