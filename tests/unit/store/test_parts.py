@@ -107,15 +107,16 @@ def test_part_that_failed_goes_on_where_it_stopped(
 def test_who_finishes_while_another_does_gets_the_same_store(tmp_path: Path) -> None:
     begin = Barrier(3)
 
-    def finish(_: int) -> Store:
+    def finish(path: Path) -> Store:
         begin.wait()
-        return finish_store(tmp_path / "s", **QUIET)
+        return finish_store(path, **QUIET)
 
-    build_part(Numbered(50), tmp_path / "s", (0, 1), **QUIET)
-    with ThreadPoolExecutor(3) as threads:
-        stores = [*threads.map(finish, range(3))]
-    assert len({store.manifest.generation for store in stores}) == 1
-    assert holds(stores[0], Numbered(50))
+    for path in (tmp_path / str(number) for number in range(5)):
+        build_part(Numbered(50), path, (0, 1), **QUIET)
+        with ThreadPoolExecutor(3) as threads:
+            stores = [*threads.map(finish, [path] * 3)]
+        assert len({store.manifest.generation for store in stores}) == 1
+        assert holds(stores[0], Numbered(50))
 
 
 # What is refused
