@@ -31,7 +31,7 @@ def test_build_by_three_processes_at_once_reads_the_dataset_once(
     (log,) = (log for log in logs if log.exists())
     rows = [int(line) for line in log.read_text().splitlines()]
     assert set(rows) == set(range(NUM_ROWS))
-    assert len(rows) == NUM_ROWS + 2 * 8
+    assert len(rows) == NUM_ROWS + 8
     assert holds(open_store(tmp_path / "s"), Numbered(NUM_ROWS))
     assert verify_store(tmp_path / "s") == []
 
