@@ -121,23 +121,23 @@ def _mutate_values(random_state: random.Random, original: bytes) -> bytes:
 
 
 def _replace_any(random_state: random.Random, body: dict[str, Any]) -> None:
-    container, key = random_state.choice(_places(body))
+    container, key = random_state.choice(places(body))
     container[key] = _any_value(random_state)
 
 
 def _move_any(random_state: random.Random, body: dict[str, Any]) -> None:
-    container, key = random_state.choice(_places(body))
-    other, other_key = random_state.choice(_places(body))
+    container, key = random_state.choice(places(body))
+    other, other_key = random_state.choice(places(body))
     container[key] = deepcopy(other[other_key])
 
 
 def _drop_any(random_state: random.Random, body: dict[str, Any]) -> None:
-    container, key = random_state.choice(_places(body))
+    container, key = random_state.choice(places(body))
     del container[key]
 
 
 def _double_any(random_state: random.Random, body: dict[str, Any]) -> None:
-    container, key = random_state.choice(_places(body))
+    container, key = random_state.choice(places(body))
     if isinstance(container, list):
         container.insert(key, deepcopy(container[key]))
     else:
@@ -205,11 +205,11 @@ def _any_value(random_state: random.Random, depth: int = 0) -> Any:
     return {random_state.choice(_NAMES): value for value in values}
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
+def places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) of a JSON value."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     found = [(value, key) for key in keys]
     for key in keys:
         if isinstance(value[key], (dict, list)):
-            found += _places(value[key])
+            found += places(value[key])
     return found

@@ -47,7 +47,7 @@ def test_cases_of_kind_find_nothing_wrong(
 ) -> None:
     todo = cases(SCALE, 0, beginnings, [kind])
     if kind.startswith(("calls-", "errors-")) and not can_trace():
-        pytest.skip("system calls are stopped and made to fail by strace: apt-get install strace")
+        pytest.skip("only a tracer reaches system calls: apt-get install strace")
     assert todo
     futures = [pool.submit(run_case, Subject(), beginnings, case) for case in todo]
     faults = [

@@ -31,8 +31,8 @@ _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
 #: What a server refuses that may be over when it is asked again.
 _TRANSIENT = (408, 425, 429)
-#: What fails in the same way when it is tried again: refusals, and mistakes of a library. What
-#: a protocol of fsspec cannot do is a NotImplementedError, such as writing to github://.
+#: What fails in the same way when it is tried again: refusals, and mistakes of a library. A file
+#: system of fsspec raises NotImplementedError where it lacks an operation: github:// cannot write.
 _FINAL = (
     *(PermissionError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(ImportError, NotImplementedError),

@@ -24,6 +24,7 @@ from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema, read_schema
 from lightning_memmap.schema.fields import field_name
 from tests.datasets import assert_same, texts
+from tests.reliability.manifest_fuzz import places
 
 
 class Colour(str, enum.Enum):
@@ -728,16 +729,6 @@ JSON_VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    found = [(value, key) for key in keys]
-    for key in keys:
-        if isinstance(value[key], (dict, list)):
-            found += places(value[key])
-    return found
 
 
 @given(st.data(), JSON_VALUES)

@@ -454,7 +454,7 @@ def test_url_that_leads_nowhere_says_so(address: str, error: type[Exception], me
     [
         PermissionError("Forbidden"),
         TypeError("an argument too many"),
-        NotImplementedError(),  # As when fsspec is to write to github://.
+        NotImplementedError(),  # As of fsspec's github://, which cannot write.
         type("NoCredentialsError", (Exception,), {})("none"),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     ],
