@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -290,7 +290,7 @@ class Sampler(Identified):
         """Shards, ``C``."""
         return self.pool.num_shards
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
