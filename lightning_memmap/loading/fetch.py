@@ -21,7 +21,7 @@ from lightning_memmap.sampling import Integers, Sampler
 #: which of all rows these are, and how many each of its receivers has.
 _Asked: TypeAlias = tuple[Tensor, Integers, list[int]]
 #: Small steps are fetched several at once, up to these numbers of bytes and steps.
-_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
+_FETCH_BYTES, _FETCH_STEPS = 2**23, 64
 
 
 class Fetcher:
