@@ -35,7 +35,7 @@ MAX_SEED = 2**63 - 1
 #: Epochs whose tables are kept: a stream reads the next one ahead.
 _KEPT_EPOCHS = 2
 #: Rows of shards that are drawn together: for short shards, that takes half of the time.
-_TOGETHER = 2**16
+_TOGETHER = 2**17
 T = TypeVar("T")
 
 
