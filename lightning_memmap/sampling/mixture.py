@@ -238,10 +238,6 @@ class MixtureSampler(Sampler):
 
     sets: Sets
 
-    @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard])).ravel()
-
     @kept
     def _pieces(self, _: int) -> tuple[_Pieces, NDArray[np.uint64]]:
         """The pieces of all shards, and a random number for each."""

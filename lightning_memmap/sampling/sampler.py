@@ -141,7 +141,8 @@ class Sampler(Identified):
         Returns:
             Offsets within the shard, int64 of shape (pool.counts[shard],).
         """
-        return self.arrange(epoch, shard, self.permute(epoch, shard, self.draw(epoch, shard)))
+        drawn = self.draws(epoch, np.array([shard]))[0]
+        return self.arrange(epoch, shard, self.permute(epoch, shard, drawn))
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers

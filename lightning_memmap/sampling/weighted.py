@@ -127,10 +127,6 @@ class WeightedSampler(Sampler):
         found = order.ravel().take(rows).reshape(len(shards), -1)
         return np.sort(found) if self.shuffle_window is not None else found
 
-    @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard])).ravel()
-
     def _orders(self, epoch: int, shards: Integers) -> Integers:
         """The rows of shards permuted, of shape (shards, n); those that a shard lacks anywhere."""
         # The first and the last row of a shard may be in others too, and keep their places.
