@@ -9,7 +9,7 @@ runs of a round take turns. Compared are:
 - plain: one thread reads the files from their beginning to their end, in pieces of 8 MiB.
 - plain, letting go: the same, and pages are put out of the page cache once they are read.
 - plain, direct: the same past the page cache.
-- direct, kept: the same into as much memory as two windows have, instead of the same 8 MiB.
+- direct, kept: the same into as much memory as a window has, instead of the same 8 MiB.
 - stream: a shuffled epoch of the loader with `residency="stream"`. What it is held against in each
   round is the fastest of the plain reads, and the one that keeps what it reads.
 - mmap: a shuffled epoch of the loader over the file mapping, all rows mixed; for some seconds.
@@ -140,12 +140,12 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     store = open_store(path)
     row_bytes = store.manifest.row_bytes
     paths = sorted(open_store(path).files.glob("*.memmap"))
-    buffer, windows = map(aligned_memory, (PIECE_BYTES, 2 * parse_bytes(args.window)))
+    buffer, window = aligned_memory(PIECE_BYTES), parse_bytes(args.window)
     runs = {
         "plain": lambda: plain_read(paths, buffer, False),
         "plain, letting go": lambda: plain_read(paths, buffer, True),
         "plain, direct": lambda: plain_read(paths, buffer, False, os.O_DIRECT),
-        "direct, kept": lambda: plain_read(paths, windows, False, os.O_DIRECT),
+        "direct, kept": lambda: plain_read(paths, aligned_memory(window), False, os.O_DIRECT),
         "stream": epoch_of(windowed_loader(store, "stream", args), row_bytes, float("inf")),
     }
     if args.mmap_seconds:
