@@ -30,13 +30,8 @@ _SLACK = 1.25
 Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
-def rows_of(tensor: Tensor) -> NDArray[Any] | None:
-    """The rows of a CPU tensor as raw bytes, one element per row, sharing its memory.
-
-    None where they do not lie one after the other, as windows that overlap.
-    """
-    if not tensor.is_contiguous():
-        return None
+def rows_of(tensor: Tensor) -> NDArray[Any]:
+    """The rows of a contiguous CPU tensor as raw bytes, one element per row, sharing its memory."""
     num_rows, row_bytes = len(tensor), tensor.element_size() * tensor.shape[1:].numel()
     if not num_rows * row_bytes:
         return np.empty(num_rows, np.dtype((np.void, row_bytes)))
@@ -49,7 +44,7 @@ class Buffers:
     """Memory for the rows of a batch."""
 
     tensors: list[Tensor]
-    rows: list[NDArray[Any] | None]  # The same as raw bytes.
+    rows: list[NDArray[Any]]  # The same as raw bytes.
 
     @classmethod
     def empty(cls, fields: Fields, num_rows: int, *, pin_memory: bool = False) -> "Buffers":
@@ -75,7 +70,7 @@ def copy_rows(
     rows: NDArray[Any] | None,
     places: Tensor,
     out: Tensor,
-    taken: NDArray[Any] | None,
+    taken: NDArray[Any],
 ) -> None:
     """Copy the rows at some places, in their order; raw bytes are given beside the tensors."""
     if rows is None:
@@ -114,7 +109,7 @@ class BufferPool:
             self._slots = []
         for slot in self._slots:
             if self._is_idle(slot):
-                return _handed_out(slot, num_rows)
+                return self._handed_out(slot, num_rows)
         slot = Buffers.empty(self.fields, self._num_rows)
         if not self._slots:
             self._idle_count = max(map(storage_use_count, slot.tensors), default=0)
@@ -122,7 +117,7 @@ class BufferPool:
             # The user keeps many batches. The oldest set does not come back to the pool.
             del self._slots[0]
         self._slots.append(slot)
-        return _handed_out(slot, num_rows)
+        return self._handed_out(slot, num_rows)
 
     def _is_idle(self, slot: Buffers) -> bool:
         for tensor in slot.tensors:
@@ -134,16 +129,16 @@ class BufferPool:
                 return False
         return True
 
+    def _handed_out(self, slot: Buffers, num_rows: int) -> Buffers:
+        # New tensors: the pool's own must have no more owners than they began with.
+        if num_rows == self._num_rows:
+            # In a third of the time of slices.
+            return Buffers([tensor.detach() for tensor in slot.tensors], slot.rows)
+        tensors = [tensor[:num_rows] for tensor in slot.tensors]
+        return Buffers(tensors, [rows[:num_rows] for rows in slot.rows])
+
 
 def byte_pool() -> Callable[[int], Tensor]:
     """Gives memory for a number of bytes, uint8 of shape (bytes,), from a pool of its own."""
     pool = BufferPool([((), torch.uint8)])
     return lambda num_bytes: pool.get(num_bytes).tensors[0]
-
-
-def _handed_out(slot: Buffers, num_rows: int) -> Buffers:
-    # New tensors: the pool's own must have no more owners than they began with.
-    return Buffers(
-        [tensor[:num_rows] for tensor in slot.tensors],
-        [None if rows is None else rows[:num_rows] for rows in slot.rows],
-    )

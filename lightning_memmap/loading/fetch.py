@@ -1,10 +1,10 @@
 """Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.variable_rows import send_rows
 from lightning_memmap.sampling import Integers, Sampler
 
+#: What a source is asked for: slots, group by group and in each of them one receiver after another,
+#: which of all rows these are, and how many each of its receivers has.
+_Asked: TypeAlias = tuple[Tensor, Integers, list[int]]
 #: Small steps are fetched several at once, up to these numbers of bytes and steps.
-_FETCH_BYTES, _FETCH_STEPS = 2**22, 64
+_FETCH_BYTES, _FETCH_STEPS = 2**23, 64
 
 
 class Fetcher:
@@ -85,7 +88,9 @@ class Fetcher:
         edges = np.append(edges[:-1:together], edges[-1])
         count = len(self._rows.topology.data_devices)
         first = steps.positions.start // steps.positions.step % count
-        asked = [self._asked(which, steps, first, edges) for which in range(len(takes))]
+        asked = zip(
+            *[self._asked(which, steps, first, edges) for which in range(len(takes))], strict=True
+        )
         for group, (start, end) in enumerate(pairwise(edges.tolist())):
             some = slice(group * together, (group + 1) * together)
             part = Steps(
@@ -95,20 +100,21 @@ class Fetcher:
                 steps.lengths[some],
                 steps.step_rows[some],
             )
-            fetched = Fetched(part, (first + start) % count, [], self._receivers)
             if supply is not None and not self._rows.is_released:
                 supply.wait(numbers[start:end])
             # Ordinary tensors in inference mode too: it may be over before the last step.
             with torch.inference_mode(False):
-                fetched.leaves = self._leaves(takes, asked, group)
+                leaves = self._leaves(takes, next(asked))
+                fetched = Fetched(part, (first + start) % count, leaves, self._receivers)
                 if self._rows.are_numbered:
                     fetched.number(torch.from_numpy(numbers[start:end]))
-            yield fetched
             # Not referenced while the next one is fetched: its memory may be free by then.
+            del leaves
+            yield fetched
             del fetched
 
-    def _asked(self, which: int, steps: Steps, first: int, edges: Integers) -> "_Asked":
-        """The rows of each group of steps that a source is asked for."""
+    def _asked(self, which: int, steps: Steps, first: int, edges: Integers) -> Iterator[_Asked]:
+        """The rows that a source is asked for in each group of steps."""
         source, receivers = self._rows.sources[which], self._receivers_of[which]
         count = len(self._receivers)
         # Those of its only receiver, or all that come.
@@ -122,41 +128,32 @@ class Fetcher:
             shards = np.array(positions) % self._rows.pool.num_shards
             mine = self._rows.source_of_shard[shards] == which
             rows, slots = rows[mine], slots[mine]
-        # Group by group, and in each of them one receiver after another.
-        turns = np.repeat(np.arange(len(edges) - 1), np.diff(edges))[rows]
-        if count > 1:
-            turns = turns * count + (first + rows) % count
+        sizes = np.diff(rows.searchsorted(edges))[:, None]
         if len(receivers) > 1:
+            turns = np.repeat(np.arange(len(sizes)) * count, sizes[:, 0]) + (first + rows) % count
             order = np.argsort(turns.astype(np.min_scalar_type(len(edges) * count)), kind="stable")
             rows, slots = rows[order], slots[order]
-        sizes = np.bincount(turns, minlength=(len(edges) - 1) * count).reshape(-1, count)
+            sizes = np.bincount(turns, minlength=len(sizes) * count).reshape(-1, count)
+            sizes = sizes[:, receivers]
         located = torch.from_numpy(slots)
         if not self._are_variable:
             located = send(located, source.device)
-        firsts = [0, *np.cumsum(sizes.sum(axis=1)).tolist()]
-        return _Asked(self._memory[which], receivers, located, rows, sizes[:, receivers], firsts)
+        totals = sizes.sum(axis=1)
+        parts = np.split(rows, np.cumsum(totals)[:-1])
+        yield from zip(
+            located.split_with_sizes(totals.tolist()), parts, sizes.tolist(), strict=True
+        )
 
-    def _leaves(self, takes: list[Take], asked: list["_Asked"], group: int) -> list[list[Leaf]]:
+    def _leaves(self, takes: list[Take], asked: Sequence[_Asked]) -> list[list[Leaf]]:
         """The rows of a group of steps, for each receiver."""
         found: list[list[tuple[Integers, list[Leaf]]]] = [[] for _ in self._receivers]
-        for take, each in zip(takes, asked, strict=True):
-            sizes, first = each.sizes[group].tolist(), each.firsts[group]
-            slots = each.slots[first : first + sum(sizes)]
-            leaves = take(slots, None if each.memory is None else each.memory(len(slots)))
+        of_source = zip(takes, self._memory, self._receivers_of, asked, strict=True)
+        for take, memory, receivers, (slots, rows, sizes) in of_source:
+            leaves = take(slots, None if memory is None else memory(len(slots)))
             split = [leaf.split_with_sizes(sizes) if len(sizes) > 1 else [leaf] for leaf in leaves]
-            for index, (receiver, size) in enumerate(zip(each.receivers, sizes, strict=True)):
-                rows, first = each.rows[first : first + size], first + size
-                device = self._receivers[receiver]
-                found[receiver].append((rows, [send_rows(leaf[index], device) for leaf in split]))
+            first = 0
+            for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
+                device, here = self._receivers[receiver], rows[first : first + size]
+                found[receiver].append((here, [send_rows(leaf[index], device) for leaf in split]))
+                first += size
         return [in_order(*each) for each in zip(found, self._receivers, strict=True)]
-
-
-class _Asked(NamedTuple):
-    """The rows that a source is asked for in some groups of steps."""
-
-    memory: Callable[[int], Buffers] | None  # Gives memory for them.
-    receivers: list[int]
-    slots: Tensor  # Group by group, and in each of them one receiver after another.
-    rows: Integers  # Which of all rows these are.
-    sizes: Integers  # How many each receiver has in each group, (groups, receivers).
-    firsts: list[int]  # The first of each group among the slots.

@@ -133,7 +133,11 @@ class Columns:
         self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
         self.tensors = [each for each in columns if isinstance(each, Tensor)]
-        self._rows = [rows_of(each) for each in self.tensors] if device.type == "cpu" else []
+        #: Their rows as raw bytes, where they lie one after the other on the CPU.
+        self._rows = [
+            rows_of(each) if device.type == "cpu" and each.is_contiguous() else None
+            for each in self.tensors
+        ]
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""

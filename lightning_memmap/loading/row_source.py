@@ -80,11 +80,13 @@ class Fetched:
 
     def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
         """The leaves of each step and receiver, the last step first. None are left here."""
-        edges, found = [0, *accumulate(self.steps.lengths)], []
+        sizes, found = self.steps.lengths, []
+        edges = [0, *accumulate(sizes)]
         for receiver, leaves in enumerate(self.leaves):
-            rows = self.rows_of(receiver)
-            ends = [-(-(edge - rows.start) // rows.step) for edge in edges]
-            sizes = [end - begin for begin, end in pairwise(ends)]
+            if (count := len(self.devices)) > 1:
+                start = (receiver - self.first) % count
+                ends = [-(-(edge - start) // count) for edge in edges]
+                sizes = [end - begin for begin, end in pairwise(ends)]
             found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
         steps: list[Sequence[Sequence[Leaf]]] = [*zip(*found, strict=True)]
         self.leaves = []

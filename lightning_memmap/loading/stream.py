@@ -4,10 +4,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,8 +32,6 @@ _NUM_THREADS = 4
 
 #: Scratch memory of each thread.
 _OF_THREAD = threading.local()
-#: The reads of a window, once they are planned.
-_Reads: TypeAlias = Future[list[Future[None]]]
 
 
 class Stream(RowSource):
@@ -131,7 +128,7 @@ class _StreamedEpoch:
             initargs=(self._layout.item_bytes,),
         )
         #: The memory of coming windows, which are read.
-        self._coming = deque[tuple[StreamMemory, _Reads]]()
+        self._coming = deque[tuple[StreamMemory, list[Future[None]]]]()
         for _ in range(min(_NUM_BUFFERS, len(self._windows) - 1 - self._number)):
             self._read(self._idle.pop() if self._idle else StreamMemory(self._layout))
 
@@ -139,16 +136,16 @@ class _StreamedEpoch:
         """Begin to read the next window that is not read yet."""
         number = self._number + 1 + len(self._coming)
         if number < len(self._windows):
-            reads = memory.reads(self._windows, self._epoch, number)
-            # One thread plans what all of them read.
-            self._coming.append((memory, self._threads.submit(_planned, self._threads, reads)))
+            # One future for each thread: one for each read would take longer than short reads.
+            reads, lock = memory.reads(self._windows, self._epoch, number), threading.Lock()
+            threads = [self._threads.submit(self._do, reads, lock) for _ in range(_NUM_THREADS)]
+            self._coming.append((memory, threads))
         else:
             self._idle.append(memory)
 
     def _window_of(self, number: int) -> StreamMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
-        if self._is_closed:
-            raise released_error()
+        self._check_open()
         if os.getpid() != self._process:
             # The threads stayed with the parent, and so did what they had read.
             self._number -= self._window is not None
@@ -158,21 +155,27 @@ class _StreamedEpoch:
             if self._window is not None:
                 used, self._window = self._window, None
                 self._read(used)
-            memory, planned = self._coming[0]
-            for read in planned.result():
-                read.result()
+            memory, threads = self._coming[0]
+            for each in threads:
+                each.result()
+            self._check_open()
             self._coming.popleft()
             self._window, self._number = memory, self._number + 1
         return self._window
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise released_error()
 
-def _planned(threads: ThreadPoolExecutor, reads: Iterable[Read]) -> list[Future[None]]:
-    return [threads.submit(_scratched, read) for read in reads]
+    def _do(self, reads: Iterator[Read], lock: threading.Lock) -> None:
+        """Do the reads of a window that no other thread does."""
+        while not self._is_closed:
+            with lock:
+                read = next(reads, None)
+            if read is None:
+                return
+            read(_OF_THREAD.scratch)
 
 
 def _make_scratch(item_bytes: int) -> None:
     _OF_THREAD.scratch = scratch_memory(item_bytes)
-
-
-def _scratched(read: Read) -> None:
-    read(_OF_THREAD.scratch)

@@ -26,7 +26,7 @@ from lightning_memmap.schema import Decode, Field, RowList, Values
 from lightning_memmap.store.segments import Bytes, copy_segments, pack_segments
 
 #: Small steps are copied together, up to this number of bytes.
-_TOGETHER_BYTES = 2**22
+_TOGETHER_BYTES = 2**24
 #: Where rows have more bytes than this on average, filling what is behind each of them costs less
 #: than filling everything.
 _LONG_BYTES = 2**14
@@ -259,14 +259,15 @@ class Fetch:
         self._first = self._end = 0
         self._made = torch.empty(0)
         self._ends = list[int]()  # The items that are made of all steps before each, and of all.
+        self._of_steps = edges  # The sizes that the rows of each step are padded to.
 
     def of_step(self, step: int, allocate: Allocate, pad: tuple[float, int] | None) -> Tensor:
         """The items of a step, of shape (items, *item shape): packed, or padded like `Pad`."""
         edges, rows = self._edges, self._rows
         value, multiple = pad or (0, 1)
-        of_steps = -(-np.array(self.widths) // multiple) * multiple
         if self._way != (way := (allocate, pad)):
-            counts = np.diff(edges) * of_steps.prod(axis=1)
+            self._of_steps = -(-np.array(self.widths) // multiple) * multiple
+            counts = np.diff(edges) * self._of_steps.prod(axis=1)
             ends = np.cumsum(rows.lengths if pad is None else counts)
             ends = np.append(0, ends)[edges if pad is None else slice(None)]
             self._way, self._ends, self._first, self._end = way, ends.tolist(), 0, 0
@@ -282,7 +283,7 @@ class Fetch:
                     self._made = some.packed()
                 else:
                     counts = np.diff(edges[step : end + 1])
-                    each = np.repeat(of_steps[step:end], counts, axis=0)
+                    each = np.repeat(self._of_steps[step:end], counts, axis=0)
                     self._made = some.padded_each(each, value)
             self._first, self._end = step, end
         first = self._ends[self._first]

@@ -13,7 +13,7 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Shards
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, one_by_row
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
 
 #: Buckets that are exchanged with each other, at least.
 _GROUP = 4
@@ -131,8 +131,6 @@ class BucketedSampler(Sampler):
             return super().permute(epoch, shard, drawn)
         # What not all shards have comes last, as everywhere.
         num_layers = int(self.pool.sizes.min())
-        with self._tables.lock:
-            layers = self._tables.get("layers", epoch, lambda: self._layers(epoch, num_layers))
         # How many layers a bucket would span if there were no shards, and a part of them.
         span = num_layers / self.num_buckets
         together = 1 + round((span + 0.5) / 4)
@@ -143,23 +141,24 @@ class BucketedSampler(Sampler):
             keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers) >> bits
             # In one number with the random bits: several times as fast as two keys.
             common = common[(keys | strata << (np.uint64(64) - bits) if bits else keys).argsort()]
-        return np.append(common[layers], drawn[num_layers:])
+        return np.append(common[self._layers(epoch)], drawn[num_layers:])
 
-    def _layers(self, epoch: int, count: int) -> Integers:
+    @kept
+    def _layers(self, epoch: int) -> Integers:
         """The order of the rows that all shards have, the same for each."""
-        bits = random_bits(self.seed, epoch)
+        count, bits = int(self.pool.sizes.min()), random_bits(self.seed, epoch)
         return permutation(count, bits) if count else np.zeros(0, np.int64)
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         buckets = positions // self.bucket_size
-        with self._tables.lock:
-            ranks = self._tables.get("ranks", epoch, lambda: self._ranks(epoch))
         lengths = self.lengths.array[self.pool.starts[shard] + offsets]
         found = np.empty_like(offsets)
         windows = buckets // self._window
-        found[ranks[buckets].argsort(kind="stable")] = offsets[np.lexsort((lengths, windows))]
+        found[self._ranks(epoch)[buckets].argsort(kind="stable")] = offsets[
+            np.lexsort((lengths, windows))
+        ]
         return found
 
     @property
@@ -174,6 +173,7 @@ class BucketedSampler(Sampler):
             self._num_begins, self.num_buckets
         )
 
+    @kept
     def _ranks(self, epoch: int) -> Integers:
         """The rank of each bucket in the order of lengths, window after window."""
         count = -(-self.num_positions // self.bucket_size)

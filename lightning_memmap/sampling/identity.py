@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -69,21 +69,13 @@ def identity_of(value: Any) -> Any:
     return value.identity if isinstance(value, Identified) else value
 
 
-class Difference(NamedTuple):
-    """One difference between the order of a checkpoint and the present one."""
+def difference_of(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[str, str, str, str] | None:
+    """Find the difference of the order of a checkpoint and the present one that says most.
 
-    #: What differs, such as ``seed``, ``windows.length`` or ``stages[5].sampler``.
-    name: str
-    #: Its value in the checkpoint.
-    saved: str
-    #: Its present value.
-    now: str
-    #: What to resume with.
-    remedy: str
-
-
-def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
-    """Find the difference of two orders that says most to the user."""
+    What differs, such as ``windows.length``, its value there and now, and what to resume with.
+    """
     found = min(_differences(saved, now), key=_vagueness, default=None)
     if found is None:
         return None
@@ -93,7 +85,7 @@ def difference_of(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Differenc
         **_REMEDIES,
         "num_shards": f"num_shards={one} and a number of data devices that divides it",
     }
-    return Difference(name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}"))
+    return name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}")
 
 
 def _differences(

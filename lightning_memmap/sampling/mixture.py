@@ -13,7 +13,7 @@ from lightning_memmap.errors import call_text, check_integer, check_number
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import Integers, JoinedRows, WindowedRows, firsts_of, shard_rows
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept
 
 #: The fractions of its multiples are spread evenly, however many of them follow one another.
 _GOLDEN = (5**0.5 - 1) / 2
@@ -238,19 +238,15 @@ class MixtureSampler(Sampler):
 
     sets: Sets
 
-    @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard])).ravel()
+    @kept
+    def _pieces(self, _: int) -> tuple[_Pieces, NDArray[np.uint64]]:
+        """The pieces of all shards, and a random number for each."""
+        pieces = self.sets.pieces(self.num_shards)
+        return pieces, random_bits(self.seed, 0, 1).random_raw(len(pieces.set))
 
     def _of_shards(self, shards: Integers) -> tuple[_Pieces, NDArray[np.uint64]]:
-        """The pieces of some shards, shard after shard, and a random number for each."""
-
-        def make() -> tuple[_Pieces, NDArray[np.uint64]]:
-            pieces = self.sets.pieces(self.num_shards)
-            return pieces, random_bits(self.seed, 0, 1).random_raw(len(pieces.set))
-
-        with self._tables.lock:
-            pieces, numbers = self._tables.get("pieces", 0, make)
+        """The same of some shards, shard after shard."""
+        pieces, numbers = self._pieces(0)
         begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
         which = np.concatenate([np.arange(*edges) for edges in zip(begins, ends, strict=True)])
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
@@ -297,21 +293,23 @@ def _read_on(rows: Integers, nums: Integers, starts: Integers, counts: Integers)
 class ByBatchSampler(MixtureSampler):
     """The same with all rows of a global batch of one set."""
 
+    @kept
+    def _batches(self, epoch: int) -> Integers:
+        """The set of each batch."""
+        begins = self.sets.batch_begins(self.num_shards)
+        keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
+        return self.sets.sets_of_batches(begins, keys)
+
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
-        def make() -> Integers:
-            begins = self.sets.batch_begins(self.num_shards)
-            keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
-            return self.sets.sets_of_batches(begins, keys)
-
-        with self._tables.lock:
-            sets = self._tables.get("batches", epoch, make)
         held, _ = self._of_shards(np.array([shard]))
         assert self.sets.global_batch is not None
         of_rows = held.set[np.searchsorted(held.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         found = np.empty_like(offsets)
         # The rows of a set come to the positions of its batches, as they are permuted.
-        of_positions = sets[positions // self.sets.global_batch].argsort(kind="stable")
+        of_positions = self._batches(epoch)[positions // self.sets.global_batch].argsort(
+            kind="stable"
+        )
         found[of_positions] = offsets[of_rows.argsort(kind="stable")]
         return found

@@ -5,9 +5,10 @@ position can be looked up at any time. Integers only.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,43 @@ _VERY_LONG_SHARD = 65536
 _COMMON_ROUNDS = 5
 #: Offsets that are computed at a time, which stay in the processor's cache.
 _CACHED = 16384
+#: Epochs whose tables are kept: a stream reads the next one ahead.
+_KEPT_EPOCHS = 2
 #: Blocks of an epoch whose order is kept: a step may reach from one into the next. More where
 #: their tables are small: those who draw rows come back to each block for other shards.
 _KEPT_BLOCKS, _KEPT_BYTES = 4, 2**25
 #: Numbers outside of their shards that are brought inside at a time, which limits memory.
 _WALKED = 2**18
+T = TypeVar("T")
+
+
+class Tables:
+    """What was made for the last epochs, or blocks, by kind. Copies begin empty."""
+
+    def __init__(self, num_kept: int = _KEPT_EPOCHS) -> None:
+        self._num_kept = num_kept
+        self.lock = Lock()
+        self._kept: dict[str, OrderedDict[int, Any]] = {}
+
+    def get(self, kind: str, epoch: int, make: Callable[[], T]) -> T:
+        """What was made before, or is made now, by one thread at a time."""
+        with self.lock:
+            kept = self._kept.setdefault(kind, OrderedDict())
+            if epoch not in kept:
+                kept[epoch] = make()
+                if len(kept) > self._num_kept:
+                    kept.popitem(last=False)
+            kept.move_to_end(epoch)
+            found: T = kept[epoch]
+            return found
+
+    def clear(self) -> None:
+        """Free everything."""
+        with self.lock:
+            self._kept.clear()
+
+    def __reduce__(self) -> tuple[type["Tables"], tuple[()]]:
+        return Tables, ()
 
 
 class Permutation(Protocol):
@@ -122,22 +155,16 @@ class _Rotated:
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Permuted offsets; see `Permutation`."""
-        turned, num = self._first[first : last + 1], len(columns)
-        if num == 1:
-            one: Integers = self.columns(first, last, columns).ravel() + begins[0]
-            return one
-        step = min(max(1, _CACHED // num), len(turned))
-        rotations, shifts = np.tile(self._rotations[columns], step), np.tile(begins, step)
-        offsets = np.empty(len(turned) * num, np.int64)
-        for start in range(0, len(offsets), step * num):
-            places = np.repeat(turned[start // num : start // num + step], num)
-            places += rotations[: len(places)]
-            out = offsets[start : start + len(places)]
-            np.add(self._last.take(places, mode="wrap"), shifts[: len(places)], out=out)
+        turned, rotations = self._first[first : last + 1, None], self._rotations[columns]
+        offsets, step = np.empty((len(turned), len(columns)), np.int64), _CACHED // len(columns) + 1
+        for start in range(0, len(turned), step):
+            rows = slice(start, start + step)
+            places = self._last.take(turned[rows] + rotations, mode="wrap")
+            np.add(places, begins, out=offsets[rows])
         at = self._short[columns]
         short = np.flatnonzero((at >= first) & (at <= last))
-        offsets[(at[short] - first) * num + short] = (self._instead[columns] + begins)[short]
-        return offsets
+        offsets[at[short] - first, short] = (self._instead[columns] + begins)[short]
+        return offsets.ravel()
 
     def columns(self, first: int, last: int, columns: Integers) -> Integers:
         """The permuted offsets of some shards, one shard after the other."""
@@ -300,9 +327,7 @@ class BlockPermutation:
     # last.
 
     def __init__(self, sizes: Integers, window: int, seed: int, epoch: int) -> None:
-        self._sizes = sizes
-        self._window = window
-        self._words = seed, epoch
+        self._sizes, self._window, self._words = sizes, window, (seed, epoch)
         # Rows that all shards have, and rows of the longest of them.
         self._round, self._longest = int(sizes[-1]), int(sizes[0])
         self._num_full = self._round // window
@@ -310,9 +335,7 @@ class BlockPermutation:
         self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
         table_bytes = 8 * window * (len(sizes) if window < _LONG_SHARD else 2)
-        self._num_kept = max(_KEPT_BLOCKS, _KEPT_BYTES // table_bytes)
-        self._lock = Lock()
-        self._kept: OrderedDict[int, Permutation] = OrderedDict()
+        self._tables = Tables(max(_KEPT_BLOCKS, _KEPT_BYTES // table_bytes))
 
     def runs(self, number: int) -> list[range]:
         """The offsets of a block, one to three ranges, the same for each shard."""
@@ -336,23 +359,17 @@ class BlockPermutation:
         for number in range(first // self._window, last // self._window + 1):
             begin = number * self._window
             stop = min(last + 1, begin + self._window)
-            within = self._permutation_within(number)
+            within = self._tables.get("block", number, partial(self._within, number))
             grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
             pieces.append(spread(grid, self.runs(number)))
         offsets = np.concatenate(pieces).reshape(-1, len(columns))
         offsets += begins
         return offsets.ravel()
 
-    def _permutation_within(self, number: int) -> Permutation:
+    def _within(self, number: int) -> Permutation:
         """The permutation of each shard's rows in one block."""
-        with self._lock:
-            found = self._kept.get(number)
-            if found is None:
-                sizes = np.clip(self._sizes - number * self._window, 0, self._window)
-                found = self._kept[number] = permuted(sizes, random_bits(*self._words, 2 + number))
-                if len(self._kept) > self._num_kept:
-                    self._kept.popitem(last=False)
-            return found
+        sizes = np.clip(self._sizes - number * self._window, 0, self._window)
+        return permuted(sizes, random_bits(*self._words, 2 + number))
 
 
 def spread(numbers: Integers, runs: Sequence[range]) -> Integers:

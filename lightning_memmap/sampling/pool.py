@@ -225,17 +225,11 @@ def united(pools: Sequence[Pool]) -> Pool:
     return whole.drawing(sizes, first.counts, np.concatenate(each).astype(dtype))
 
 
-class Spans(NamedTuple):
-    """Which windows of each series are needed."""
+def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:
+    """The windows of each series that some shards have, and those between them.
 
-    #: The first one, int64 of shape (series,).
-    firsts: Integers
-    #: How many there are from the first to the last one; 0 for a series that is not needed.
-    counts: Integers
-
-
-def spans_of(pool: Pool, chosen: Sequence[int]) -> Spans:
-    """The windows of each series that some shards have, and those between them."""
+    The first one, and how many there are to the last one, or 0: both int64 of shape (series,).
+    """
     line, begins = pool.rows, pool.begins
     assert isinstance(line, WindowedRows)
     firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)
@@ -255,4 +249,4 @@ def spans_of(pool: Pool, chosen: Sequence[int]) -> Spans:
             series, windows = line.in_series(pool.places(np.full_like(offsets, shard), offsets))
             np.minimum.at(firsts, series, windows)
             np.maximum.at(lasts, series, windows)
-    return Spans(firsts, np.maximum(0, lasts + 1 - firsts))
+    return firsts, np.maximum(0, lasts + 1 - firsts)

@@ -281,10 +281,6 @@ class Stretches(NamedTuple):
     #: How many windows it has.
     counts: Integers
 
-    def of(self, chosen: NDArray[np.bool_]) -> "Stretches":
-        """Some of these: chosen is True for each of them, of shape (n,)."""
-        return Stretches(*(each[chosen] for each in self))
-
 
 class InSeries(NamedTuple):
     """Where windows are."""
@@ -433,7 +429,8 @@ class WindowedRows(Rows):
                 # Neighbours belong to shards one after the other.
                 shards = firsts % num_shards
                 needed = before[shards + np.clip(counts, 0, num_shards)] > before[shards]
-            pieces.append(Stretches(series, places + firsts - begins, counts).of(needed))
+            found = series, places + firsts - begins, counts
+            pieces.append([each[needed] for each in found])
         return Stretches(*map(np.concatenate, zip(*pieces, strict=True)))
 
     @cached_property

@@ -7,11 +7,9 @@ rows of the shard, permutes them, and arranges them. All tables are the order's 
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from threading import Lock
+from functools import cached_property, partial, wraps
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +21,7 @@ from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
+    Tables,
     columns_of,
     every,
     permuted,
@@ -32,11 +31,10 @@ from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers
 
 MAX_SEED = 2**63 - 1
-#: Epochs whose tables are kept: a stream reads the next one ahead.
-_KEPT_EPOCHS = 2
 #: Rows of shards that are drawn together: for short shards, that takes half of the time.
-_TOGETHER = 2**16
+_TOGETHER = 2**17
 T = TypeVar("T")
+S = TypeVar("S", bound="Sampler")
 
 
 def derive_seed(seed: int, *words: int) -> int:
@@ -47,33 +45,14 @@ def derive_seed(seed: int, *words: int) -> int:
     return int(state[0]) & MAX_SEED
 
 
-class _Tables:
-    """What an order has computed for its last epochs, by epoch and kind. Copies begin empty."""
+def kept(make: Callable[[S, int], T]) -> Callable[[S, int], T]:
+    """A method of an order that makes a table of an epoch, which is kept for some epochs."""
 
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self._kept: OrderedDict[tuple[str, int], Any] = OrderedDict()
+    @wraps(make)
+    def get(order: S, epoch: int) -> T:
+        return order._tables.get(make.__name__, epoch, lambda: make(order, epoch))
 
-    def get(self, kind: str, epoch: int, make: Callable[[], T]) -> T:
-        """What was made before, or is made now. The lock is held."""
-        found: T
-        if (kind, epoch) in self._kept:
-            self._kept.move_to_end((kind, epoch))
-            found = self._kept[kind, epoch]
-            return found
-        found = self._kept[kind, epoch] = make()
-        same = [key for key in self._kept if key[0] == kind]
-        for old in same[:-_KEPT_EPOCHS]:
-            del self._kept[old]
-        return found
-
-    def clear(self) -> None:
-        """Free everything."""
-        with self.lock:
-            self._kept.clear()
-
-    def __reduce__(self) -> tuple[type["_Tables"], tuple[()]]:
-        return _Tables, ()
+    return get
 
 
 class _Drawn:
@@ -111,8 +90,8 @@ class Sampler(Identified):
     pool: Pool
     seed: int = 0
     shuffle_window: int | None = field(default=None, kw_only=True)
-    _tables: _Tables = field(
-        default_factory=_Tables, init=False, repr=False, compare=False, kw_only=True
+    _tables: Tables = field(
+        default_factory=Tables, init=False, repr=False, compare=False, kw_only=True
     )
 
     #: Whether the epoch has the rows in dataset order, each once.
@@ -162,7 +141,8 @@ class Sampler(Identified):
         Returns:
             Offsets within the shard, int64 of shape (pool.counts[shard],).
         """
-        return self.arrange(epoch, shard, self.permute(epoch, shard, self.draw(epoch, shard)))
+        drawn = self.draws(epoch, np.array([shard]))[0]
+        return self.arrange(epoch, shard, self.permute(epoch, shard, drawn))
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
@@ -196,10 +176,8 @@ class Sampler(Identified):
 
     def _table(self, epoch: int, shards: Integers) -> NDArray[Any]:
         """The rows of an epoch by shard, filled for some shards."""
-        tables = self._tables
-        with tables.lock:
-            drawn = tables.get("table", epoch, lambda: _Drawn(self.pool))
-            missing = shards[~drawn.has[shards]]
+        drawn = self._drawn(epoch)
+        missing = shards[~drawn.has[shards]]
         counts = self.pool.counts[missing]
         for count in np.unique(counts[counts > 0]).tolist():
             alike = missing[counts == count]
@@ -218,6 +196,11 @@ class Sampler(Identified):
                 drawn.offsets[every(some), :count] = found
                 drawn.has[some] = True
         return drawn.offsets
+
+    @kept
+    def _drawn(self, epoch: int) -> _Drawn:
+        """A table without any shard."""
+        return _Drawn(self.pool)
 
     def _stacked(self, name: str, epoch: int, shards: Integers) -> Integers:
         """What a method returns for some shards, once it is seen to be offsets within these."""
@@ -240,17 +223,12 @@ class Sampler(Identified):
         """The seed of the permutations of blocks: its bits are not those of draws."""
         return derive_seed(self.seed, 1)
 
+    @kept
     def _permutation(self, epoch: int) -> Permutation:
         """The permutations of all shards."""
-
-        def make() -> Permutation:
-            counts = self.pool.counts
-            if self.shuffle_window is None:
-                return permuted(counts, random_bits(self.seed, epoch))
-            return BlockPermutation(counts, self.shuffle_window, self._block_seed, epoch)
-
-        with self._tables.lock:
-            return self._tables.get("permutation", epoch, make)
+        if self.shuffle_window is None:
+            return permuted(self.pool.counts, random_bits(self.seed, epoch))
+        return BlockPermutation(self.pool.counts, self.shuffle_window, self._block_seed, epoch)
 
     @property
     def block(self) -> int | None:
@@ -290,7 +268,7 @@ class Sampler(Identified):
         """Shards, ``C``."""
         return self.pool.num_shards
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}

@@ -135,8 +135,8 @@ class Parts(Selection):
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> Integers:
-        mask = np.arange(fields.num_rows) % self._num_parts == member
-        return chosen_rows(mask, fields.num_rows, f"subset of {split}")
+        rows = np.arange(member, fields.num_rows, self._num_parts)
+        return chosen_rows(rows, fields.num_rows, f"subset of {split}")
 
 
 class _HoldingOut(Selection):
@@ -165,12 +165,11 @@ class _HoldingOut(Selection):
 
     def _dealt(self, fields: Fields, shuffle: bool = True) -> NDArray[np.int64]:
         """All rows in random order, those with one value of the field one after the other."""
-        keys = np.zeros(fields.num_rows, np.uint64)
-        if shuffle:
-            keys = random_bits(self._seed, 0, _BITS).random_raw(fields.num_rows)
-        if self._stratify is None:
-            return np.argsort(keys, kind="stable")
-        return np.lexsort((keys, self._values("stratify", self._stratify, fields)))
+        count, field = fields.num_rows, self._stratify
+        bits = random_bits(self._seed, 0, _BITS)
+        keys = bits.random_raw(count) if shuffle else np.zeros(count, np.uint64)
+        by = () if field is None else (self._values("stratify", field, fields),)
+        return np.lexsort((keys, *by))
 
     def _values(self, name: str, field: str, fields: Fields) -> NDArray[Any]:
         """The values of a field by which rows are divided."""

@@ -18,7 +18,7 @@ from lightning_memmap.sampling.permutations import (
 )
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import Integers, firsts_of, shard_rows
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, one_by_row
+from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
@@ -113,12 +113,10 @@ class WeightedSampler(Sampler):
     @override
     def draws(self, epoch: int, shards: Integers) -> Integers:
         pool, unit_bits = self.pool, _unit_bits(self.num_positions)
-        with self._tables.lock:
-            pieces = self._tables.get("pieces", 0, self._pieces)
         point = int(random_bits(self.seed, epoch, _OFFSET).random_raw(1)[0]) >> (64 - unit_bits)
         order = self._orders(epoch, shards)
         # Shard after shard: each is as long as it has points.
-        lengths = pieces.take(order + pool.starts[shards][:, None], mode="clip")
+        lengths = self._pieces(0).take(order + pool.starts[shards][:, None], mode="clip")
         lengths[:, :-1] *= order[:, :-1] < (pool.sizes[shards] - 1)[:, None]
         # The points before the end of each row: point k lies at k, plus the offset.
         lengths[0, 0] += (1 << unit_bits) - 1 - point
@@ -129,10 +127,6 @@ class WeightedSampler(Sampler):
         found = order.ravel().take(rows).reshape(len(shards), -1)
         return np.sort(found) if self.shuffle_window is not None else found
 
-    @override
-    def draw(self, epoch: int, shard: int) -> Integers:
-        return self.draws(epoch, np.array([shard])).ravel()
-
     def _orders(self, epoch: int, shards: Integers) -> Integers:
         """The rows of shards permuted, of shape (shards, n); those that a shard lacks anywhere."""
         # The first and the last row of a shard may be in others too, and keep their places.
@@ -141,15 +135,7 @@ class WeightedSampler(Sampler):
         order[:, 0], order[:, -1] = 0, sizes - 1
         if most < 1:
             return order
-
-        # The permutation of the largest shard: shards share tables.
-        def make() -> Permutation:
-            every = np.full(self.num_shards, most)
-            return permuted(every, random_bits(self.seed, epoch, _ORDERS))
-
-        with self._tables.lock:
-            orders = self._tables.get("rows", epoch, make)
-        np.add(columns_of(orders, shards, most), 1, out=order[:, 1:-1])
+        np.add(columns_of(self._rows(epoch), shards, most), 1, out=order[:, 1:-1])
         for index in np.flatnonzero(4 * (sizes - 2) < most).tolist():
             order[index, 1:-1] = most + 2
             if (size := int(sizes[index]) - 2) > 0:
@@ -157,7 +143,14 @@ class WeightedSampler(Sampler):
                 order[index, 1 : 1 + size] = 1 + permutation(size, bits)
         return order
 
-    def _pieces(self) -> Integers:
+    @kept
+    def _rows(self, epoch: int) -> Permutation:
+        """The permutation of the inner rows of the largest shard: shards share tables."""
+        inner = np.full(self.num_shards, self.pool.longest - 2)
+        return permuted(inner, random_bits(self.seed, epoch, _ORDERS))
+
+    @kept
+    def _pieces(self, _: int) -> Integers:
         """How much of each row is in each shard, in units, shard after shard."""
         pool = self.pool
         ends = self.lengths.array.cumsum()[pool.whole(np.arange(pool.num_rows, dtype=np.int64))]

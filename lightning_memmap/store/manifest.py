@@ -305,7 +305,7 @@ def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) 
             series_bytes += column.mean_bytes(1)
 
     def held_bytes(chosen: Sequence[int]) -> int:
-        counts = spans_of(pool, chosen).counts
+        _, counts = spans_of(pool, chosen)
         counts = counts[counts > 0]
         num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
         return num_steps * step_bytes + len(counts) * series_bytes

@@ -9,8 +9,9 @@ runs of a round take turns. Compared are:
 - plain: one thread reads the files from their beginning to their end, in pieces of 8 MiB.
 - plain, letting go: the same, and pages are put out of the page cache once they are read.
 - plain, direct: the same past the page cache.
+- direct, kept: the same into as much memory as a window has, instead of the same 8 MiB.
 - stream: a shuffled epoch of the loader with `residency="stream"`. What it is held against in each
-  round is the fastest of the plain reads.
+  round is the fastest of the plain reads, and the one that keeps what it reads.
 - mmap: a shuffled epoch of the loader over the file mapping, all rows mixed; for some seconds.
 """
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -94,12 +95,14 @@ def empty_page_cache(paths: list[Path]) -> None:
 
 
 def plain_read(paths: list[Path], buffer: memoryview, lets_go: bool, flags: int = 0) -> int:
-    """Read files from beginning to end; the bytes that were read."""
+    """Read files from beginning to end, over and over a buffer; the bytes that were read."""
     total = 0
+    begins = range(0, len(buffer), PIECE_BYTES)
+    pieces = cycle([buffer[begin : begin + PIECE_BYTES] for begin in begins])
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | flags)
         place = 0
-        while found := os.preadv(descriptor, [buffer], place):
+        while found := os.preadv(descriptor, [next(pieces)], place):
             if lets_go:
                 os.posix_fadvise(descriptor, place, found, os.POSIX_FADV_DONTNEED)
             place += found
@@ -137,11 +140,12 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     store = open_store(path)
     row_bytes = store.manifest.row_bytes
     paths = sorted(open_store(path).files.glob("*.memmap"))
-    buffer = aligned_memory(PIECE_BYTES)
+    buffer, window = aligned_memory(PIECE_BYTES), parse_bytes(args.window)
     runs = {
         "plain": lambda: plain_read(paths, buffer, False),
         "plain, letting go": lambda: plain_read(paths, buffer, True),
         "plain, direct": lambda: plain_read(paths, buffer, False, os.O_DIRECT),
+        "direct, kept": lambda: plain_read(paths, aligned_memory(window), False, os.O_DIRECT),
         "stream": epoch_of(windowed_loader(store, "stream", args), row_bytes, float("inf")),
     }
     if args.mmap_seconds:
@@ -171,6 +175,8 @@ def report(found: dict[str, Any], args: argparse.Namespace, store: Store) -> Ite
     plain = [values for name, values in rates.items() if name.startswith("plain")]
     ratios = pairwise_ratios(rates["stream"], [max(each) for each in zip(*plain, strict=True)])
     yield f"stream against the fastest plain read: {spread(ratios)}"
+    ratios = pairwise_ratios(rates["stream"], rates["direct, kept"])
+    yield f"stream against the direct read that keeps as much: {spread(ratios)}"
     if "mmap" in rates:
         ratios = pairwise_ratios(rates["stream"], rates["mmap"])
         yield f"stream against mmap: {spread(ratios, '{:.1f}')}"

@@ -1,6 +1,7 @@
 """Every order: the same rows on any number of devices and processes, wherever they live."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, SamplerFactory, Weighted
-from lightning_memmap.sampling.sampler import _Tables
+from lightning_memmap.sampling.permutations import Tables
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.joined import JoinedStore
@@ -151,11 +152,14 @@ def test_checkpoint_of_another_order_is_refused(
 def test_tables_of_an_order_are_used_by_one_thread_at_a_time(
     stores: dict[str, Store], name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    get = _Tables.get
+    get = Tables.get
 
-    def checked(tables: _Tables, *arguments: Any) -> Any:
-        assert tables.lock.locked()
-        return get(tables, *arguments)
+    def checked(tables: Tables, kind: str, epoch: int, make_table: Callable[[], Any]) -> Any:
+        def alone() -> Any:
+            assert tables.lock.locked()
+            return make_table()
 
-    monkeypatch.setattr(_Tables, "get", checked)
+        return get(tables, kind, epoch, alone)
+
+    monkeypatch.setattr(Tables, "get", checked)
     assert steps_of(make(stores, name, 3, window=window), 1)

@@ -143,7 +143,7 @@ def test_memory_holds_each_step_once(store: Store) -> None:
 def test_plan_counts_the_bytes_that_are_held(store: Store) -> None:
     loader = make_window_loader(store, WINDOWS, residency="host", fields=("value",))
     pool = loader.order.pool
-    counts = spans_of(pool, range(12)).counts
+    _, counts = spans_of(pool, range(12))
     steps = int(((counts[counts > 0] - 1) * STRIDE + LENGTH).sum())
     # Of the other fields, a piece of a series counts as their mean.
     others = [each for each in store.manifest.columns if each.field.name != "value"]

@@ -101,8 +101,8 @@ class Kinds(torch.utils.data.Dataset[Any]):
 def test_windows_are_all_there_is(
     numbered_store: Stores, num_rows: int, window: int, size: int, expected: int
 ) -> None:
-    # Rows of 64 KiB and more.
-    store, before, most = numbered_store(num_rows, 24, 2**16), large_tensors(), 0
+    # Rows of 128 KiB and more.
+    store, before, most = numbered_store(num_rows, 24, 2**17), large_tensors(), 0
     options = {"window": window, "rank": size - 1, "size": size}
     loader = make_loader(store, residency="stream", shuffle=True, **options)
     for epoch in range(2):
@@ -111,7 +111,7 @@ def test_windows_are_all_there_is(
             if step % 20 == 9:
                 most = max(most, sum((large_tensors() - before).values()))
             del super_batch
-    assert most == expected * 2**16
+    assert most == expected * 2**17
     loader._rows.release()
     assert not large_tensors() - before
 
@@ -124,7 +124,7 @@ def large_tensors() -> Counter[int]:
         is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
         if is_dense and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            if storage.nbytes() > 2**22:
+            if storage.nbytes() > 2**23:
                 found[storage_key(tensor)] = storage.nbytes()
     return found
 
