@@ -46,7 +46,7 @@ def read_sample(dataset: Any, row: int) -> Any:
 
 def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
     """Read samples of a dataset, many at once where it has ``__getitems__``."""
-    numbers = np.asarray(rows).tolist()
+    numbers = list(rows) if isinstance(rows, range) else rows.tolist()
     if _gives_many(dataset):
         with suppress(Exception):  # Row by row, the error has its row.
             many = dataset.__getitems__(numbers)

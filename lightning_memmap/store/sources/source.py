@@ -68,9 +68,8 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
 
     def read_items(rows: Rows) -> list[Values]:
         some = (rows[first : first + step] for first in range(0, len(rows), step))
-        return _joined(
-            [stack_rows(read_samples(dataset, each), each, schema, another) for each in some]
-        )
+        stacked = (stack_rows(read_samples(dataset, each), each, schema, another) for each in some)
+        return join_values(stacked, len(rows))
 
     another, slices = partial(read_sample, dataset, 0), None
     if not any(isinstance(field.kind, Image) for field in schema.fields):
@@ -95,7 +94,7 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
 
     def read(rows: Rows) -> list[Values]:
         parts, back = by_piece(rows, ends)
-        return _joined([sources[part].read(within) for part, within in parts], back)
+        return join_values((sources[part].read(within) for part, within in parts), len(rows), back)
 
     def pieces() -> Integers | None:
         found = [source.pieces() for source in sources]
@@ -110,12 +109,6 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
         )
 
     return Source(read, pieces, all(source.is_sliced for source in sources))
-
-
-def _joined(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
-    """The rows of each field, read part by part, and put into another order."""
-    found = [join_values(values) for values in zip(*parts, strict=True)]
-    return found if back is None else [each.take(back) for each in found]
 
 
 def nullable_columns(dataset: Any) -> set[str]:

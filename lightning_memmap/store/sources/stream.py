@@ -90,9 +90,8 @@ class Spool:
     def read(self, rows: Rows) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
         pieces, back = by_piece(rows, np.array(self._ends[1:]))
-        found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
-        joined = [join_values(values) for values in zip(*found, strict=True)]
-        return joined if back is None else [each.take(back) for each in joined]
+        found = ([each.take(within) for each in self._piece(piece)] for piece, within in pieces)
+        return join_values(found, len(rows), back)
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.samples.hash_row`."""
