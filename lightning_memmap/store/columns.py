@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -381,8 +381,8 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
 
 def compute_checksums(
     directory: Path, columns: Sequence[Column], *, num_threads: int, advance: Callable[[int], None]
-) -> dict[str, tuple[str, ...]]:
-    """Read all files of a store and hash each shard: XXH3."""
+) -> dict[str, bytes]:
+    """Read all files of a store and hash each shard: XXH3, one hash after the other."""
     sums = {}
     with threads(num_threads) as pool:
         for column in columns:
@@ -399,7 +399,7 @@ def compute_checksums(
                         file = stack.enter_context(open(open_plain(path), "rb", buffering=0))
                         files[name] = file.fileno()
                     hash_group = partial(_hash_shards, files, advance)
-                    sums[column.field.name] = tuple(chain(*pool.map(hash_group, groups)))
+                    sums[column.field.name] = b"".join(pool.map(hash_group, groups))
             except OSError as error:
                 raise unreadable(path, error) from error
     return sums
@@ -407,9 +407,9 @@ def compute_checksums(
 
 def _hash_shards(
     files: Mapping[str, int], advance: Callable[[int], None], shards: Iterable[Sequence[FileRange]]
-) -> list[str]:
+) -> bytes:
     """The hashes of shards, each given as pieces of files."""
-    hashes, num_read = [], 0
+    hashes, num_read = b"", 0
     memory = memoryview(bytearray(_READ_BYTES))
     for pieces in shards:
         digest = xxhash.xxh3_64()
@@ -423,6 +423,6 @@ def _hash_shards(
                 if num_read >= _SHOWN_BYTES:
                     advance(num_read)
                     num_read = 0
-        hashes.append(digest.hexdigest())
+        hashes += digest.digest()
     advance(num_read)
     return hashes
