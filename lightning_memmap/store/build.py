@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Form, Nullable, read_forms
+from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
@@ -37,7 +37,7 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import nullable_columns
+from lightning_memmap.store.sources import known_forms
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
@@ -403,7 +403,7 @@ class Asked:
     @property
     def probe_forms(self) -> dict[str, Form]:
         """The forms with which the probe rows are read."""
-        return {**dict.fromkeys(nullable_columns(self.dataset), Nullable()), **self.forms}
+        return {**known_forms(self.dataset), **self.forms}
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""

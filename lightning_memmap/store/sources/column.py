@@ -1,15 +1,51 @@
 """What the columns of tables have in common: their rows are read many at once."""
 
 from abc import ABC, abstractmethod
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
+from lightning_memmap import schema
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema.stack import Column
+from lightning_memmap.schema.structure import Path
 
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 Rows = range | Integers
+
+
+class Extent(NamedTuple):
+    """What is known of all rows of a column without a look at their values."""
+
+    has_missing: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Of lists, and of the lists in these: the least length and the greatest."""
+
+    @property
+    def form(self) -> schema.Form | None:
+        """The form that a build needs; None where any few rows show what the others have."""
+        differ = [least < most for least, most in self.lengths]
+        # Lists of one length have the shape of an array, or are a field for each item.
+        if differ and differ[0]:
+            return schema.Rows(len(differ) - differ[::-1].index(True), self.has_missing)
+        return schema.Nullable() if self.has_missing else None
+
+
+#: By the keys that lead to it in a sample, what has an extent.
+Extents = dict[Path, Extent]
+
+
+def join_extents(parts: Iterable[Extents]) -> Extents:
+    """What all rows of several parts have."""
+    found = Extents()
+    for path, (has_missing, lengths) in (each for part in parts for each in part.items()):
+        known = found.get(path, Extent())
+        levels = [[*filter(None, pair)] for pair in zip_longest(known.lengths, lengths)]
+        joined = tuple((min(each)[0], max(most for _, most in each)) for each in levels)
+        found[path] = Extent(known.has_missing or has_missing, joined)
+    return found
 
 
 class TableColumn(ABC):
@@ -19,9 +55,9 @@ class TableColumn(ABC):
     def rows(self, rows: Rows) -> Column:
         """Some rows."""
 
-    def has_missing(self) -> bool:
-        """Whether rows have no value, as far as this is known."""
-        return False
+    def extents(self) -> Extents:
+        """What is known of all rows, and of the parts of structs."""
+        return {}
 
     def pieces(self) -> Integers | None:
         """By row, in which piece of its files it is, where a piece is read as a whole."""

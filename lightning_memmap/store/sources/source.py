@@ -22,13 +22,20 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Schema, Values
+from lightning_memmap.schema import Field, Form, Node, Schema, Values
 from lightning_memmap.schema.fields import field_name, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
-from lightning_memmap.store.sources.column import Rows, TableColumn, as_range, by_piece
+from lightning_memmap.store.sources.column import (
+    Extents,
+    Rows,
+    TableColumn,
+    as_range,
+    by_piece,
+    join_extents,
+)
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
 
@@ -111,18 +118,23 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     return Source(read, pieces, all(source.is_sliced for source in sources))
 
 
-def nullable_columns(dataset: Any) -> set[str]:
-    """Find the columns that have rows without a value, where no row must be read for it."""
+def known_forms(dataset: Any) -> dict[str, Form]:
+    """The forms of what is None in some rows, or differs in length, where a table tells it."""
+    found = {field_name(path): extent.form for path, extent in _extents_of(dataset).items()}
+    return {name: form for name, form in found.items() if form is not None}
+
+
+def _extents_of(dataset: Any) -> Extents:
     kind = type(dataset)
     if kind is Subset:
-        return nullable_columns(dataset.dataset)
+        return _extents_of(dataset.dataset)
     if kind is ConcatDataset:
-        return set().union(*map(nullable_columns, dataset.datasets))
-    names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
-    if _is_hugging_face(dataset) and dataset.format["type"] is None:
-        # In a format, samples have NaN, or whatever a transform makes of it.
-        names = [n for n in dataset.format["columns"] if dataset.data.column(n).null_count]
-    return {field_name((name,)) for name in names}
+        return join_extents(map(_extents_of, dataset.datasets))
+    if _is_hugging_face(dataset):
+        from lightning_memmap.store.sources.tables import hugging_face_extents
+
+        return hugging_face_extents(dataset)
+    return dataset.extents() if kind is ColumnDataset else {}
 
 
 def _is_hugging_face(dataset: Any) -> bool:
