@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from reprlib import repr as short_repr
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
@@ -131,10 +130,6 @@ class Field:
                 f"field {self.name!r}: a row is not {self.kind} ({error}): its store is damaged,"
                 " build it again"
             ) from None
-
-    def words(self, number: int | float | complex | bool) -> str:
-        """Write a value of this field as a person would."""
-        return self.kind.words(number)
 
     @property
     def described(self) -> str:
@@ -279,30 +274,14 @@ class Values(NamedTuple):
         return Values(data, np.concatenate([lengths[:, None], sizes], axis=1))
 
 
-def join_values(
-    parts: Iterable[list[Values]], num_rows: int, back: Integers | None = None
-) -> list[Values]:
-    """Join rows that come in parts, each with all fields, and put them into another order. A part
-    is copied as it comes, so that the next one finds its memory free."""
-    rest, done = iter(parts), 0
-    found = next(rest)
-    if found[0].num_rows < num_rows:
-        # Of rows that differ in length, how much memory they need is known only at the end.
-        shapes = [(num_rows * (each.sizes is None), *each.data.shape[1:]) for each in found]
-        whole = [each.data.new_empty(shape) for each, shape in zip(found, shapes, strict=True)]
-        items, sizes = [list[Tensor]() for _ in found], [list[Integers]() for _ in found]
-        for part in chain([found], rest):
-            for at, (data, more) in enumerate((each.data, each.sizes) for each in part):
-                if more is None:
-                    whole[at][done : done + len(data)] = data
-                else:
-                    items[at].append(data)
-                    sizes[at].append(more)
-            done += part[0].num_rows
-        found = [
-            Values(torch.cat(items[at]), np.concatenate(sizes[at])) if sizes[at] else Values(data)
-            for at, data in enumerate(whole)
-        ]
+def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
+    """Join rows that were read part by part, each with all fields, and put them into an order."""
+    found = []
+    for values in zip(*parts, strict=True) if len(parts) > 1 else ():
+        sizes = [each.sizes for each in values if each.sizes is not None]
+        data = torch.cat([each.data for each in values])
+        found.append(Values(data, np.concatenate(sizes) if sizes else None))
+    found = found or parts[0]
     return found if back is None else [each.take(back) for each in found]
 
 

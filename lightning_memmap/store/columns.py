@@ -119,8 +119,6 @@ class FixedColumn(_Column):
     """The column of a field whose rows all have one shape."""
 
     def __post_init__(self) -> None:
-        if self.field.num_variable:
-            raise ValueError(f"the rows of field {self.field.name!r} differ in shape")
         # Empty sizes count as one: torch multiplies them in this way for the strides.
         row_bytes = (
             math.prod(max(1, size) for size in self.field.item_shape) * self.field.dtype.itemsize
@@ -185,8 +183,8 @@ class RaggedColumn(_Column):
 
     def __post_init__(self) -> None:
         field = self.field
-        if not field.num_variable or not field.item_bytes:
-            raise ValueError(f"{field} is no field whose rows differ in length, or has no bytes")
+        if not field.item_bytes:
+            raise ValueError(f"the rows of {field} have a length and no bytes")
         if len(field.name) + _MAX_SUFFIX > 255:
             raise ValueError(f"the name of field {field.name!r} is too long for its files")
         if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:

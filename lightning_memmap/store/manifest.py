@@ -187,12 +187,7 @@ class Manifest:
                 f"the manifest of the store at {where} is larger than {MAX_MANIFEST_BYTES} bytes"
             )
         try:
-            return cls._decode(data)
-        except _VersionError as error:
-            raise OtherVersionError(
-                f"the store at {where} has format version {error}, and this version of"
-                f" lightning_memmap reads version {VERSION}: remove it and build it again"
-            ) from None
+            return cls._decode(data, where)
         except (ValueError, SchemaError) as error:
             raise StoreError(
                 f"the manifest of the store at {where} cannot be trusted: {error};"
@@ -200,13 +195,17 @@ class Manifest:
             ) from error
 
     @classmethod
-    def _decode(cls, data: bytes) -> "Manifest":
+    def _decode(cls, data: bytes, where: str = "") -> "Manifest":
         try:
             header = msgspec.json.decode(data, type=_Header)
             if bytes(header.format) != b'"%s"' % FORMAT.encode():
                 raise ValueError(f"it does not name the format {FORMAT!r}")
             if bytes(header.version) != b"%d" % VERSION:
-                raise _VersionError(_shown(header.version))
+                raise OtherVersionError(
+                    f"the store at {where} has format version {_shown(header.version)}, and this"
+                    f" version of lightning_memmap reads version {VERSION}: remove it and build it"
+                    " again"
+                )
             if sign(b"{" + data[_DIGEST_BYTES:]) != data:
                 raise ValueError("its digest does not match its content")
             found = msgspec.json.decode(data, type=_File)
@@ -331,10 +330,6 @@ def check_num_shards(num_shards: int) -> int:
 
 class OtherVersionError(StoreError):
     """A store is of another version of the format."""
-
-
-class _VersionError(ValueError):
-    """The version that a manifest names."""
 
 
 def are_class_names(names: Sequence[Any]) -> bool:

@@ -132,7 +132,7 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
         workers.run(calling(_compare_rows, store), pieces, advance)
 
 
-def _compare_rows(dataset: Any, rows: range, store: StoredRows) -> int:
+def _compare_rows(store: StoredRows, dataset: Any, rows: range) -> int:
     """Compare rows of a dataset with those of a store. Returns their number."""
     _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
     return len(rows)
@@ -165,7 +165,7 @@ def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -
                 raise _other_row(store, row, f", in field {field.name!r}")
 
 
-def _check_probe(dataset: Any, probe: tuple[int, str], store: StoredRows) -> int:
+def _check_probe(store: StoredRows, dataset: Any, probe: tuple[int, str]) -> int:
     """Compare the hash of a row with that of a store, of which no row is read."""
     row, expected = probe
     read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))

@@ -224,7 +224,7 @@ def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Sch
     return found[0]
 
 
-def read_probes(dataset: Any, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+def read_probes(forms: Mapping[str, Form] | Schema, dataset: Any, num_rows: int) -> Probes:
     """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
     rows, durations = probe_rows(num_rows), list[float]()
     samples = list[Any]()

@@ -3,48 +3,40 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
 
 import numpy as np
 
-from lightning_memmap import schema
 from lightning_memmap.sampling import Integers
+from lightning_memmap.schema import Form, Nullable, Rows
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.stack import Column
 from lightning_memmap.schema.structure import Path
+from lightning_memmap.store.workers import RowNumbers
 
-#: Rows in a range of step 1, or in any order, int64 of shape (n,).
-Rows = range | Integers
-
-
-class Extent(NamedTuple):
-    """What is known of all rows of a column without a look at their values."""
-
-    has_missing: bool = False
-    lengths: tuple[tuple[int, int], ...] = ()
-    """Of lists, and of the lists in these: the least length and the greatest."""
-
-    @property
-    def form(self) -> schema.Form | None:
-        """The form that a build needs; None where any few rows show what the others have."""
-        differ = [least < most for least, most in self.lengths]
-        # Lists of one length have the shape of an array, or are a field for each item.
-        if differ and differ[0]:
-            return schema.Rows(len(differ) - differ[::-1].index(True), self.has_missing)
-        return schema.Nullable() if self.has_missing else None
-
-
-#: By the keys that lead to it in a sample, what has an extent.
-Extents = dict[Path, Extent]
+#: By the keys in a sample, what is known of all rows without a look at their values:
+#: of lists the least length and the greatest, and of lists in these; None where rows have no value.
+Extents = dict[Path, list[set[int | None]]]
 
 
 def join_extents(parts: Iterable[Extents]) -> Extents:
     """What all rows of several parts have."""
     found = Extents()
-    for path, (has_missing, lengths) in (each for part in parts for each in part.items()):
-        known = found.get(path, Extent())
-        levels = [[*filter(None, pair)] for pair in zip_longest(known.lengths, lengths)]
-        joined = tuple((min(each)[0], max(most for _, most in each)) for each in levels)
-        found[path] = Extent(known.has_missing or has_missing, joined)
+    for path, levels in (each for part in parts for each in part.items()):
+        pairs = zip_longest(found.get(path, ()), levels, fillvalue=set[int | None]())
+        found[path] = [one | other for one, other in pairs]
+    return found
+
+
+def forms_of(extents: Extents) -> dict[str, Form]:
+    """The forms that a build needs, since a few rows may not show what the others have."""
+    found = dict[str, Form]()
+    for path, levels in extents.items():
+        has_missing, differ = None in levels[0], [len(each - {None}) > 1 for each in levels]
+        # Lists of one length have the shape of an array, or are a field for each item.
+        if differ[0]:
+            found[field_name(path)] = Rows(len(differ) - differ[::-1].index(True), has_missing)
+        elif has_missing:
+            found[field_name(path)] = Nullable()
     return found
 
 
@@ -52,7 +44,7 @@ class TableColumn(ABC):
     """A column of a table."""
 
     @abstractmethod
-    def rows(self, rows: Rows) -> Column:
+    def rows(self, rows: RowNumbers) -> Column:
         """Some rows."""
 
     def extents(self) -> Extents:
@@ -64,13 +56,15 @@ class TableColumn(ABC):
         return None
 
 
-def as_range(rows: Integers) -> Rows:
+def as_range(rows: Integers) -> RowNumbers:
     """Rows as a range, where they are one: it is read without a copy."""
     is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
     return range(int(rows[0]), int(rows[-1]) + 1) if is_range else rows
 
 
-def by_piece(rows: Rows, ends: Integers) -> tuple[list[tuple[int, Rows]], Integers | None]:
+def by_piece(
+    rows: RowNumbers, ends: Integers
+) -> tuple[list[tuple[int, RowNumbers]], Integers | None]:
     """The pieces in which rows are, by where each piece ends: its number, and its rows counted from
     its first one; and the order of all rows once these are joined, where it is another one."""
     if isinstance(rows, range):

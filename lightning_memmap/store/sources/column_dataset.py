@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.column import Extent, Extents, TableColumn
+from lightning_memmap.store.sources.column import Extents, TableColumn
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -85,9 +85,10 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         """What is known of all rows."""
         found = Extents()
         for name, column in self.columns.items():
-            is_table = isinstance(column, TableColumn)
-            known = column.extents() if is_table else {(): Extent(_has_missing(column))}
-            found.update({(name, *path): each for path, each in known.items()})
+            if isinstance(column, TableColumn):
+                found.update({(name, *path): each for path, each in column.extents().items()})
+            elif _has_missing(column):
+                found[(name,)] = [{None}]
         return found
 
 

@@ -23,21 +23,22 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Form, Node, Schema, Values
-from lightning_memmap.schema.fields import field_name, join_values, take_rows
+from lightning_memmap.schema.fields import join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
 from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
 from lightning_memmap.store.sources.column import (
     Extents,
-    Rows,
     TableColumn,
     as_range,
     by_piece,
+    forms_of,
     join_extents,
 )
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.workers import RowNumbers
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
@@ -52,7 +53,7 @@ class Source:
     """The rows of a dataset."""
 
     #: Reads rows of each field.
-    read: Callable[[Rows], list[Values]]
+    read: Callable[[RowNumbers], list[Values]]
     #: By row, in which piece of its files it is, where a piece is read as a whole.
     pieces: Callable[[], Integers | None] = lambda: None
     #: Whether rows are read many at once, and not made one by one.
@@ -73,10 +74,11 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
         return Source(dataset.read)
     step = max(1, min(_MAX_ITEM_ROWS, _ITEM_BYTES // max(1, row_bytes)))
 
-    def read_items(rows: Rows) -> list[Values]:
+    def read_items(rows: RowNumbers) -> list[Values]:
         some = (rows[first : first + step] for first in range(0, len(rows), step))
-        stacked = (stack_rows(read_samples(dataset, each), each, schema, another) for each in some)
-        return join_values(stacked, len(rows))
+        return join_values(
+            [stack_rows(read_samples(dataset, each), each, schema, another) for each in some]
+        )
 
     another, slices = partial(read_sample, dataset, 0), None
     if not any(isinstance(field.kind, Image) for field in schema.fields):
@@ -85,7 +87,7 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     if slices is None:
         return Source(read_items, is_sliced=False)
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         with suppress(SchemaError):  # Some do not fit, and are to be named.
             found = slices.read(rows)
             if all(values.num_rows == len(rows) for values in found):
@@ -99,9 +101,9 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     """The rows of several sources, one source after the other."""
     ends = np.cumsum(sizes, dtype=np.int64)
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         parts, back = by_piece(rows, ends)
-        return join_values((sources[part].read(within) for part, within in parts), len(rows), back)
+        return join_values([sources[part].read(within) for part, within in parts], back)
 
     def pieces() -> Integers | None:
         found = [source.pieces() for source in sources]
@@ -120,8 +122,7 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
 
 def known_forms(dataset: Any) -> dict[str, Form]:
     """The forms of what is None in some rows, or differs in length, where a table tells it."""
-    found = {field_name(path): extent.form for path, extent in _extents_of(dataset).items()}
-    return {name: form for name, form in found.items() if form is not None}
+    return forms_of(_extents_of(dataset))
 
 
 def _extents_of(dataset: Any) -> Extents:
@@ -209,7 +210,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
     if (source := _source_of(dataset.dataset, node, fields)) is None:
         return None
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return source.read(as_range(picked[some]))
 
@@ -238,7 +239,7 @@ class _ArrayRows(Column):
         return fit(field, self.rows)
 
 
-def _rows_of_array(values: Any, rows: Rows) -> Column:
+def _rows_of_array(values: Any, rows: RowNumbers) -> Column:
     """Rows of a tensor or array, or of one in a file, which is read by slices."""
     is_memory = type(values) in _MEMORY_TYPES
     if isinstance(rows, range):
@@ -265,7 +266,7 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
 
 
 def _read_column(
-    rows_of: Callable[[Rows], Column], node: Node, fields: Sequence[Field], rows: Rows
+    rows_of: Callable[[RowNumbers], Column], node: Node, fields: Sequence[Field], rows: RowNumbers
 ) -> list[Values]:
     """Rows of one column, of a structure with some fields."""
     try:

@@ -24,7 +24,8 @@ from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
 from lightning_memmap.store.samples import MAX_PROBES, NUM_PROBES, find_schema, hash_row, stack_rows
-from lightning_memmap.store.sources.column import Rows, by_piece
+from lightning_memmap.store.sources.column import by_piece
+from lightning_memmap.store.workers import RowNumbers
 
 #: Samples that are held as Python objects, before they are written.
 _PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
@@ -87,11 +88,11 @@ class Spool:
         """Bytes of a row, on average and at least 1."""
         return max(1, self._places[-1] // len(self))
 
-    def read(self, rows: Rows) -> list[Values]:
+    def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
         pieces, back = by_piece(rows, np.array(self._ends[1:]))
-        found = ([each.take(within) for each in self._piece(piece)] for piece, within in pieces)
-        return join_values(found, len(rows), back)
+        found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
+        return join_values(found, back)
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.samples.hash_row`."""

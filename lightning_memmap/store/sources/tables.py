@@ -27,13 +27,12 @@ from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import (
-    Extent,
     Extents,
-    Rows,
     TableColumn,
     by_piece,
     join_extents,
 )
+from lightning_memmap.store.workers import RowNumbers
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _TEXTS = {
@@ -221,25 +220,25 @@ class ArrowColumn(TableColumn):
     def extents(self) -> Extents:
         return _extents(self.column)
 
-    def take(self, rows: Rows) -> Any:
+    def take(self, rows: RowNumbers) -> Any:
         """Some rows, as a column of Arrow."""
         return _take(self.column, rows)
 
     @override
-    def rows(self, rows: Rows) -> Column:
+    def rows(self, rows: RowNumbers) -> Column:
         return ArrowRows(self.take(rows))
 
 
 def _extents(column: Any, path: Keys = ()) -> Extents:
     """What all rows of a column have, and of structs their parts."""
-    lengths, items = list[tuple[int, int]](), column
+    items, levels = column, [set[int | None]()]
     while pa.types.is_list(items.type) or pa.types.is_large_list(items.type):
-        span = pc.min_max(pc.list_value_length(items)).as_py()
-        if span["min"] is None:
-            break
-        lengths.append((span["min"], span["max"]))
+        levels[-1] |= {*pc.min_max(pc.list_value_length(items)).as_py().values()} - {None}
         items = pc.list_flatten(items)
-    found = {path: Extent(bool(column.null_count), tuple(lengths))}
+        levels.append(set())
+    if column.null_count:
+        levels[0].add(None)
+    found = {path: levels}
     if pa.types.is_struct(column.type):
         given = column.drop_null() if column.null_count else column
         for index, field in enumerate(column.type):
@@ -309,7 +308,7 @@ def _plain_type(kind: Any) -> Any:
     return (pa.list_ if types.is_list(kind) else pa.large_list)(item)
 
 
-def _take(column: Any, rows: Rows) -> Any:
+def _take(column: Any, rows: RowNumbers) -> Any:
     if isinstance(rows, range):
         return column.slice(rows.start, len(rows))
     return column.take(pa.array(rows))
@@ -437,7 +436,7 @@ class ParquetColumn(ArrowColumn):
         is_missing = pc.field(self.name).is_null()
         files = (dataset(path) for path, *_ in self.files)
         counts = (file.count_rows(filter=is_missing, use_threads=False) for file in files)
-        return {(): Extent(any(counts))}
+        return {(): [{None} if any(counts) else set()]}
 
     @override
     def pieces(self) -> Integers:
@@ -445,7 +444,7 @@ class ParquetColumn(ArrowColumn):
         return np.repeat(np.arange(len(ends), dtype=np.int64), np.diff(ends, prepend=0))
 
     @override
-    def take(self, rows: Rows) -> Any:
+    def take(self, rows: RowNumbers) -> Any:
         groups, back = by_piece(rows, self._groups.ends)
         taken = [_take(self._groups.column(group, self.name), within) for group, within in groups]
         joined = pa.chunked_array([chunk for column in taken for chunk in column.chunks])
@@ -462,7 +461,7 @@ class HuggingFaceColumn(TableColumn):
         self._table = dataset.select_columns([name]).with_format("arrow")
 
     @override
-    def rows(self, rows: Rows) -> Column:
+    def rows(self, rows: RowNumbers) -> Column:
         found = (
             self._table[rows.start : rows.stop] if isinstance(rows, range) else self._table[rows]
         )
@@ -474,13 +473,12 @@ def hugging_face_extents(dataset: Any) -> Extents:
     form, found = dataset.format, Extents()
     for name in form["columns"] if form["type"] in _FORMATS else ():
         is_as_in_table = _is_as_in_table(dataset.features[name])
-        for path, (has_missing, lengths) in _extents(dataset.data.column(name), (name,)).items():
+        for path, levels in _extents(dataset.data.column(name), (name,)).items():
             # In a format, samples have NaN for None, and one tensor or array for lists in lists.
-            is_plain = form["type"] is None
-            if is_as_in_table and (is_plain or len(lengths) == len(path) == 1):
-                found[path] = Extent(has_missing and is_plain, lengths)
-            elif is_plain and path == (name,):
-                found[path] = Extent(has_missing)
+            if form["type"] is not None and is_as_in_table and len(levels) == 2 and len(path) == 1:
+                found[path] = [levels[0] - {None}]
+            elif form["type"] is None and (is_as_in_table or len(path) == 1):
+                found[path] = levels if is_as_in_table else [levels[0] & {None}]
     return found
 
 
