@@ -268,13 +268,9 @@ class Building:
             raise
         return cls(store, draft, path, journal, is_kept=resume)
 
-    @property
-    def num_done(self) -> int:
-        """The number of rows that are on the disk."""
-        return self.draft.num_rows if self.journal is None else self.journal.num_done
-
     def __str__(self) -> str:
-        kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
+        num_done = self.draft.num_rows if self.journal is None else self.journal.num_done
+        kept = f"{num_done:,} of {self.draft.num_rows:,} rows are kept"
         return f"the store at {self.store}: {kept} at {self.path}"
 
     def missing(self) -> list[range]:

@@ -19,7 +19,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.kinds import Mask
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import tables
@@ -78,9 +77,8 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
 ) -> None:
     table = frame(missing)
     store = build(tmp_path / "s", ColumnDataset(table))
-    dtypes = {
-        field.name: field.dtype for field in store.schema.fields if not isinstance(field.kind, Mask)
-    }
+    masks = {names[-1] for names in store.schema.optional.values()}
+    dtypes = {field.name: field.dtype for field in store.schema.fields if field.name not in masks}
     assert dtypes == {
         **{"point.id": torch.int64, "point.x": torch.float32, "box": torch.int16},
         **{"bytes": torch.uint8, "objects.a": torch.int8, "objects.b": torch.uint8},
