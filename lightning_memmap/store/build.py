@@ -472,7 +472,7 @@ def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:
         )
     workers, show = asked.num_workers, asked.show
     found = recognise(store, asked.dataset, asked.fingerprint, num_workers=workers, progress=show)
-    if (found is not None or directory.has_left) and os.access(directory.path, os.W_OK):
+    if os.access(directory.path, os.W_OK) and (found is not None or directory.has_left):
         lock = nullcontext() if is_locked else directory.locked(wait=False)
         # Who has the lock, or may not write there, leaves it as it is.
         with suppress(StoreError, OSError), lock:

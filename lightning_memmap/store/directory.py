@@ -94,11 +94,8 @@ class StoreDirectory:
 
     @property
     def has_left(self) -> bool:
-        """Whether an interrupted build has left something that this process may clear away."""
-        with suppress(StoreError):
-            if os.access(self.path, os.W_OK):
-                return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
-        return False
+        """Whether an interrupted build has left something."""
+        return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
 
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:

@@ -26,6 +26,8 @@ from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import Workers, calling
 
 NUM_PROBES = 8
+#: Samples that are held as Python objects, before they are copied.
+_HELD_BYTES, _MAX_HELD_ROWS = 2**20, 1024
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
 MAX_PROBES = 1024
 _ONE_STRUCTURE = (
@@ -53,6 +55,11 @@ def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
             if isinstance(many, (list, tuple)) and len(many) == len(numbers):
                 return many
     return [read_sample(dataset, row) for row in numbers]
+
+
+def rows_at_once(row_bytes: int) -> int:
+    """How many samples are read, before they are copied."""
+    return max(1, min(_MAX_HELD_ROWS, _HELD_BYTES // max(1, row_bytes)))
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:

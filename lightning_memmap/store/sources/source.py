@@ -27,7 +27,7 @@ from lightning_memmap.schema.fields import join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
-from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
+from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
 from lightning_memmap.store.sources.column import (
     Extents,
     TableColumn,
@@ -44,8 +44,6 @@ _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
-#: Items that are held as Python objects, before they are copied.
-_ITEM_BYTES, _MAX_ITEM_ROWS = 2**20, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,7 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     """Find how the rows of a dataset are read: by slices where it is known, or as items."""
     if isinstance(dataset, Spool):
         return Source(dataset.read)
-    step = max(1, min(_MAX_ITEM_ROWS, _ITEM_BYTES // max(1, row_bytes)))
+    step = rows_at_once(row_bytes)
 
     def read_items(rows: RowNumbers) -> list[Values]:
         some = (rows[first : first + step] for first in range(0, len(rows), step))

@@ -23,12 +23,16 @@ from lightning_memmap.schema.fields import join_values
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import MAX_PROBES, NUM_PROBES, find_schema, hash_row, stack_rows
+from lightning_memmap.store.samples import (
+    MAX_PROBES,
+    NUM_PROBES,
+    find_schema,
+    hash_row,
+    rows_at_once,
+    stack_rows,
+)
 from lightning_memmap.store.sources.column import by_piece
 from lightning_memmap.store.workers import RowNumbers
-
-#: Samples that are held as Python objects, before they are written.
-_PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
 
 
 def is_stream(dataset: Any) -> bool:
@@ -76,8 +80,7 @@ class Spool:
             while piece:
                 self._append(piece)
                 advance(len(piece))
-                max_rows = max(1, _PIECE_BYTES // self.row_bytes)
-                piece = list(islice(samples, min(max_rows, _MAX_PIECE_ROWS)))
+                piece = list(islice(samples, rows_at_once(self.row_bytes)))
             stack.pop_all()
 
     def __len__(self) -> int:
@@ -85,8 +88,8 @@ class Spool:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, on average and at least 1."""
-        return max(1, self._places[-1] // len(self))
+        """Bytes of a row, on average."""
+        return self._places[-1] // len(self)
 
     def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
