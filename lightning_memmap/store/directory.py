@@ -23,12 +23,7 @@ from pathlib import Path
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, check_plain, sync_path
-from lightning_memmap.store.manifest import (
-    GENERATION,
-    MANIFEST,
-    Manifest,
-    OtherVersionError,
-)
+from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, OtherVersionError
 
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"

@@ -21,13 +21,8 @@ from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError,
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.schema import MAX_FIELDS
-from lightning_memmap.store.columns import (
-    Column,
-    ShardItems,
-    columns_of,
-    shard_items,
-)
-from lightning_memmap.store.files import TEMPORARY, open_plain, unreadable
+from lightning_memmap.store.columns import Column, ShardItems, columns_of, shard_items
+from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
@@ -168,8 +163,7 @@ class Manifest:
         """Read and check the manifest of a store."""
         path = directory / MANIFEST
         try:
-            with open(open_plain(path), "rb") as file:
-                data = file.read(MAX_MANIFEST_BYTES + 1)
+            data = read_plain(path, MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
                 f"no store at {directory}: build it by giving the dataset, or with"

@@ -262,9 +262,3 @@ def make_records(directory: Path, manifest: Manifest) -> None:
     """Record in a directory that no shard of a store is there yet."""
     with open(directory / RECORDS, "xb") as file:
         file.truncate(8 * len(manifest.columns) * manifest.num_shards)
-
-
-def read_plain(path: Path) -> bytes:
-    """Read a small file that others may have put there, and never a link or a pipe."""
-    with open(open_plain(path), "rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)

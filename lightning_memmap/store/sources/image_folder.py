@@ -11,12 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.images import (
-    EXTENSIONS,
-    ImageError,
-    checked_decoding,
-    decode_image,
-)
+from lightning_memmap.images import EXTENSIONS, ImageError, checked_decoding, decode_image
 from lightning_memmap.store.places import local_path
 
 

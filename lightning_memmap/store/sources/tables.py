@@ -26,12 +26,7 @@ from lightning_memmap.schema.fields import TO_NUMPY, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Path as Keys
-from lightning_memmap.store.sources.column import (
-    Extents,
-    TableColumn,
-    by_piece,
-    join_extents,
-)
+from lightning_memmap.store.sources.column import Extents, TableColumn, by_piece, join_extents
 from lightning_memmap.store.workers import RowNumbers
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
