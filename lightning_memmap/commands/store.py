@@ -207,11 +207,7 @@ def _verify(path: str) -> int:
 
 
 def _plan(
-    path: str,
-    *,
-    devices: str = "1..8",
-    memory: str = "80GiB",
-    memory_fraction: float = 0.7,
+    path: str, *, devices: str = "1..8", memory: str = "80GiB", memory_fraction: float = 0.7
 ) -> int:
     """Print which device would hold what.
 

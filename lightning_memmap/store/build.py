@@ -345,10 +345,7 @@ def append_store(
             probes=(*store.manifest.probes, *added),
             fingerprint=identity,
             classes=store.classes,
-            source={
-                "dataset": name[-_MAX_SOURCE:],
-                ".old rows": store.manifest.content,
-            },
+            source={"dataset": name[-_MAX_SOURCE:], ".old rows": store.manifest.content},
         )
         row_bytes = store.manifest.row_bytes
         with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:

@@ -162,10 +162,7 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
 
 
 def find_schema(
-    samples: list[Any],
-    rows: list[int],
-    forms: Mapping[str, Form],
-    more: Iterator[tuple[int, Any]],
+    samples: list[Any], rows: list[int], forms: Mapping[str, Form], more: Iterator[tuple[int, Any]]
 ) -> Schema:
     """The schema of samples, with more of them where these do not show what has some names."""
     schema = infer_schema(samples, rows, forms)

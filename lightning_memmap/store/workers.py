@@ -103,10 +103,7 @@ class Workers:
         """The processes: they begin with the first task, and end with the thread that gives it."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
-                self.num_workers,
-                multiprocessing.get_context(),
-                _begin,
-                (self.dataset,),
+                self.num_workers, multiprocessing.get_context(), _begin, (self.dataset,)
             )
         return self._pool
 

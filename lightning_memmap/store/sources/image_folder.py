@@ -42,10 +42,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        mode: str | None = "RGB",
-        size: int | tuple[int, int] | None = None,
+        self, root: str | Path, mode: str | None = "RGB", size: int | tuple[int, int] | None = None
     ) -> None:
         self.root = local_path(root)
         self.mode = mode
