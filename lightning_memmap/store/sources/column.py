@@ -31,9 +31,12 @@ def forms_of(extents: Extents) -> dict[str, Form]:
     """The forms that a build needs, since a few rows may not show what the others have."""
     found = dict[str, Form]()
     for path, levels in extents.items():
-        has_missing, differ = None in levels[0], [len(each - {None}) > 1 for each in levels]
-        # Lists of one length have the shape of an array, or are a field for each item.
-        if differ[0]:
+        # What is None within a struct is found as in any sample.
+        has_missing = None in levels[0] and len(path) == 1
+        differ = [len(each - {None}) > 1 for each in levels]
+        # Lists of one length have the shape of an array, or are a field for each item; those that
+        # are all empty have no values that a form could be for.
+        if differ[0] and {0} not in levels:
             found[field_name(path)] = Rows(len(differ) - differ[::-1].index(True), has_missing)
         elif has_missing:
             found[field_name(path)] = Nullable()
