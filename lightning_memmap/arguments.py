@@ -39,7 +39,8 @@ class BriefParser(ArgumentParser):
     """A parser that says what is wrong and suggests the nearest name, without its usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        # A beginning that is unique now need not be so in the next version.
+        super().__init__(*args, **kwargs, allow_abbrev=False)
         self._parser: ArgumentParser = self
 
     @override

@@ -34,9 +34,11 @@ def check_number(name: str, value: object) -> float:
 
 
 def nearest(name: str, names: Iterable[str], shown: Callable[[str], object] = str) -> str:
-    """A suggestion for a misspelt name."""
-    folded = {other.casefold(): other for other in names}
-    found = get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    """A suggestion for a misspelt name, or for one of which this is the beginning."""
+    folded, given = {other.casefold(): other for other in names}, name.casefold()
+    found = [other for other in folded if other.startswith(given)]
+    if len(found) != 1:
+        found = get_close_matches(given, folded, n=1, cutoff=0.6)
     return f"; did you mean {str(shown(folded[found[0]]))!r}?" if found else ""
 
 

@@ -13,12 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memmap.arguments import (
-    BriefParser,
-    print_error,
-    read_config,
-    refuse_several_configs,
-)
+from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
 from lightning_memmap.commands.store_page import Section, values_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS

@@ -32,7 +32,7 @@ from lightning_memmap.store import (
 from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import KEY, unknown_files
 from lightning_memmap.store.manifest import MANIFEST
-from lightning_memmap.store.places import StoreUrl, check_path, place_of
+from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.tables import printable, render_page
@@ -207,11 +207,7 @@ def _verify(path: str) -> int:
 
 
 def _plan(
-    path: str,
-    *,
-    devices: str = "1..8",
-    memory: str = "80GiB",
-    memory_fraction: float = 0.7,
+    path: str, *, devices: str = "1..8", memory: str = "80GiB", memory_fraction: float = 0.7
 ) -> int:
     """Print which device would hold what.
 
@@ -252,8 +248,7 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
         url: Where it goes.
         overwrite: Replace stores that are there.
     """
-    check_path(path)
-    for name, place in places_in(path).items():
+    for name, place in places_in(str(store_directory(path))).items():
         there = f"{url.rstrip('/')}/{name}" if name else url
         push_store(place, there, overwrite=overwrite)
         _make_console().print(printable(there), soft_wrap=True)

@@ -87,7 +87,7 @@ def show(field: Field, row: Tensor) -> Value:
     shape = " x ".join(map(str, row.shape))
     if (pixels := pixels_of(row)) is not None:
         return Value(field.name, _picture(pixels), shape)
-    text = ", ".join(map(field.words, row.reshape(-1)[:_MAX_VALUES].tolist()))
+    text = ", ".join(map(field.kind.words, row.reshape(-1)[:_MAX_VALUES].tolist()))
     return Value(field.name, "", f"{shape}: {text}, ..." if row.numel() > _MAX_VALUES else text)
 
 

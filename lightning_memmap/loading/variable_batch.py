@@ -18,7 +18,6 @@ from lightning_memmap.schema import (
     Rows,
     Schema,
 )
-from lightning_memmap.schema.kinds import Mask
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"
@@ -96,11 +95,12 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
         if field.num_variable:
             form = given.get(name, Pad())
             forms[name] = Rows() if field.is_text and not form.takes_bytes else form
+    masks = {names[-1] for names in optional.values()}
     for name, inner in lists.items():
         numbers = [each for each in inner if not fields[each].is_text]
         for each in numbers:
             form = given.get(each, given.get(name, Rows()))
-            forms[each] = form.of_mask() if isinstance(fields[each].kind, Mask) else form
+            forms[each] = form.of_mask() if each in masks else form
         if len({isinstance(forms[each], Rows) for each in numbers}) > 1:
             raise ValueError(
                 f"variable: some fields of the list {name!r} are given row by row and others"

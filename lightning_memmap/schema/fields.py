@@ -131,10 +131,6 @@ class Field:
                 " build it again"
             ) from None
 
-    def words(self, number: int | float | complex | bool) -> str:
-        """Write a value of this field as a person would."""
-        return self.kind.words(number)
-
     @property
     def described(self) -> str:
         """What the dataset gives, for messages."""
@@ -278,13 +274,15 @@ class Values(NamedTuple):
         return Values(data, np.concatenate([lengths[:, None], sizes], axis=1))
 
 
-def join_values(parts: Sequence[Values]) -> Values:
-    """Join rows of one field, at least one part."""
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [part.sizes for part in parts if part.sizes is not None]
-    data = torch.cat([part.data for part in parts])
-    return Values(data, np.concatenate(sizes) if sizes else None)
+def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
+    """Join rows that were read part by part, each with all fields, and put them into an order."""
+    found = []
+    for values in zip(*parts, strict=True) if len(parts) > 1 else ():
+        sizes = [each.sizes for each in values if each.sizes is not None]
+        data = torch.cat([each.data for each in values])
+        found.append(Values(data, np.concatenate(sizes) if sizes else None))
+    found = found or parts[0]
+    return found if back is None else [each.take(back) for each in found]
 
 
 def take_rows(data: Tensor, rows: Integers) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
 from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.kinds import Mask, is_missing, to_array
+from lightning_memmap.schema.kinds import is_missing, to_array
 from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype, rows_apart
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
@@ -196,8 +196,7 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
             f"field {name!r}: {field_name(path)!r} is None in some rows, and the field of this name"
             " is to say in which: rename it in the dataset"
         )
-    mask = Field(name, torch.bool, (), Mask())
-    return Node("optional", (), (node, LEAF)), [*fields, mask]
+    return Node("optional", (), (node, LEAF)), [*fields, Field(name, torch.bool, ())]
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:

@@ -62,14 +62,6 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
 class Numbers(Kind, frozen=True):
     """Tensors, arrays, numbers and bools."""
 
-    @override
-    def takes(self, other: Kind) -> bool:
-        return isinstance(other, Numbers)
-
-
-class Mask(Numbers, frozen=True):
-    """Says which rows of another field are not None."""
-
 
 class Text(Kind, frozen=True):
     """Texts, kept as UTF-8."""
@@ -165,7 +157,7 @@ class Image(Kind, frozen=True):
         return f"{self.mode} image"
 
 
-AnyKind = Numbers | Mask | Text | Bytes | Duration | Time | Image
+AnyKind = Numbers | Text | Bytes | Duration | Time | Image
 NUMBERS = Numbers()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names
-from lightning_memmap.schema.kinds import Mask, Text
+from lightning_memmap.schema.kinds import NUMBERS, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
@@ -65,8 +65,7 @@ def _check_field(field: Field, is_in_list: bool, is_mask: bool) -> None:
     if kind.dtype not in (None, field.dtype) or kind.shape not in (None, shape):
         raise SchemaError(f"{what} is of another dtype or shape")
     record = field.of_record if is_in_list else field
-    is_bool = (field.dtype, record.shape) == (torch.bool, ())
-    if is_mask != isinstance(kind, Mask) or (is_mask and not is_bool):
+    if is_mask and (field.dtype, record.shape, kind) != (torch.bool, (), NUMBERS):
         raise SchemaError(f"{what} does not say what is None")
 
 

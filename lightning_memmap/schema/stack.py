@@ -236,6 +236,8 @@ def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
     (dtype,) = set(map(_dtype, leaves))
     if issubclass(kind, np.generic):
         return fit(field, np.array(leaves, dtype))
+    if kind is Tensor and not field.num_variable:
+        return fit(field, torch.stack(tuple(leaves)))  # Which compares their shapes.
     if kind not in (Tensor, np.ndarray) or not all(map(field.admits, set(map(_shape, leaves)))):
         raise TypeError("the leaves are to be converted one by one")
     return fit(field, *_joined(field, leaves))

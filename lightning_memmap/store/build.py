@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
 from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Form, Nullable, read_forms
+from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,
@@ -37,7 +37,7 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import nullable_columns
+from lightning_memmap.store.sources import known_forms
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
@@ -345,10 +345,7 @@ def append_store(
             probes=(*store.manifest.probes, *added),
             fingerprint=identity,
             classes=store.classes,
-            source={
-                "dataset": name[-_MAX_SOURCE:],
-                ".old rows": store.manifest.content,
-            },
+            source={"dataset": name[-_MAX_SOURCE:], ".old rows": store.manifest.content},
         )
         row_bytes = store.manifest.row_bytes
         with Building.begin(directory.path, draft, resume=True, row_bytes=row_bytes) as building:
@@ -403,7 +400,7 @@ class Asked:
     @property
     def probe_forms(self) -> dict[str, Form]:
         """The forms with which the probe rows are read."""
-        return {**dict.fromkeys(nullable_columns(self.dataset), Nullable()), **self.forms}
+        return {**known_forms(self.dataset), **self.forms}
 
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
@@ -472,7 +469,7 @@ def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:
         )
     workers, show = asked.num_workers, asked.show
     found = recognise(store, asked.dataset, asked.fingerprint, num_workers=workers, progress=show)
-    if (found is not None or directory.has_left) and os.access(directory.path, os.W_OK):
+    if os.access(directory.path, os.W_OK) and (found is not None or directory.has_left):
         lock = nullcontext() if is_locked else directory.locked(wait=False)
         # Who has the lock, or may not write there, leaves it as it is.
         with suppress(StoreError, OSError), lock:

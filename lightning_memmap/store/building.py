@@ -33,12 +33,7 @@ from typing_extensions import Self
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Values
 from lightning_memmap.store.columns import Column, columns_of, compute_checksums
-from lightning_memmap.store.directory import (
-    JOURNAL,
-    KEY,
-    PARTS,
-    StoreDirectory,
-)
+from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
@@ -268,13 +263,9 @@ class Building:
             raise
         return cls(store, draft, path, journal, is_kept=resume)
 
-    @property
-    def num_done(self) -> int:
-        """The number of rows that are on the disk."""
-        return self.draft.num_rows if self.journal is None else self.journal.num_done
-
     def __str__(self) -> str:
-        kept = f"{self.num_done:,} of {self.draft.num_rows:,} rows are kept"
+        num_done = self.draft.num_rows if self.journal is None else self.journal.num_done
+        kept = f"{num_done:,} of {self.draft.num_rows:,} rows are kept"
         return f"the store at {self.store}: {kept} at {self.path}"
 
     def missing(self) -> list[range]:
@@ -389,8 +380,9 @@ def rows_of_part(index: int, num_parts: int, num_rows: int) -> range:
 def read_draft(generation: Path, key: str) -> Manifest:
     """Read what is built in a directory of this user."""
     with closing(OpenFiles(generation, is_own=True)) as files:
-        data = files.read(key, MAX_MANIFEST_BYTES)
-    found = Manifest.decode(data, f"{generation}, not finished,")
+        size = os.fstat(file := files.open(key)).st_size
+        data = read_exactly(file, 0, min(size, MAX_MANIFEST_BYTES + 1))
+    found = Manifest.decode(data.tobytes(), f"{generation}, not finished,")
     columns = columns_of(found.schema, found.shards)
     return replace(found, columns=columns, generation=generation.name)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,8 +119,6 @@ class FixedColumn(_Column):
     """The column of a field whose rows all have one shape."""
 
     def __post_init__(self) -> None:
-        if self.field.num_variable:
-            raise ValueError(f"the rows of field {self.field.name!r} differ in shape")
         # Empty sizes count as one: torch multiplies them in this way for the strides.
         row_bytes = (
             math.prod(max(1, size) for size in self.field.item_shape) * self.field.dtype.itemsize
@@ -185,8 +183,8 @@ class RaggedColumn(_Column):
 
     def __post_init__(self) -> None:
         field = self.field
-        if not field.num_variable or not field.item_bytes:
-            raise ValueError(f"{field} is no field whose rows differ in length, or has no bytes")
+        if not field.item_bytes:
+            raise ValueError(f"the rows of {field} have a length and no bytes")
         if len(field.name) + _MAX_SUFFIX > 255:
             raise ValueError(f"the name of field {field.name!r} is too long for its files")
         if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
@@ -381,8 +379,8 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
 
 def compute_checksums(
     directory: Path, columns: Sequence[Column], *, num_threads: int, advance: Callable[[int], None]
-) -> dict[str, tuple[str, ...]]:
-    """Read all files of a store and hash each shard: XXH3."""
+) -> dict[str, bytes]:
+    """Read all files of a store and hash each shard: XXH3, one hash after the other."""
     sums = {}
     with threads(num_threads) as pool:
         for column in columns:
@@ -399,7 +397,7 @@ def compute_checksums(
                         file = stack.enter_context(open(open_plain(path), "rb", buffering=0))
                         files[name] = file.fileno()
                     hash_group = partial(_hash_shards, files, advance)
-                    sums[column.field.name] = tuple(chain(*pool.map(hash_group, groups)))
+                    sums[column.field.name] = b"".join(pool.map(hash_group, groups))
             except OSError as error:
                 raise unreadable(path, error) from error
     return sums
@@ -407,9 +405,9 @@ def compute_checksums(
 
 def _hash_shards(
     files: Mapping[str, int], advance: Callable[[int], None], shards: Iterable[Sequence[FileRange]]
-) -> list[str]:
+) -> bytes:
     """The hashes of shards, each given as pieces of files."""
-    hashes, num_read = [], 0
+    hashes, num_read = b"", 0
     memory = memoryview(bytearray(_READ_BYTES))
     for pieces in shards:
         digest = xxhash.xxh3_64()
@@ -423,6 +421,6 @@ def _hash_shards(
                 if num_read >= _SHOWN_BYTES:
                     advance(num_read)
                     num_read = 0
-        hashes.append(digest.hexdigest())
+        hashes += digest.digest()
     advance(num_read)
     return hashes

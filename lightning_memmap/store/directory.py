@@ -23,12 +23,7 @@ from pathlib import Path
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, check_plain, sync_path
-from lightning_memmap.store.manifest import (
-    GENERATION,
-    MANIFEST,
-    Manifest,
-    OtherVersionError,
-)
+from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, OtherVersionError
 
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
@@ -94,11 +89,8 @@ class StoreDirectory:
 
     @property
     def has_left(self) -> bool:
-        """Whether an interrupted build has left something that this process may clear away."""
-        with suppress(StoreError):
-            if os.access(self.path, os.W_OK):
-                return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
-        return False
+        """Whether an interrupted build has left something."""
+        return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
 
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:

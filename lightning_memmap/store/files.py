@@ -38,6 +38,12 @@ def open_plain(path: Path) -> int:
     return descriptor
 
 
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """Read a small file that others may have put there, and never a link or a pipe."""
+    with open(open_plain(path), "rb") as file:
+        return file.read(max_bytes)
+
+
 def check_plain(path: Path) -> int:
     """Check that a path leads to a plain file."""
     status = os.lstat(path)
@@ -143,15 +149,6 @@ class OpenFiles:
             if self._is_own and not (is_alone and state.st_uid == os.geteuid()):
                 raise StoreError(f"{name} is not a plain file that belongs to this user")
         return self._files[name]
-
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Read a file from its start to its end."""
-        with open(os.dup(self.open(name)), "rb") as file:
-            file.seek(0)
-            data = file.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            raise StoreError(f"{name} is larger than {max_bytes} bytes")
-        return data
 
     def sync(self) -> None:
         """Bring the files that are open to the disk."""

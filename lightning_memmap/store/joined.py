@@ -15,14 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling import (
-    Integers,
-    JoinedRows,
-    Pool,
-    Shards,
-    StoreRows,
-    WindowedRows,
-)
+from lightning_memmap.sampling import Integers, JoinedRows, Pool, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import Column

@@ -4,7 +4,6 @@ A manifest may come from an untrusted source. Reading it runs no code from it, a
 name in it is checked before a file is touched.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,18 +21,13 @@ from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError,
 from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.schema import MAX_FIELDS
-from lightning_memmap.store.columns import (
-    Column,
-    ShardItems,
-    columns_of,
-    shard_items,
-)
-from lightning_memmap.store.files import TEMPORARY, open_plain, unreadable
+from lightning_memmap.store.columns import Column, ShardItems, columns_of, shard_items
+from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 2
+VERSION = 3
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
@@ -51,6 +45,8 @@ _Sum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Text = Annotated[str, Meta(max_length=4096)]
 _ClassName = Annotated[str, Meta(max_length=_MAX_CLASS_LETTERS)]
 _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
+#: Bytes of the checksum of a shard.
+_SUM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,9 @@ class Manifest:
     schema: Schema
     columns: tuple[Column, ...]
     probes: tuple[tuple[int, str], ...] = ()
-    checksums: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: By field, XXH3 of each shard, one after the other: a list of them would take most of the time
+    #: in which a store is opened.
+    checksums: Mapping[str, bytes] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     classes: tuple[str, ...] = ()
@@ -107,8 +105,8 @@ class Manifest:
     def content(self) -> str:
         """The contents of the store in one line."""
         schema = self.schema.to_json()
-        text = json.dumps({**schema, "checksums": self.checksums}, sort_keys=True)
-        digest = xxhash.xxh3_64_hexdigest(text.encode())
+        text = msgspec.json.encode({**schema, "checksums": self.checksums}, order="sorted")
+        digest = xxhash.xxh3_64_hexdigest(text)
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
     @classmethod
@@ -119,7 +117,7 @@ class Manifest:
             columns = columns_of(schema, shards)
         except ValueError as error:
             raise StoreError(f"no store can be made of this: {error}") from error
-        sums = {field.name: ("0" * 16,) * num_shards for field in schema.fields}
+        sums = {field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields}
         found = cls(shards, schema, columns, checksums=sums, **more)
         found.encode()
         return found
@@ -165,8 +163,7 @@ class Manifest:
         """Read and check the manifest of a store."""
         path = directory / MANIFEST
         try:
-            with open(open_plain(path), "rb") as file:
-                data = file.read(MAX_MANIFEST_BYTES + 1)
+            data = read_plain(path, MAX_MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise StoreNotFoundError(
                 f"no store at {directory}: build it by giving the dataset, or with"
@@ -184,12 +181,7 @@ class Manifest:
                 f"the manifest of the store at {where} is larger than {MAX_MANIFEST_BYTES} bytes"
             )
         try:
-            return cls._decode(data)
-        except _VersionError as error:
-            raise OtherVersionError(
-                f"the store at {where} has format version {error}, and this version of"
-                f" lightning_memmap reads version {VERSION}: remove it and build it again"
-            ) from None
+            return cls._decode(data, where)
         except (ValueError, SchemaError) as error:
             raise StoreError(
                 f"the manifest of the store at {where} cannot be trusted: {error};"
@@ -197,13 +189,17 @@ class Manifest:
             ) from error
 
     @classmethod
-    def _decode(cls, data: bytes) -> "Manifest":
+    def _decode(cls, data: bytes, where: str = "") -> "Manifest":
         try:
             header = msgspec.json.decode(data, type=_Header)
             if bytes(header.format) != b'"%s"' % FORMAT.encode():
                 raise ValueError(f"it does not name the format {FORMAT!r}")
             if bytes(header.version) != b"%d" % VERSION:
-                raise _VersionError(_shown(header.version))
+                raise OtherVersionError(
+                    f"the store at {where} has format version {_shown(header.version)}, and this"
+                    f" version of lightning_memmap reads version {VERSION}: remove it and build it"
+                    " again"
+                )
             if sign(b"{" + data[_DIGEST_BYTES:]) != data:
                 raise ValueError("its digest does not match its content")
             found = msgspec.json.decode(data, type=_File)
@@ -239,7 +235,7 @@ class _File(msgspec.Struct, kw_only=True):
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]
     num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
     probes: Annotated[list[tuple[Annotated[int, Meta(ge=0)], _Sum]], Meta(max_length=_MAX_PROBES)]
-    checksums: dict[str, list[_Sum]]
+    checksums: dict[str, bytes]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
     columns: dict[str, ShardItems] = {}
     fingerprint: Fingerprint | None = None
@@ -256,7 +252,7 @@ class _File(msgspec.Struct, kw_only=True):
         if list(self.checksums) != names:
             raise ValueError("its checksums are not those of its fields")
         for name, sums in self.checksums.items():
-            if len(sums) != self.num_shards:
+            if len(sums) != _SUM_BYTES * self.num_shards:
                 raise ValueError(f"the checksums of {name!r} are not one for each shard")
         if any(row >= self.num_rows for row, _ in self.probes):
             raise ValueError(f"its probes are not among its {self.num_rows} rows")
@@ -328,10 +324,6 @@ def check_num_shards(num_shards: int) -> int:
 
 class OtherVersionError(StoreError):
     """A store is of another version of the format."""
-
-
-class _VersionError(ValueError):
-    """The version that a manifest names."""
 
 
 def are_class_names(names: Sequence[Any]) -> bool:

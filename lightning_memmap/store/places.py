@@ -39,21 +39,16 @@ def local_path(given: str | Path) -> Path:
     return Path(os.path.expanduser(given))
 
 
-def check_path(given: str | Path) -> None:
-    """Check that something that is done in a directory is not asked for at a URL."""
-    if isinstance(place_of(given), StoreUrl):
+def store_directory(path: str | Path) -> Path:
+    """The directory of a store, from what a user gives for something that is not done at a URL."""
+    if isinstance(place := place_of(path), StoreUrl):
         raise ValueError(
-            f"path={str(given)!r} is a URL, and this needs a directory: build stores in one and"
+            f"path={str(path)!r} is a URL, and this needs a directory: build stores in one and"
             " push them (`lightning-memmap store push DIRECTORY URL`)"
         )
-
-
-def store_directory(path: str | Path) -> Path:
-    """The directory of a store, from what a user gives."""
-    check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path={path!r}: name the directory of the store")
-    directory = Path(os.path.realpath(local_path(path)))
+    directory = Path(os.path.realpath(place))
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:

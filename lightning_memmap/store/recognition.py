@@ -17,13 +17,11 @@ from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.progress import ShowProgress
-from lightning_memmap.store.samples import NUM_PROBES, hash_row, stack_rows
+from lightning_memmap.store.samples import NUM_PROBES, hash_row, rows_at_once, stack_rows
 from lightning_memmap.store.sources.source import source_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
 from lightning_memmap.store.workers import Workers, calling
 
-#: Rows that are compared at once.
-_MAX_PIECE_ROWS, _PIECE_BYTES = 256, 2**20
 _log = logging.getLogger(__name__)
 
 
@@ -123,7 +121,7 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
     if is_stream(dataset):
         _check_length(store, _compare_samples(store, samples_of(dataset)))
         return
-    rows, step = range(store.manifest.num_rows), _piece_rows(store)
+    rows, step = range(store.manifest.num_rows), rows_at_once(store.manifest.row_bytes)
     pieces = (rows[first : first + step] for first in range(0, len(rows), step))
     with (
         progress("comparing", len(rows), store.manifest.row_bytes) as advance,
@@ -132,7 +130,7 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
         workers.run(calling(_compare_rows, store), pieces, advance)
 
 
-def _compare_rows(dataset: Any, rows: range, store: StoredRows) -> int:
+def _compare_rows(store: StoredRows, dataset: Any, rows: range) -> int:
     """Compare rows of a dataset with those of a store. Returns their number."""
     _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
     return len(rows)
@@ -141,7 +139,7 @@ def _compare_rows(dataset: Any, rows: range, store: StoredRows) -> int:
 def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows, samples = 0, iter(samples)
-    while piece := list(islice(samples, _piece_rows(store))):
+    while piece := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
         rows = range(num_rows, num_rows + len(piece))
         if rows.stop > store.manifest.num_rows:
             found = f"the dataset has more rows than the store, which has {store.manifest.num_rows}"
@@ -149,10 +147,6 @@ def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
         _compare(store, rows, partial(stack_rows, piece, rows, store.manifest.schema))
         num_rows = rows.stop
     return num_rows
-
-
-def _piece_rows(store: StoredRows) -> int:
-    return max(1, min(_MAX_PIECE_ROWS, _PIECE_BYTES // max(1, store.manifest.row_bytes)))
 
 
 def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -> None:
@@ -165,7 +159,7 @@ def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -
                 raise _other_row(store, row, f", in field {field.name!r}")
 
 
-def _check_probe(dataset: Any, probe: tuple[int, str], store: StoredRows) -> int:
+def _check_probe(store: StoredRows, dataset: Any, probe: tuple[int, str]) -> int:
     """Compare the hash of a row with that of a store, of which no row is read."""
     row, expected = probe
     read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))

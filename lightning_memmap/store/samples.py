@@ -26,6 +26,8 @@ from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import Workers, calling
 
 NUM_PROBES = 8
+#: Samples that are held as Python objects, before they are copied.
+_HELD_BYTES, _MAX_HELD_ROWS = 2**20, 1024
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
 MAX_PROBES = 1024
 _ONE_STRUCTURE = (
@@ -46,13 +48,18 @@ def read_sample(dataset: Any, row: int) -> Any:
 
 def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
     """Read samples of a dataset, many at once where it has ``__getitems__``."""
-    numbers = np.asarray(rows).tolist()
+    numbers = list(rows) if isinstance(rows, range) else rows.tolist()
     if _gives_many(dataset):
         with suppress(Exception):  # Row by row, the error has its row.
             many = dataset.__getitems__(numbers)
             if isinstance(many, (list, tuple)) and len(many) == len(numbers):
                 return many
     return [read_sample(dataset, row) for row in numbers]
+
+
+def rows_at_once(row_bytes: int) -> int:
+    """How many samples are read, before they are copied."""
+    return max(1, min(_MAX_HELD_ROWS, _HELD_BYTES // max(1, row_bytes)))
 
 
 def first_sample(dataset: Any, num_workers: int) -> Any:
@@ -155,10 +162,7 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
 
 
 def find_schema(
-    samples: list[Any],
-    rows: list[int],
-    forms: Mapping[str, Form],
-    more: Iterator[tuple[int, Any]],
+    samples: list[Any], rows: list[int], forms: Mapping[str, Form], more: Iterator[tuple[int, Any]]
 ) -> Schema:
     """The schema of samples, with more of them where these do not show what has some names."""
     schema = infer_schema(samples, rows, forms)
@@ -224,7 +228,7 @@ def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Sch
     return found[0]
 
 
-def read_probes(dataset: Any, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+def read_probes(forms: Mapping[str, Form] | Schema, dataset: Any, num_rows: int) -> Probes:
     """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
     rows, durations = probe_rows(num_rows), list[float]()
     samples = list[Any]()

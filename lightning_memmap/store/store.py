@@ -204,11 +204,7 @@ class Store:
         return TensorDict(dict(zip(names, self.tensors, strict=True)), [self.num_rows])
 
     def check_dataset(
-        self,
-        dataset: Any,
-        *,
-        fingerprint: str | None = None,
-        num_workers: int = 0,
+        self, dataset: Any, *, fingerprint: str | None = None, num_workers: int = 0
     ) -> None:
         """Check that this store was built from a dataset: by fingerprints, or else probe rows."""
         check_briefly(self, dataset, fingerprint, num_workers=num_workers)

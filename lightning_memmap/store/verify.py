@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from lightning_memmap.store.columns import compute_checksums
 from lightning_memmap.store.manifest import MANIFEST
@@ -60,10 +63,10 @@ def verify_store(
     found = compute_checksums(
         store.files, manifest.columns, num_threads=num_threads, advance=advance
     )
+    hashes = partial(np.frombuffer, dtype=np.uint64)
     return [
         # A field without bytes has no file, only its checksums in the manifest.
         Damage(name, shard, store.files / next(iter(column.file_bytes), f"../{MANIFEST}"))
         for column, (name, sums) in zip(manifest.columns, found.items(), strict=True)
-        for shard, computed in enumerate(sums)
-        if computed != manifest.checksums[name][shard]
+        for shard in np.flatnonzero(hashes(sums) != hashes(manifest.checksums[name])).tolist()
     ]

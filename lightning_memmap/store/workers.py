@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
     Future,
@@ -35,6 +35,7 @@ from lightning_memmap.sampling import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
+#: Rows in a range of step 1, or in any order, int64 of shape (n,).
 RowNumbers = range | Integers
 
 #: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
@@ -102,10 +103,7 @@ class Workers:
         """The processes: they begin with the first task, and end with the thread that gives it."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
-                self.num_workers,
-                multiprocessing.get_context(),
-                _begin,
-                (self.dataset,),
+                self.num_workers, multiprocessing.get_context(), _begin, (self.dataset,)
             )
         return self._pool
 
@@ -144,16 +142,8 @@ class Workers:
 def calling(
     work: Callable[..., Outcome], *arguments: Any
 ) -> Callable[[Any], Callable[[Any], Outcome]]:
-    """For `Workers.run`: what calls a function with the dataset, a task and further arguments."""
-    return partial(_Each, work, arguments)
-
-
-class _Each:
-    def __init__(self, work: Callable[..., Any], arguments: Sequence[Any], dataset: Any) -> None:
-        self._work, self._arguments, self._dataset = work, arguments, dataset
-
-    def __call__(self, task: Any) -> Any:
-        return self._work(self._dataset, task, *self._arguments)
+    """For `Workers.run`: what calls a function with arguments, the dataset and a task."""
+    return partial(partial, work, *arguments)
 
 
 class RowRanges:

@@ -22,7 +22,6 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store.building import WRITTEN, Building, RowWriter
-from lightning_memmap.store.columns import Column
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
@@ -122,36 +121,20 @@ def run_writers(
 def writer_of(building: Building, row_bytes: int) -> Callable[[Any], "RangeWriter"]:
     """Makes a writer of the rows of a dataset."""
     assert building.journal is not None
-    return partial(
-        RangeWriter,
-        schema=building.draft.schema,
-        columns=building.draft.columns,
-        generation=building.path,
-        journal=building.journal.name,
-        row_bytes=row_bytes,
-        probes=building.draft.probes,
-    )
+    return partial(RangeWriter, building.draft, building.path, building.journal.name, row_bytes)
 
 
 class RangeWriter:
     """Reads the rows of a range, checks and writes them."""
 
     def __init__(
-        self,
-        dataset: Any,
-        schema: Schema,
-        columns: Sequence[Column],
-        generation: Path,
-        journal: str,
-        row_bytes: int,
-        probes: Sequence[tuple[int, str]],
+        self, draft: Manifest, generation: Path, journal: str, row_bytes: int, dataset: Any
     ) -> None:
         def rows_of(num_bytes: int) -> int:
             return max(1, num_bytes // max(1, row_bytes))
 
-        self.source, self._schema = _source_of(dataset, schema, row_bytes), schema
-        #: The hashes of rows that were read before.
-        self._probes = dict(probes)
+        self._draft, schema = draft, draft.schema
+        self.source = _source_of(dataset, schema, row_bytes)
         self._block_rows = min(_MAX_BLOCK_ROWS, rows_of(_BLOCK_BYTES))
         #: The most rows of a range.
         self.max_rows = _MAX_BLOCKS * self._block_rows
@@ -159,7 +142,7 @@ class RangeWriter:
             self.max_rows = self._block_rows = rows_of(_SLICE_BYTES)
             if any(field.num_variable for field in schema.fields):
                 self.max_rows = min(_MAX_PACKED_ROWS, self.max_rows)
-        self._thread, self._writer = threads(1), RowWriter(generation, columns, journal)
+        self._thread, self._writer = threads(1), RowWriter(generation, draft.columns, journal)
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
@@ -177,14 +160,14 @@ class RangeWriter:
 
     def _check(self, rows: RowNumbers, found: list[Values]) -> None:
         """Check that rows that were read before are the same again."""
-        for row, expected in self._probes.items():
+        for row, expected in self._draft.probes:
             if row not in rows:
                 continue
             at = rows.index(row) if isinstance(rows, range) else int(np.argmax(rows == row))
             leaves = [next(each.take(range(at, at + 1)).rows()) for each in found]
             if hash_row(leaves) != expected:
                 again = [next(each.rows()) for each in self.source.read(range(row, row + 1))]
-                names = [field.name for field in self._schema.fields]
+                names = [field.name for field in self._draft.schema.fields]
                 pairs = zip(names, leaves, again, strict=True)
                 differ = [name for name, one, two in pairs if hash_row([one]) != hash_row([two])]
                 raise random_dataset_error(row, differ or names)

@@ -8,6 +8,7 @@ stands between them and the files.
 import json
 import math
 import random
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -154,7 +155,9 @@ def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
             field["shape"] = random_state.choices(_NUMBERS, k=random_state.choice((0, 1, 2, 3, 99)))
     num_shards = random_state.randint(1, 200)
     body["num_shards"] = num_shards
-    body["checksums"] = {name: ["0" * 16] * num_shards for name in body["checksums"]}
+    body["checksums"] = {
+        name: b64encode(bytes(8 * num_shards)).decode() for name in body["checksums"]
+    }
 
 
 def _rename(random_state: random.Random, body: dict[str, Any]) -> None:

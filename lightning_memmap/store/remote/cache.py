@@ -31,8 +31,8 @@ from typing_extensions import override
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.files import check_plain
-from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.files import check_plain, read_plain
+from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
@@ -42,7 +42,6 @@ from lightning_memmap.store.remote.shards import (
     copy_name,
     make_records,
     read_manifest,
-    read_plain,
 )
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import threads
@@ -408,7 +407,7 @@ def _remove(version: Path) -> None:
 def _bytes_of(version: Path) -> tuple[int, int]:
     """The bytes of the shards of a version that are here, and of those that are to come."""
     with suppress(OSError, ValueError, StoreError):  # It was damaged.
-        records = np.frombuffer(read_plain(version / RECORDS), np.int64)
+        records = np.frombuffer(read_plain(version / RECORDS, MAX_MANIFEST_BYTES), np.int64)
         return int(records[records > 0].sum()), int(-records[records < 0].sum())
     return 0, 0
 

@@ -13,13 +13,8 @@ from typing import TypeGuard
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
-from lightning_memmap.store.files import TEMPORARY
-from lightning_memmap.store.manifest import (
-    GENERATION,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-)
+from lightning_memmap.store.files import TEMPORARY, read_plain
+from lightning_memmap.store.manifest import GENERATION, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
@@ -28,7 +23,6 @@ from lightning_memmap.store.remote.shards import (
     copy_name,
     make_records,
     read_manifest,
-    read_plain,
 )
 from lightning_memmap.store.store import Store, open_directory
 
@@ -126,7 +120,9 @@ def pull_store(
     manifest = read_manifest(files)
     check_free(place.path, "path")
     with place.locked():
-        before = read_plain(place.path / MANIFEST) if is_store(place.path) else None
+        before = None
+        if is_store(place.path):
+            before = read_plain(place.path / MANIFEST, MAX_MANIFEST_BYTES)
         if _are_same(_decoded(before, str(place.path)), manifest):
             return open_directory(place.path)
         if before is not None and not overwrite:
@@ -174,7 +170,7 @@ def _begin(place: StoreDirectory, manifest: Manifest, name: str) -> Path:
     """The generation of a pull: that of the same pull, which was interrupted, or a new one."""
     generation, key = place.path / name, manifest.encode()
     for unfinished in place.unfinished(KEY):
-        if unfinished == generation and read_plain(unfinished / KEY) == key:
+        if unfinished == generation and read_plain(unfinished / KEY, len(key) + 1) == key:
             return generation
         remove_tree(unfinished)
     place.begin(name)

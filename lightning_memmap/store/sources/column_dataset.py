@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.column import TableColumn
+from lightning_memmap.store.sources.column import Extents, TableColumn
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -81,15 +81,18 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         index %= self._num_rows
         return {name: column[index] for name, column in self.columns.items()}
 
-    @property
-    def nullable(self) -> list[str]:
-        """The names of the columns that have rows without a value."""
-        return [name for name, column in self.columns.items() if _has_missing(column)]
+    def extents(self) -> Extents:
+        """What is known of all rows."""
+        found = Extents()
+        for name, column in self.columns.items():
+            if isinstance(column, TableColumn):
+                found.update({(name, *path): each for path, each in column.extents().items()})
+            elif _has_missing(column):
+                found[(name,)] = [{None}]
+        return found
 
 
 def _has_missing(column: Any) -> bool:
-    if isinstance(column, TableColumn):
-        return column.has_missing()
     if not isinstance(column, np.ndarray) or column.ndim != 1:
         return False
     if column.dtype.kind in "mM":

@@ -11,12 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.images import (
-    EXTENSIONS,
-    ImageError,
-    checked_decoding,
-    decode_image,
-)
+from lightning_memmap.images import EXTENSIONS, ImageError, checked_decoding, decode_image
 from lightning_memmap.store.places import local_path
 
 
@@ -47,10 +42,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        mode: str | None = "RGB",
-        size: int | tuple[int, int] | None = None,
+        self, root: str | Path, mode: str | None = "RGB", size: int | tuple[int, int] | None = None
     ) -> None:
         self.root = local_path(root)
         self.mode = mode

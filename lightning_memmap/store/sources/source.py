@@ -22,22 +22,28 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Schema, Values
-from lightning_memmap.schema.fields import field_name, join_values, take_rows
+from lightning_memmap.schema import Field, Form, Node, Schema, Values
+from lightning_memmap.schema.fields import join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
-from lightning_memmap.store.samples import read_sample, read_samples, stack_rows
-from lightning_memmap.store.sources.column import Rows, TableColumn, as_range, by_piece
+from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
+from lightning_memmap.store.sources.column import (
+    Extents,
+    TableColumn,
+    as_range,
+    by_piece,
+    forms_of,
+    join_extents,
+)
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
+from lightning_memmap.store.workers import RowNumbers
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
-#: Items that are held as Python objects, before they are copied.
-_ITEM_BYTES, _MAX_ITEM_ROWS = 2**20, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +51,7 @@ class Source:
     """The rows of a dataset."""
 
     #: Reads rows of each field.
-    read: Callable[[Rows], list[Values]]
+    read: Callable[[RowNumbers], list[Values]]
     #: By row, in which piece of its files it is, where a piece is read as a whole.
     pieces: Callable[[], Integers | None] = lambda: None
     #: Whether rows are read many at once, and not made one by one.
@@ -64,11 +70,11 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     """Find how the rows of a dataset are read: by slices where it is known, or as items."""
     if isinstance(dataset, Spool):
         return Source(dataset.read)
-    step = max(1, min(_MAX_ITEM_ROWS, _ITEM_BYTES // max(1, row_bytes)))
+    step = rows_at_once(row_bytes)
 
-    def read_items(rows: Rows) -> list[Values]:
+    def read_items(rows: RowNumbers) -> list[Values]:
         some = (rows[first : first + step] for first in range(0, len(rows), step))
-        return _joined(
+        return join_values(
             [stack_rows(read_samples(dataset, each), each, schema, another) for each in some]
         )
 
@@ -79,7 +85,7 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     if slices is None:
         return Source(read_items, is_sliced=False)
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         with suppress(SchemaError):  # Some do not fit, and are to be named.
             found = slices.read(rows)
             if all(values.num_rows == len(rows) for values in found):
@@ -93,9 +99,9 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     """The rows of several sources, one source after the other."""
     ends = np.cumsum(sizes, dtype=np.int64)
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         parts, back = by_piece(rows, ends)
-        return _joined([sources[part].read(within) for part, within in parts], back)
+        return join_values([sources[part].read(within) for part, within in parts], back)
 
     def pieces() -> Integers | None:
         found = [source.pieces() for source in sources]
@@ -112,24 +118,22 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     return Source(read, pieces, all(source.is_sliced for source in sources))
 
 
-def _joined(parts: Sequence[list[Values]], back: Integers | None = None) -> list[Values]:
-    """The rows of each field, read part by part, and put into another order."""
-    found = [join_values(values) for values in zip(*parts, strict=True)]
-    return found if back is None else [each.take(back) for each in found]
+def known_forms(dataset: Any) -> dict[str, Form]:
+    """The forms of what is None in some rows, or differs in length, where a table tells it."""
+    return forms_of(_extents_of(dataset))
 
 
-def nullable_columns(dataset: Any) -> set[str]:
-    """Find the columns that have rows without a value, where no row must be read for it."""
+def _extents_of(dataset: Any) -> Extents:
     kind = type(dataset)
     if kind is Subset:
-        return nullable_columns(dataset.dataset)
+        return _extents_of(dataset.dataset)
     if kind is ConcatDataset:
-        return set().union(*map(nullable_columns, dataset.datasets))
-    names = dataset.nullable if isinstance(dataset, ColumnDataset) else []
-    if _is_hugging_face(dataset) and dataset.format["type"] is None:
-        # In a format, samples have NaN, or whatever a transform makes of it.
-        names = [n for n in dataset.format["columns"] if dataset.data.column(n).null_count]
-    return {field_name((name,)) for name in names}
+        return join_extents(map(_extents_of, dataset.datasets))
+    if _is_hugging_face(dataset):
+        from lightning_memmap.store.sources.tables import hugging_face_extents
+
+        return hugging_face_extents(dataset)
+    return dataset.extents() if kind is ColumnDataset else {}
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -204,7 +208,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
     if (source := _source_of(dataset.dataset, node, fields)) is None:
         return None
 
-    def read(rows: Rows) -> list[Values]:
+    def read(rows: RowNumbers) -> list[Values]:
         some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return source.read(as_range(picked[some]))
 
@@ -233,7 +237,7 @@ class _ArrayRows(Column):
         return fit(field, self.rows)
 
 
-def _rows_of_array(values: Any, rows: Rows) -> Column:
+def _rows_of_array(values: Any, rows: RowNumbers) -> Column:
     """Rows of a tensor or array, or of one in a file, which is read by slices."""
     is_memory = type(values) in _MEMORY_TYPES
     if isinstance(rows, range):
@@ -260,7 +264,7 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
 
 
 def _read_column(
-    rows_of: Callable[[Rows], Column], node: Node, fields: Sequence[Field], rows: Rows
+    rows_of: Callable[[RowNumbers], Column], node: Node, fields: Sequence[Field], rows: RowNumbers
 ) -> list[Values]:
     """Rows of one column, of a structure with some fields."""
     try:

@@ -23,11 +23,16 @@ from lightning_memmap.schema.fields import join_values
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
-from lightning_memmap.store.samples import MAX_PROBES, NUM_PROBES, find_schema, hash_row, stack_rows
-from lightning_memmap.store.sources.column import Rows, by_piece
-
-#: Samples that are held as Python objects, before they are written.
-_PIECE_BYTES, _MAX_PIECE_ROWS = 2**20, 1024
+from lightning_memmap.store.samples import (
+    MAX_PROBES,
+    NUM_PROBES,
+    find_schema,
+    hash_row,
+    rows_at_once,
+    stack_rows,
+)
+from lightning_memmap.store.sources.column import by_piece
+from lightning_memmap.store.workers import RowNumbers
 
 
 def is_stream(dataset: Any) -> bool:
@@ -75,8 +80,7 @@ class Spool:
             while piece:
                 self._append(piece)
                 advance(len(piece))
-                max_rows = max(1, _PIECE_BYTES // self.row_bytes)
-                piece = list(islice(samples, min(max_rows, _MAX_PIECE_ROWS)))
+                piece = list(islice(samples, rows_at_once(self.row_bytes)))
             stack.pop_all()
 
     def __len__(self) -> int:
@@ -84,15 +88,14 @@ class Spool:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, on average and at least 1."""
-        return max(1, self._places[-1] // len(self))
+        """Bytes of a row, on average."""
+        return self._places[-1] // len(self)
 
-    def read(self, rows: Rows) -> list[Values]:
+    def read(self, rows: RowNumbers) -> list[Values]:
         """Read rows; see `lightning_memmap.store.sources.Source`."""
         pieces, back = by_piece(rows, np.array(self._ends[1:]))
         found = [[each.take(within) for each in self._piece(piece)] for piece, within in pieces]
-        joined = [join_values(values) for values in zip(*found, strict=True)]
-        return joined if back is None else [each.take(back) for each in joined]
+        return join_values(found, back)
 
     def hash_row(self, row: int) -> str:
         """Hash a row; see `lightning_memmap.store.samples.hash_row`."""

@@ -26,7 +26,8 @@ from lightning_memmap.schema.fields import TO_NUMPY, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Path as Keys
-from lightning_memmap.store.sources.column import Rows, TableColumn, by_piece
+from lightning_memmap.store.sources.column import Extents, TableColumn, by_piece, join_extents
+from lightning_memmap.store.workers import RowNumbers
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 _TEXTS = {
@@ -119,7 +120,10 @@ def _one(column: Any) -> Any:
         return array.dictionary_decode()
     if isinstance(array, pa.RunEndEncodedArray):
         return pc.run_end_decode(array)
-    return array.storage if isinstance(array, pa.ExtensionArray) else array
+    if not isinstance(array, pa.ExtensionArray):
+        return array
+    is_bool = array.type.extension_name == "arrow.bool8"
+    return array.storage.cast(pa.bool_()) if is_bool else array.storage
 
 
 def _numbers(array: Any) -> np.ndarray | None:
@@ -208,16 +212,34 @@ class ArrowColumn(TableColumn):
             raise SchemaError(f"field {field_name((self.name,))!r}: {error}") from None
 
     @override
-    def has_missing(self) -> bool:
-        return bool(self.column.null_count)
+    def extents(self) -> Extents:
+        return _extents(self.column)
 
-    def take(self, rows: Rows) -> Any:
+    def take(self, rows: RowNumbers) -> Any:
         """Some rows, as a column of Arrow."""
         return _take(self.column, rows)
 
     @override
-    def rows(self, rows: Rows) -> Column:
+    def rows(self, rows: RowNumbers) -> Column:
         return ArrowRows(self.take(rows))
+
+
+def _extents(column: Any, path: Keys = ()) -> Extents:
+    """What all rows of a column have, and of structs their parts."""
+    items, levels = column, [set[int | None]()]
+    while pa.types.is_list(items.type) or pa.types.is_large_list(items.type):
+        levels[-1] |= {*pc.min_max(pc.list_value_length(items)).as_py().values()} - {None}
+        items = pc.list_flatten(items)
+        levels.append(set())
+    if column.null_count:
+        levels[0].add(None)
+    found = {path: levels}
+    if pa.types.is_struct(column.type):
+        given = column.drop_null() if column.null_count else column
+        for index, field in enumerate(column.type):
+            part = pa.chunked_array([chunk.field(index) for chunk in given.chunks], field.type)
+            found |= _extents(part, (*path, field.name))
+    return found
 
 
 def arrow_table(given: Any) -> Any:
@@ -238,11 +260,21 @@ def arrow_column(name: str, column: Any) -> Any:
                 f"column {name!r}: Arrow has no such values ({describe_error(error)}): convert it"
                 " to a type that it has"
             ) from error
+    _check_type(name, column.type)
     found = ArrowColumn(name, column)
-    kind, array = found.column.type, _one(found.column) if not found.has_missing() else None
+    kind, array = found.column.type, _one(found.column) if not found.column.null_count else None
     is_simple = array is not None and not isinstance(kind, pa.BaseExtensionType)
     numbers = _numbers(array) if is_simple else None
     return found if numbers is None else numbers
+
+
+def _check_type(name: str, kind: Any) -> None:
+    """Refuse what would lose its meaning as the numbers that it is kept as."""
+    if getattr(kind, "extension_name", None) == "pandas.period":
+        raise TypeError(
+            f"column {name!r}: found {kind.extension_name}, periods that would be numbers without"
+            " their unit: convert them with .dt.to_timestamp(), or with .astype(str)"
+        )
 
 
 def _plain(column: Any) -> Any:
@@ -271,7 +303,7 @@ def _plain_type(kind: Any) -> Any:
     return (pa.list_ if types.is_list(kind) else pa.large_list)(item)
 
 
-def _take(column: Any, rows: Rows) -> Any:
+def _take(column: Any, rows: RowNumbers) -> Any:
     if isinstance(rows, range):
         return column.slice(rows.start, len(rows))
     return column.take(pa.array(rows))
@@ -331,6 +363,7 @@ class _RowGroups:
             if not self.kinds:
                 self.kinds = {name: schema.field(name).type for name in choose(schema.names)}
             for name, kind in self.kinds.items():
+                _check_type(name, kind)
                 self._check(path, schema, name, kind)
             self._groups += [(path, number) for number in counts]
             sizes += [file.metadata.row_group(number).num_rows for number in counts]
@@ -390,11 +423,15 @@ class ParquetColumn(ArrowColumn):
         return int(self._groups.ends[-1]) if len(self._groups.ends) else 0
 
     @override
-    def has_missing(self) -> bool:
+    def extents(self) -> Extents:
+        if pa.types.is_nested(self._groups.kinds[self.name]):
+            groups = range(len(self._groups.ends))
+            return join_extents(_extents(self._groups.read(each, self.name)) for each in groups)
         # Statistics are asked first.
         is_missing = pc.field(self.name).is_null()
         files = (dataset(path) for path, *_ in self.files)
-        return any(file.count_rows(filter=is_missing, use_threads=False) for file in files)
+        counts = (file.count_rows(filter=is_missing, use_threads=False) for file in files)
+        return {(): [{None} if any(counts) else set()]}
 
     @override
     def pieces(self) -> Integers:
@@ -402,7 +439,7 @@ class ParquetColumn(ArrowColumn):
         return np.repeat(np.arange(len(ends), dtype=np.int64), np.diff(ends, prepend=0))
 
     @override
-    def take(self, rows: Rows) -> Any:
+    def take(self, rows: RowNumbers) -> Any:
         groups, back = by_piece(rows, self._groups.ends)
         taken = [_take(self._groups.column(group, self.name), within) for group, within in groups]
         joined = pa.chunked_array([chunk for column in taken for chunk in column.chunks])
@@ -419,15 +456,25 @@ class HuggingFaceColumn(TableColumn):
         self._table = dataset.select_columns([name]).with_format("arrow")
 
     @override
-    def rows(self, rows: Rows) -> Column:
+    def rows(self, rows: RowNumbers) -> Column:
         found = (
             self._table[rows.start : rows.stop] if isinstance(rows, range) else self._table[rows]
         )
         return ArrowRows(found.column(0), are_python=True)
 
-    @override
-    def has_missing(self) -> bool:
-        return bool(self._table.data.column(0).null_count)
+
+def hugging_face_extents(dataset: Any) -> Extents:
+    """What is known of all rows of a dataset, and of those of its table that it does not have."""
+    form, found = dataset.format, Extents()
+    for name in form["columns"] if form["type"] in _FORMATS else ():
+        is_as_in_table = _is_as_in_table(dataset.features[name])
+        for path, levels in _extents(dataset.data.column(name), (name,)).items():
+            # In a format, samples have NaN for None, and one tensor or array for lists in lists.
+            if form["type"] is not None and is_as_in_table and len(levels) == 2 and len(path) == 1:
+                found[path] = [levels[0] - {None}]
+            elif form["type"] is None and (is_as_in_table or len(path) == 1):
+                found[path] = levels if is_as_in_table else [levels[0] & {None}]
+    return found
 
 
 def hugging_face_columns(

@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import shutil
+from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 2}',
+        b'{"format": "lightning_memmap store", "version": 3}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -154,14 +155,14 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 1, "2", None, [2]])
+@pytest.mark.parametrize("version", [0, 2, "3", None, [3]])
 def test_store_of_another_format_version_is_refused_and_left_alone(
     path: Path, version: Any
 ) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
     names = {*os.listdir(path), ".lock"}
     for act in (open_store, verify_store, partial(build_store, DATASET, overwrite=True)):
-        with pytest.raises(StoreError, match=r"has format version .* reads version 2: remove it"):
+        with pytest.raises(StoreError, match=r"has format version .* reads version 3: remove it"):
             act(path)
     assert {*os.listdir(path), ".lock"} == names
 
@@ -216,10 +217,14 @@ def empty_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
 SUM = "0123456789abcdef"
 
 
+def sums(num_shards: int) -> str:
+    return b64encode(bytes(8 * num_shards)).decode()
+
+
 def replace_fields(body: dict[str, Any], names: list[str]) -> None:
     field = {"dtype": "int64", "shape": [0], "kind": "tensor"}
     body["fields"] = [{"name": name, **field} for name in names]
-    body["checksums"] = {name: [SUM] * body["num_shards"] for name in names}
+    body["checksums"] = {name: sums(body["num_shards"]) for name in names}
 
 
 def many_fields(num_fields: int, num_shards: int) -> Callable[[dict[str, Any]], None]:
@@ -261,9 +266,9 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no fields": drop("fields"),
     "no number of rows": drop("num_rows"),
     "no checksums": drop("checksums"),
-    "checksums of another field": put("checksums", value={"y": [SUM] * 3, "label": [SUM] * 3}),
-    "too few checksums": put("checksums", "x", value=[SUM] * 2),
-    "checksums not hexadecimal": put("checksums", "x", value=["0123456789abcdeg"] * 3),
+    "checksums of another field": put("checksums", value={"y": sums(3), "label": sums(3)}),
+    "too few checksums": put("checksums", "x", value=sums(2)),
+    "checksums not in Base64": put("checksums", "x", value="!" + sums(3)[1:]),
     "no probes": drop("probes"),
     "probe beyond the rows": put("probes", value=[[100, SUM]]),
     "probe before the rows": put("probes", value=[[-1, SUM]]),
@@ -287,7 +292,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 MESSAGES = {
     "negative rows": r"int.*\$\.num_rows.*num_rows=-1",
     "too many shards": r"int.*\$\.num_shards.*num_shards=65537",
-    "checksums not hexadecimal": r"\$\.checksums.*checksums=.*x",
+    "checksums not in Base64": r"\$\.checksums.*checksums=.*x",
     "endless source": "4096.*source=.*dataset",
     "probe beyond the rows": "probes .* 100 rows",
 }

@@ -214,7 +214,6 @@ LEAF = {"kind": "leaf"}
     [
         edit_field("captions", kind={"type": "text"}),
         edit_field("title", kind={"type": "text", "many": True}),
-        edit_field("age.mask", kind={"type": "numbers"}),
         edit_field("age.mask", dtype="uint8"),
         edit_field("age", kind={"type": "mask"}),
         edit_field("at", kind={"type": "time", "unit": "weeks"}),

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.store import writing
+from lightning_memmap.store import samples, writing
 from lightning_memmap.store.sources import stream as streams
 from tests.datasets import Numbered, Ragged, column_files, holds
 from tests.unit.store.layout import is_empty
@@ -61,7 +61,7 @@ def test_stream_of_any_length_is_stored_as_its_rows_in_a_list_are(
         image = {"form": "pad", "dims": 2}
         options["variable"] = {"sound": "pad", "ids": "pad", "image": image}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "_MAX_PIECE_ROWS", piece_rows)
+        patch.setattr(samples, "_MAX_HELD_ROWS", piece_rows)
         patch.setattr(writing, "_SLICE_BYTES", 1000)
         store = build_store(iter(rows), path / "s", **options)
     expected = build_store(rows, path / "e", **options)

@@ -19,7 +19,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store, open_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.kinds import Mask
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import tables
@@ -78,9 +77,8 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
 ) -> None:
     table = frame(missing)
     store = build(tmp_path / "s", ColumnDataset(table))
-    dtypes = {
-        field.name: field.dtype for field in store.schema.fields if not isinstance(field.kind, Mask)
-    }
+    masks = {names[-1] for names in store.schema.optional.values()}
+    dtypes = {field.name: field.dtype for field in store.schema.fields if field.name not in masks}
     assert dtypes == {
         **{"point.id": torch.int64, "point.x": torch.float32, "box": torch.int16},
         **{"bytes": torch.uint8, "objects.a": torch.int8, "objects.b": torch.uint8},
@@ -246,6 +244,67 @@ def test_probe_rows_without_items_are_stored(tmp_path: Path, dtype: str) -> None
     store = build(tmp_path / "s", rows)
     assert [len(store[row]["x"]) for row in range(NUM_ROWS)] == lengths
     assert store[3]["none"].shape == (2, 0)
+
+
+def test_lists_that_differ_in_rows_that_are_not_read_first_are_stored(tmp_path: Path) -> None:
+    first = {*np.linspace(0, NUM_ROWS - 1, 8).astype(int).tolist()}
+    rows: list[dict[str, Any]] = [
+        {
+            "empty": [] if row in first else [1, 2],
+            "same": [1, 2, 3],
+            "nested": [[1.0, 2.0]] * 2 if row in first else [[1.0, 2.0, 3.0]],
+            "texts": ["a", "b"] if row in first else ["c"],
+            "answers": {"at": [1]} if row in first else {"at": [1, 2]},
+            "records": [{"a": 1}] if row in first else [],
+            "maybe": [1, 2] if row in first else None if row % 3 else [1],
+        }
+        for row in range(NUM_ROWS)
+    ]
+    table = arrow.Table.from_pylist(rows)
+    import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=8)
+    for name, dataset in {
+        "arrow": ColumnDataset(table),
+        "parquet": Subset(ColumnDataset(tmp_path / "a.parquet"), range(NUM_ROWS)),
+        "joined": ConcatDataset([ColumnDataset(table.slice(0, 1)), ColumnDataset(table.slice(1))]),
+        "library": import_module("datasets").Dataset(table),
+    }.items():
+        store = build(tmp_path / name, dataset)
+        shapes = {field.name: field.shape for field in store.schema.fields}
+        assert shapes["nested"] == (None, None)
+        # One length in all rows, though the type would allow for more.
+        assert shapes.get("same", (3,)) == (3,)
+        assert [plain(store[row]) for row in range(NUM_ROWS)] == rows
+    library = import_module("datasets").Dataset(table)
+    for name in ("torch", "numpy"):
+        store = build(tmp_path / name, library.with_format(name, columns=["empty", "same"]))
+        assert [store[row]["empty"].tolist() for row in range(9)] == [r["empty"] for r in rows[:9]]
+
+
+def plain(value: Any) -> Any:
+    """A value with lists in place of tensors."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(plain, value))
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def test_bools_of_a_byte_are_bools(tmp_path: Path) -> None:
+    storage = arrow.array([1, 0, -3] * 20, arrow.int8())
+    bools = arrow.ExtensionArray.from_storage(arrow.bool8(), storage)
+    lists = arrow.ListArray.from_arrays(list(range(0, 63, 3)), bools)
+    for name, column in {"one": bools, "lists": lists}.items():
+        store = build(tmp_path / name, ColumnDataset(arrow.table({"x": column})))
+        assert store.schema.fields[0].dtype is torch.bool
+        assert plain([store[row]["x"] for row in range(len(store))]) == column.to_pylist()
+
+
+def test_periods_without_their_unit_are_refused() -> None:
+    pandas = import_module("pandas")
+    column = pandas.Series(pandas.period_range("2020-01", periods=3, freq="M"))
+    for table in (pandas.DataFrame({"x": column}), arrow.table({"x": arrow.array(column)})):
+        with pytest.raises(TypeError, match=r"column 'x': found pandas.period.*to_timestamp"):
+            ColumnDataset(table)
 
 
 @pytest.mark.parametrize("none", [[], [1]])
