@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
 
@@ -271,12 +270,7 @@ def logged_in(module: nn.Module, log: PartLog) -> Iterator[None]:
         vars(module).update(before)
 
 
-def merge_logs(
-    logs: Sequence[PartLog],
-    parts: MicroBatches,
-    module: LightningModule,
-    original: Callable[[Metric], Metric] = lambda metric: metric,
-) -> None:
+def merge_logs(logs: Sequence[PartLog], parts: MicroBatches, module: LightningModule) -> None:
     """Log once what the parts of a step logged, as one call over all of their rows."""
     merged: dict[tuple[str, int], list[tuple[int, Any, Any, dict[str, Any]]]] = {}
     for log, num_rows in zip(logs, parts.rows, strict=False):
@@ -289,9 +283,7 @@ def merge_logs(
     for (name, _), calls in merged.items():
         _, value, args, options = calls[0]
         rows, values = [each[0] for each in calls], [each[1] for each in calls]
-        if isinstance(value, Metric):
-            value = original(value)
-        elif all(isinstance(each, Tensor) for each in values):
+        if all(isinstance(each, Tensor) for each in values):
             value = _merged_value(values, rows, options.get("reduce_fx"), parts.device)
         if len(calls) < len(parts.rows) or "batch_size" in options:
             options = {**options, "batch_size": sum(rows)}
