@@ -73,7 +73,7 @@ SIGNATURES = {
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        layers=None, num_microbatches=1, **kwargs
+        data_devices=None, root_holds_data=True, prefetch=None, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs
