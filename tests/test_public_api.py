@@ -81,7 +81,7 @@ SIGNATURES = {
     FSDP2Strategy: """
         wrap_classes=None, min_unit_parameters=1000000, replicate_size=1,
         reshard_after_forward=None, cpu_offload=False, reduce_dtype=None,
-        activation_checkpointing=False, meta_init=False,
+        activation_checkpointing=False,
         save_distributed_checkpoint=False, prefetch=None, process_group_backend=None,
         timeout=datetime.timedelta(seconds=1800)
     """,

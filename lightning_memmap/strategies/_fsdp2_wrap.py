@@ -267,28 +267,28 @@ def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Modul
 # Checkpoints
 
 
+def shard_like(parameter: Any, value: Any) -> Any:
+    """A value on the CPU, sharded like a parameter if it has its shape."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    sizes, starts = compute_local_shape_and_global_offset(
+        value.shape, parameter.device_mesh, parameter.placements
+    )
+    own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    sharded.to_local().copy_(value[own])
+    return sharded
+
+
 def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """The state of a plain optimizer, on the CPU, for the sharded parameters of another one."""
-    # What has a parameter's shape is sharded like it: each rank reads its part of the file.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
-
-    def shard(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-            return value
-        if value.shape != parameter.shape:
-            return value
-        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        sizes, starts = compute_local_shape_and_global_offset(
-            value.shape, parameter.device_mesh, parameter.placements
-        )
-        own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        sharded.to_local().copy_(value[own])
-        return sharded
-
     sharded = {
-        number: {name: shard(value, by_number[number]) for name, value in values.items()}
+        number: {name: shard_like(by_number[number], value) for name, value in values.items()}
         for number, values in state["state"].items()
         if number in by_number
     }
