@@ -67,13 +67,13 @@ SIGNATURES = {
         skip_steps=None, build='first'
     """,
     SuperBatchStrategy: """
-        data_devices=None, root_holds_data=True, prefetch=None, **kwargs
+        data_devices=None, **kwargs
     """,
     DataParallelStrategy: """
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        data_devices=None, root_holds_data=True, prefetch=None, **kwargs
+        data_devices=None, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs

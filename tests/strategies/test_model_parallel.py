@@ -31,10 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 CPU_1, META = torch.device("cpu:1"), torch.device("meta")
 
 
-def fit_stages(path: Path, module: Any, devices: int = 2, **options: Any) -> L.Trainer:
+def fit_stages(
+    path: Path, module: Any, devices: int = 2, data_devices: Any = None, **options: Any
+) -> L.Trainer:
     """Train with a stage of the module on each logical device."""
-    names = ("root_holds_data",)
-    strategy = LocalModelParallelStrategy(**{n: options.pop(n) for n in names if n in options})
+    strategy = LocalModelParallelStrategy(data_devices)
     trainer = make_trainer(
         path, strategy=strategy, devices=devices, **{"precision": "64-true", **options}
     )
@@ -117,7 +118,7 @@ class Listed(Base):
 WHOLE = [
     (Base, {}),
     (Base, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
-    (Base, {"devices": 3, "root_holds_data": False}),
+    (Base, {"devices": 3, "data_devices": ["cpu", "cpu"]}),
     (Named, {}),
     (Listed, {"devices": 3}),
     (Lbfgs, {}),
@@ -132,7 +133,7 @@ def test_weights_and_logs_are_those_of_one_device(
     found, expected = make(), make()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     trainer = fit_stages(tmp_path, found, **options)
-    plain = {k: value for k, value in options.items() if k not in ("devices", "root_holds_data")}
+    plain = {k: value for k, value in options.items() if k not in ("devices", "data_devices")}
     reference = fit_one(tmp_path, expected, **plain)
     assert torch.equal(weights(found), weights(expected))
     assert not torch.allclose(weights(found), weights(make()).double(), rtol=1e-2)
