@@ -75,7 +75,7 @@ def choose_units(
 ) -> list[nn.Module]:
     """The units of a module: those of the classes, or the items of its largest list."""
     if classes is not None:
-        units = _modules_of(module, classes, "wrap_classes")
+        units = _modules_of(module, classes)
     else:
         units = default_units(module, min_parameters)
     return without_shared(module, units)
@@ -135,9 +135,7 @@ def _post_order(root: nn.Module) -> Iterator[nn.Module]:
     return visit(root)
 
 
-def _modules_of(
-    root: nn.Module, classes: Sequence[str | type[nn.Module]], argument: str
-) -> list[nn.Module]:
+def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
     """The modules below ``root`` of classes, or of their names; subclasses count. Bottom up."""
     below = [module for module in _post_order(root) if module is not root]
     found = set()
@@ -147,7 +145,7 @@ def _modules_of(
             name = wanted if isinstance(wanted, str) else wanted.__qualname__
             candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
             raise ValueError(
-                f"{argument}={list(classes)!r}: no module of {type(root).__name__} is a {name};"
+                f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a {name};"
                 f" choose from {', '.join(candidates) or 'none: it has none'}"
             )
         found.update(matches)
@@ -200,21 +198,14 @@ def _roots_by_hand(module: L.LightningModule) -> list[nn.Module]:
     return units
 
 
-def recompute(
-    module: nn.Module,
-    units: Sequence[nn.Module],
-    wanted: bool | Sequence[str | type[nn.Module]],
-) -> None:
-    """Let units, or modules of classes, compute activations again in the backward pass."""
-    if not isinstance(wanted, bool):
-        units = _modules_of(module, wanted, "activation_checkpointing")
-    elif wanted and not units:
+def recompute(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let units compute activations again in the backward pass."""
+    if not units:
         raise ValueError(
             f"activation_checkpointing=True: the {type(module).__name__} has no units to compute"
-            " again; choose some by wrap_classes or a smaller min_unit_parameters, or name classes"
-            " here"
+            " again; choose some by wrap_classes or a smaller min_unit_parameters"
         )
-    for unit in units if wanted else ():
+    for unit in units:
         # It then keeps only its inputs. The names of parameters do not change.
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 

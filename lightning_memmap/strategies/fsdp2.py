@@ -74,8 +74,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
             otherwise the dtype of the parameters.
-        activation_checkpointing: Compute the forward pass of all units, or of modules of the
-            classes that are named, again in the backward pass instead of keeping activations.
+        activation_checkpointing: Compute the forward pass of all units again in the backward pass
+            instead of keeping activations.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
         prefetch: As for ``memmap_superbatch``.
@@ -99,7 +99,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         reduce_dtype: str | torch.dtype | None = None,
-        activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
+        activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = False,
         prefetch: int | None = None,
         process_group_backend: str | None = None,
@@ -113,7 +113,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self._reshard_after_forward = reshard_after_forward
         self._cpu_offload = cpu_offload
         self._reduce_dtype = _floating_dtype("reduce_dtype", reduce_dtype)
-        self._recomputed = activation_checkpointing
+        self._activation_checkpointing = activation_checkpointing
         self._is_save_sharded = save_distributed_checkpoint
         if cpu_offload and process_group_backend is None:
             # Norms of gradients in host memory are reduced there.
@@ -181,7 +181,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
-            recompute(module, units, self._recomputed)
+            if self._activation_checkpointing:
+                recompute(module, units)
             dtype = self._compute_dtype()
             shard_module(
                 module,
