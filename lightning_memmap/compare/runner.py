@@ -242,7 +242,7 @@ class Comparison:
         try:
             with self._console.status(escape(title)):
                 ranks = run.result(self._options.timeout_s)
-            if kind == "check" and variant.is_compared:
+            if kind == "check":
                 self._compare(result, ranks, Path(spec.out))
             figures = figures_of(ranks, kind)
             result.add(figures)
@@ -267,7 +267,6 @@ class Comparison:
             self._reference or checked,
             self._expected,
             report.settings["tolerance"],
-            is_random=report.data["transform_is_random"] and not report.data["has_eval_transform"],
             notes=self._notes(len(shares_of(ranks))),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
