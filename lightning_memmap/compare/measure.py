@@ -194,7 +194,7 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.num_bytes += _given_to(func.name(), args, result)
+            self.num_bytes += _passed_in(func.name(), args, result)
         elif func.namespace == "aten" and func.name() in ("aten::_to_copy", "aten::copy_"):
             source, target = (args[0], result) if "_to_" in func.name() else (args[1], args[0])
             if isinstance(source, Tensor) and source.device != target.device:
@@ -202,11 +202,12 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
 
-def _given_to(name: str, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that this process gives to a collective, or is given by it where these are more."""
+def _passed_in(name: str, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that pass this process in a collective of many, which a ring all-reduce does twice."""
     if any(word in name for word in ("barrier", "recv", "wait", "check")):
         return 0
-    return max(
+    rounds = 2 if "allreduce" in name.replace("_", "") else 1
+    return rounds * max(
         sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
         for each in (*args, result)
     )
