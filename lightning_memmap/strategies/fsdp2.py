@@ -305,7 +305,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The parent would need a state for every parameter, although some may never have had a
         # gradient.
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(shard_state(state, optimizer))
 
 
