@@ -5,7 +5,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -176,15 +178,9 @@ def _row_count(value: Any) -> int:
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torch.device) -> Tensor:
     """``sum(weight * value) / sum(weights)`` on a device, with gradients."""
-    if len(values) == 1:
-        return values[0].to(device)
     total = sum(weights)
-    first, *others = (
-        value.to(device) * (weight / total) for value, weight in zip(values, weights, strict=True)
-    )
-    for term in others:
-        first = first + term
-    return first
+    pairs = zip(values, weights, strict=True)
+    return reduce(add, (value.to(device) * (weight / total) for value, weight in pairs))
 
 
 def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
