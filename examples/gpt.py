@@ -26,9 +26,8 @@ from lightning_memmap import MemmapDataModule
 class GPT(L.LightningModule):
     """A language model of bytes.
 
-    Under ``memmap_pipeline`` its layers are the stages. ``memmap_model_parallel`` finds them by
-    itself. Under Lightning's ``ModelParallelStrategy`` the blocks are divided over the
-    ``tensor_parallel`` axis.
+    Its layers are the stages of ``memmap_pipeline`` and ``memmap_model_parallel``. Under
+    Lightning's ``ModelParallelStrategy`` the blocks are divided over the ``tensor_parallel`` axis.
 
     Args:
         lr: Learning rate of AdamW.
@@ -46,7 +45,7 @@ class GPT(L.LightningModule):
         self.layers = layers_of_gpt(num_blocks, width, length)
 
     def stages(self) -> list[nn.Module]:
-        """The consecutive modules of `forward`, for ``memmap_pipeline``."""
+        """The consecutive modules of `forward`."""
         return list(self.layers)
 
     def configure_model(self) -> None:

@@ -67,13 +67,13 @@ SIGNATURES = {
         skip_steps=None, build='first'
     """,
     SuperBatchStrategy: """
-        data_devices=None, root_holds_data=True, prefetch=None, **kwargs
+        data_devices=None, **kwargs
     """,
     DataParallelStrategy: """
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        layers=None, num_microbatches=1, **kwargs
+        data_devices=None, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs
@@ -81,7 +81,7 @@ SIGNATURES = {
     FSDP2Strategy: """
         wrap_classes=None, min_unit_parameters=1000000, replicate_size=1,
         reshard_after_forward=None, cpu_offload=False, reduce_dtype=None,
-        activation_checkpointing=False, meta_init=False,
+        activation_checkpointing=False,
         save_distributed_checkpoint=False, prefetch=None, process_group_backend=None,
         timeout=datetime.timedelta(seconds=1800)
     """,

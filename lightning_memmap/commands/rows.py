@@ -90,17 +90,12 @@ def step_rows(
     }
 
 
-def rows_parser() -> BriefParser:
-    """Make the parser of the command."""
+def rows(args: list[str]) -> int:
+    """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
     parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    return parser
-
-
-def rows(args: list[str]) -> int:
-    """Run the command with these arguments."""
-    given = rows_parser().parse_args(args).as_dict()
+    given = parser.parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
         question = RowsOptions(**given)

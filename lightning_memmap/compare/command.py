@@ -15,20 +15,15 @@ from lightning_memmap.launched import on_sigterm
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
-code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed or could not be compared,
-130 after Ctrl-C, 2 for a wrong argument."""
-
-
-def compare_parser() -> BriefParser:
-    """Make the parser of the command."""
-    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
-    parser.add_class_arguments(ComparisonOptions, as_group=False)
-    return parser
+code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed, 130 after Ctrl-C, 2 for a
+wrong argument."""
 
 
 def compare(args: list[str]) -> int:
     """Run the command with these arguments."""
-    given = compare_parser().parse_args(args).as_dict()
+    parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
+    parser.add_class_arguments(ComparisonOptions, as_group=False)
+    given = parser.parse_args(args).as_dict()
     console = Console()
     try:
         refuse_several_configs(args)

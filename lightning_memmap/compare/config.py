@@ -13,11 +13,9 @@ from lightning_memmap.strategies import STRATEGIES
 
 #: Lightning's own strategies that can be compared, by the name that they have here.
 LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
-_NAMES = (*LIGHTNING_STRATEGIES, *(name for name, *_ in STRATEGIES))
-#: Each device trains a model of its own, so that there is no common result to compare.
-_SEPARATE_MODELS = {
-    name for name, strategy, _ in STRATEGIES if not getattr(strategy, "trains_one_model", True)
-}
+#: Those of this pack under which all devices train one model, whose results can be compared.
+_OURS = [name for name, cls, _ in STRATEGIES if getattr(cls, "trains_one_model", True)]
+_NAMES = (*LIGHTNING_STRATEGIES, *_OURS)
 _LOADER = re.compile(r"workers[0-9]+|ideal|memmap|first_epoch")
 
 
@@ -35,11 +33,6 @@ class Variant:
     def name(self) -> str:
         """The variant as ``--variants`` takes it."""
         return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader}"
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether the variant must give the rows, losses and weights of the others."""
-        return self.loader != "ideal" and self.strategy not in _SEPARATE_MODELS
 
     def trainer_options(self, devices: int) -> dict[str, Any]:
         """The options of the Trainer that make the variant; ``auto`` uses one device."""
@@ -71,7 +64,7 @@ def all_variants() -> tuple[Variant, ...]:
         Variant("auto", "workers0"),
         Variant("auto", "workers2"),
         Variant("auto", "ideal"),
-        *(Variant(name) for name, *_ in STRATEGIES),
+        *(Variant(name) for name in _OURS),
         *(Variant(name) for name in LIGHTNING_STRATEGIES if name != "auto"),
     )
 
@@ -116,7 +109,6 @@ class ComparisonOptions:
     Args:
         config: Path of a config, as for ``lightning-memmap fit``. Its model and data are used,
             its seed, and those options of the Trainer that can be the same for all variants.
-            Only needed where something is run.
         variants: Variants, separated by commas. A variant is a strategy, of this pack or ``auto``,
             ``ddp``, ``fsdp`` or ``model_parallel``. With ``+workersN`` its rows come from a
             DataLoader with N workers; with ``+first_epoch`` each run builds its own store while
@@ -134,10 +126,10 @@ class ComparisonOptions:
         out: Folder of the report.
 
     Raises:
-        ValueError: A number is out of range, or a variant unknown.
+        ValueError: A number is out of range.
     """
 
-    config: str = ""
+    config: str
     variants: str = "all"
     devices: int = 2
     repeats: int = 3
@@ -149,11 +141,8 @@ class ComparisonOptions:
     out: str = "runs/compare"
 
     def __post_init__(self) -> None:
-        if not self.config:
-            raise ValueError("--config: name the config to run, as for lightning-memmap fit")
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least)
-        parse_variants(self.variants)
 
 
 @dataclass(frozen=True)
@@ -170,11 +159,6 @@ class RunSpec:
     steps: int
     transform_is_random: bool
     out: str
-
-    @property
-    def total_steps(self) -> int:
-        """All steps of the run."""
-        return self.warmup_steps + self.steps
 
     def write(self) -> Path:
         """Write this into its folder, which is made where it is missing."""

@@ -251,9 +251,4 @@ def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
     except RuntimeError:
         # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
         count = devices
-    if global_batch % count:
-        raise ValueError(
-            f"{count} data devices do not divide a global batch of {global_batch} rows: choose"
-            " another batch_size or --devices"
-        )
     return global_batch // count

@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
+from lightning_memmap._compat.tensors import dense_parts, storage_key
 from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.metrics import PARTS, Rank
-from lightning_memmap.compare.parity import MODULUS, batches_of, hash_batch
+from lightning_memmap.compare.parity import MODULUS, batches_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
-from lightning_memmap.placement import DataTopology, data_parallel_rank
+from lightning_memmap.placement import data_parallel_rank
 
 _ACTIONS = {
     r"\[\w+\]\.train_dataloader_next": "data",
@@ -115,20 +115,10 @@ class StepClock(Profiler):
         return self._parts[action]
 
 
-def _seconds(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, torch.Event):
         return float(begin.elapsed_time(end)) / 1e3
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return end - begin
-
-
-#: Operations in which a process sends something, the longer names first.
-_KINDS = (
-    "allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter",
-    "reduce", "send",
-)  # fmt: skip
-_SKIPPED = ("barrier", "recv", "wait", "check")
+    return float(end - begin)
 
 
 def process_memory() -> dict[str, list[int | None]]:
@@ -160,14 +150,10 @@ def reset_device_peaks() -> None:
         module.reset_peak_memory_stats(index)
 
 
-def device_peaks() -> dict[str, list[int]]:
-    """By accelerator that this process uses, the peaks of allocated and of reserved bytes."""
+def device_peaks() -> dict[str, int]:
+    """By accelerator that this process uses, the peak of allocated bytes."""
     module, devices = _counted_devices()
-    peaks = {
-        str(index): [module.max_memory_allocated(index), module.max_memory_reserved(index)]
-        for index in devices
-    }
-    return {device: peak for device, peak in peaks.items() if peak[1]}
+    return {str(index): peak for index in devices if (peak := module.max_memory_allocated(index))}
 
 
 def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[str, int]]:
@@ -208,7 +194,7 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.num_bytes += _sent_by(func.name(), args, result)
+            self.num_bytes += _passed_in(func.name(), args, result)
         elif func.namespace == "aten" and func.name() in ("aten::_to_copy", "aten::copy_"):
             source, target = (args[0], result) if "_to_" in func.name() else (args[1], args[0])
             if isinstance(source, Tensor) and source.device != target.device:
@@ -216,26 +202,15 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
 
-def _sent_by(name: str, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that this process sends in a collective."""
-    operation = name.split("::")[1].strip("_").replace("all_", "all")
-    kind = next((kind for kind in _KINDS if operation.startswith(kind)), None)
-    if kind is None or operation.startswith(_SKIPPED):
+def _passed_in(name: str, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that pass this process in a collective of many, which a ring all-reduce does twice."""
+    if any(word in name for word in ("barrier", "recv", "wait", "check")):
         return 0
-    sizes = [size for arg in args if (size := process_group_size(arg)) is not None]
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in
-               (*args, result)]  # fmt: skip
-    payload = max(sum(leaf.nbytes for leaf in leaves) for leaves in tensors)
-    return sent_bytes(kind, sizes[0] if sizes else world, payload)
-
-
-def sent_bytes(kind: str, size: int, payload: int) -> int:
-    """Bytes that each of ``size`` processes sends in a collective, on average."""
-    if kind == "send":
-        return payload if size > 1 else 0
-    factor = 2 if kind == "allreduce" else 1
-    return factor * payload * (size - 1) // size
+    rounds = 2 if "allreduce" in name.replace("_", "") else 1
+    return rounds * max(
+        sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
+        for each in (*args, result)
+    )
 
 
 #: Steps of a check run, counted from 0, in which it measures bytes and movement: by
@@ -256,25 +231,9 @@ class RunCallback(L.Callback, ABC):
         self._losses: list[Tensor | None] = []
         self._started_s, self._first_batch_s = perf_counter(), nan
 
-    @property
-    def topology(self) -> DataTopology | None:
-        """The data devices of the data module; None where another loader is used."""
-        return None if self.data.placement is None else self.data.placement.topology
-
     @abstractmethod
     def seen(self, trainer: L.Trainer) -> dict[str, Any]:
         """After the last step, on every rank: what the record has beside losses and memory."""
-
-    @override
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # After the data module's own setup: by now its data devices are known.
-        if (topology := self.topology) is not None:
-            rows = self.data.batch_size * topology.num_data_devices
-            if rows != self.spec.global_batch:
-                raise ValueError(
-                    f"{topology.num_data_devices} data devices make steps of {rows} rows, and those"
-                    f" of this comparison have {self.spec.global_batch}"
-                )
 
     @override
     def on_train_batch_start(
@@ -343,7 +302,7 @@ class CheckCallback(RunCallback):
 
     def __init__(self, spec: RunSpec, data: MemmapDataModule, hashes: list[int]) -> None:
         super().__init__(spec, data)
-        self._loader_hashes, self._model_hashes = hashes, list[int]()
+        self._hashes = hashes
         self._movement, self._open = MovementRecorder(), ExitStack()
         self._moved_row_bytes = 0
         self._state_bytes: dict[str, dict[str, int]] = {}
@@ -358,7 +317,6 @@ class CheckCallback(RunCallback):
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         step = len(self._losses)
-        self._model_hashes.append(hash_batch(batch))
         if step == _BYTES_STEP:
             self._moved_row_bytes = self._bytes_moved_by_loader(trainer, batch)
         if step == _MOVEMENT_STEP:
@@ -379,16 +337,16 @@ class CheckCallback(RunCallback):
     @override
     def seen(self, trainer: L.Trainer) -> dict[str, Any]:
         self._save_weights(trainer, "final.pt")
-        devices = 0 if self.topology is None else len(self.topology.data_devices)
-        per_step = 1 if self.data.transform is None else max(1, devices)
+        placement = self.data.placement
+        devices = 1 if placement is None else len(placement.topology.data_devices)
+        per_step = 1 if self.data.transform is None else devices
         # A loader may be ahead of the steps: only those that were trained count.
-        hashes = self._loader_hashes
+        hashes = self._hashes
         starts = range(0, per_step * len(self._losses), per_step)
         return {
             "state_bytes": self._state_bytes,
             "moved_bytes": self._movement.num_bytes + self._moved_row_bytes,
-            "loader_hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
-            "model_hashes": self._model_hashes,
+            "hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
             "parameters": [name for name, _ in trainer.lightning_module.named_parameters()],
         }
 
@@ -397,12 +355,12 @@ class CheckCallback(RunCallback):
         parts = batches_of(batch)
         leaves = (leaf for part in parts for _, leaf in named_leaves(part))
         num_bytes = sum(tensor.nbytes for leaf in leaves for tensor in dense_tensors(leaf))
-        root, topology = trainer.strategy.root_device, self.topology
-        if topology is None:
+        root, placement = trainer.strategy.root_device, self.data.placement
+        if placement is None:  # Another loader's.
             return num_bytes if root.type != "cpu" else 0
         if parts[0] is not batch:  # Not assembled: still the batches of the data devices.
             return 0
-        devices = topology.data_devices
+        devices = placement.topology.data_devices
         return num_bytes * sum(each != root for each in devices) // len(devices)
 
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:

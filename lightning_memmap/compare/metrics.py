@@ -7,8 +7,7 @@ one figure. Tables, the page and the list in docs/compare.md follow from it.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Literal
 
 from lightning_memmap.sizes import format_bytes
@@ -46,20 +45,14 @@ class Rank:
     steps: Sequence[Mapping[str, float]] = ()
     #: By process id, private and shared bytes of this process and all that it has started.
     processes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
-    #: By accelerator, peaks of allocated and of reserved bytes.
-    peaks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: By accelerator, the peak of allocated bytes.
+    peaks: Mapping[str, int] = field(default_factory=dict)
     #: By device and kind, bytes of the model's state.
     state_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     moved_bytes: int = 0
-    #: Of each step of a check run, the rows as the loader gave them, and as the model got them.
-    loader_hashes: Sequence[int] = ()
-    model_hashes: Sequence[int] = ()
+    #: Of each step of a check run, the rows as the loader gave them.
+    hashes: Sequence[int] = ()
     parameters: Sequence[str] = ()
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each measured step."""
-        return [sum(step.values()) for step in self.steps]
 
     def mean_s(self, *parts: str) -> float:
         """Mean seconds of some parts of a step."""
@@ -124,14 +117,6 @@ def _of_processes(total: Callable[[list[Any]], int], index: int = 0) -> dict[str
     return {"collect": lambda rank: rank.processes, "reduce": reduce}
 
 
-def _peak_bytes(index: int) -> dict[str, Any]:
-    """A peak of the fullest device. Processes on one device add up."""
-    return {
-        "collect": lambda rank: {device: each[index] for device, each in rank.peaks.items()},
-        "reduce": lambda values: max(sum(map(Counter, values), Counter()).values(), default=None),
-    }
-
-
 def _state_bytes(*kinds: str) -> dict[str, Any]:
     """Bytes of some kinds, on the device that has most of all kinds."""
 
@@ -150,7 +135,7 @@ METRICS = {
     for metric in (
         Metric(
             SPEED, "samples/s", COUNT, "rows per second over all processes",
-            lambda rank: (rank.data_rank, rank.global_batch / fmean(rank.step_s)), _total_rate,
+            lambda rank: (rank.data_rank, rank.global_batch / rank.mean_s(*PARTS)), _total_rate,
             table="speed",
         ),
         Metric(
@@ -159,13 +144,9 @@ METRICS = {
             lambda rank: None, lambda values: None, run="none", table="speed",
         ),
         Metric(
-            "step_s", "step", milliseconds, "the median step on rank 0",
-            lambda rank: median(rank.step_s), itemgetter(0), table="speed",
-        ),
-        Metric(
             "data_stall", "data stall", SHARE,
             "share of a step that waits for its batch: data loading and transfer",
-            lambda rank: rank.mean_s("data", "transfer") / fmean(rank.step_s), fmean,
+            lambda rank: rank.mean_s("data", "transfer") / rank.mean_s(*PARTS), fmean,
             table="speed",
         ),
         Metric(
@@ -181,11 +162,6 @@ METRICS = {
                 table="parts",
             )
             for part, meaning in PARTS.items()
-        ),
-        Metric(
-            "num_processes", "processes", COUNT, "training processes and their workers",
-            lambda rank: [*rank.processes],
-            lambda values: len({pid for found in values for pid in found}), table="memory",
         ),
         Metric(
             "private_bytes", "private memory", format_bytes,
@@ -213,19 +189,18 @@ METRICS = {
         ),
         Metric(
             "communication_bytes", "communication volume per step", format_bytes,
-            "what each process sends in collectives, the least that a ring needs, and copies"
+            "the tensors of all processes in collectives, twice those of an all-reduce, and copies"
             " between devices, as torch's dispatcher sees them in the main thread; between logical"
             " devices of one memory nothing moves",
             lambda rank: rank.moved_bytes, sum, run="check", table="memory",
         ),
         Metric(
             "device_peak_bytes", "peak", format_bytes,
-            "CUDA's peak of allocated memory on the fullest device in the measured steps",
-            **_peak_bytes(0), table="devices",
-        ),
-        Metric(
-            "device_reserved_bytes", "reserved", format_bytes, "the same of reserved memory",
-            **_peak_bytes(1), table="devices",
+            "CUDA's peak of allocated memory on the fullest device in the measured steps; processes"
+            " on one device add up",
+            lambda rank: rank.peaks,
+            lambda values: max(sum(map(Counter, values), Counter()).values(), default=None),
+            table="devices",
         ),
     )
 }  # fmt: skip

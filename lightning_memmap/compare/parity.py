@@ -105,10 +105,8 @@ def default_tolerance(precision: str) -> float:
 class Parity:
     """What a variant's check run has in common with the reference."""
 
-    holds: bool | None
+    holds: bool
     rows: list[int]
-    tolerance: float
-    same_content: bool | None = None
     loss_difference: float | None = None
     weight_difference: float | None = None
     problems: list[str] = field(default_factory=list)
@@ -119,8 +117,7 @@ class Parity:
 class CheckedRun:
     """What a check run saw, over all of its processes; and what it trained."""
 
-    loader_hashes: list[int]
-    model_hashes: list[int]
+    hashes: list[int]
     losses: list[float]
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
@@ -131,8 +128,7 @@ class CheckedRun:
         """Put together what the processes of a check run wrote into their folder."""
         shares = [processes[0] for processes in shares_of(ranks)]
         return cls(
-            loader_hashes=_add(share.loader_hashes for share in shares),
-            model_hashes=_add(share.model_hashes for share in shares),
+            hashes=_add(share.hashes for share in shares),
             losses=global_losses(ranks),
             initial=_load(folder / "initial.pt"),
             final=_load(folder / "final.pt"),
@@ -169,43 +165,26 @@ def check_parity(
     reference: CheckedRun,
     expected: Sequence[int],
     tolerance: float,
-    *,
-    is_random: bool,
     notes: Sequence[str] = (),
 ) -> Parity:
     """Compare a variant's check run with that of the reference, which may be the same run."""
-    notes, found = list(notes), run.loader_hashes
+    notes, found = list(notes), run.hashes
     wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]
     problems = [f"other rows than the global batch's from step {each} on" for each in wrong[:1]]
     if any(_differs(run.initial, reference.initial, name) for name in run.parameters):
         problems.append("the weights differ before the first step")
-    loss = weight = None
-    same_content = run.model_hashes == reference.model_hashes
-    if is_random:
-        notes.append(
-            "the training transform is random and no eval_transform can stand in for it: losses"
-            " and weights are not compared"
-        )
-    else:
-        loss = _loss_difference(run.losses, reference.losses)
-        weight = _weight_difference(run, reference)
-        problems += _weight_problems(run, reference, weight, tolerance)
-        if all(map(isnan, (*run.losses, *reference.losses))):
-            notes.append("training_step returns no loss: only weights are compared")
-        elif loss is None:
-            problems.append("a loss is missing or not finite")
-        elif loss > tolerance:
-            problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
-        if not same_content:
-            notes.append(
-                "from the same rows the model was given other bytes than in the reference:"
-                " something in between, such as a transform or a cast, gave a different result"
-            )
+    loss = _loss_difference(run.losses, reference.losses)
+    weight = _weight_difference(run, reference)
+    problems += _weight_problems(run, reference, weight, tolerance)
+    if all(map(isnan, (*run.losses, *reference.losses))):
+        notes.append("training_step returns no loss: only weights are compared")
+    elif loss is None:
+        problems.append("a loss is missing or not finite")
+    elif loss > tolerance:
+        problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
     return Parity(
-        holds=False if problems else None if is_random else True,
+        holds=not problems,
         rows=[len(expected) - len(wrong), len(expected)],
-        tolerance=tolerance,
-        same_content=same_content,
         loss_difference=loss,
         weight_difference=weight,
         problems=problems,

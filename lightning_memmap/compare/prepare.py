@@ -21,7 +21,6 @@ from lightning_memmap.compare.loaders import (
     PlainCollate,
     StoredRows,
     normalized_datamodule,
-    plain_rows,
 )
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
@@ -111,7 +110,6 @@ def prepare_store(
         "steps_per_epoch": len(schedule),
         "batch_size": data.batch_size,
         "transform_is_random": _is_random(data, store, order),
-        "has_eval_transform": data.eval_transform is not None,
     }, expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
 
 
@@ -119,10 +117,9 @@ def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    rows, forms = plain_rows(data, store, order.pool.rows), read_forms(data.variable)
-    stored = isinstance(rows, StoredRows)
+    rows = StoredRows(store, order.pool.rows)
     probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
-    collate = PlainCollate(store, order.pool.rows, forms, stored=stored)
+    collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), stored=True)
     transform = DeviceTransform(data.transform, CPU)
     results = {hash_batch(transform(collate([rows[row] for row in probes]), it)) for it in (1, 2)}
     return len(results) > 1

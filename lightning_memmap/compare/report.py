@@ -1,6 +1,5 @@
 """The report of a comparison: ``report.json``, its tables, and its page."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from rich.text import Text
 
 from lightning_memmap.compare.metrics import (
     METRICS,
-    NO_LOAD,
     PARTS,
     SPEED,
     STATE,
@@ -65,7 +63,7 @@ class Report:
     interrupted: bool = False
     schema: str = "lightning_memmap.compare"
     #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-    schema_version: int = 1
+    schema_version: int = 2
 
     @property
     def measured(self) -> list[VariantResult]:
@@ -76,7 +74,7 @@ class Report:
     @property
     def parity_holds(self) -> bool:
         """Whether no variant was found to differ."""
-        return not any(each.parity and each.parity.holds is False for each in self.variants)
+        return all(each.parity.holds for each in self.variants if each.parity)
 
     @property
     def exit_code(self) -> int:
@@ -86,8 +84,7 @@ class Report:
         if not self.parity_holds:
             return 1
         ran = [each for each in self.variants if each.status == "ok"]
-        is_open = any(each.parity and each.parity.holds is None for each in ran)
-        if is_open or not ran or any(v.status in ("failed", "pending") for v in self.variants):
+        if not ran or any(v.status in ("failed", "pending") for v in self.variants):
             return 3
         return 0
 
@@ -105,16 +102,12 @@ class Report:
 
 
 _UNKNOWN = text("-")
-#: Beyond its upper bound a figure is noise, and from here on it is said.
-_NOISY_SHARE = 1.05
 #: Columns of the table of parity.
 _PARITY = {
     "variant": "",
     "rows": "steps that had the rows of their global batch, as the store has them",
-    "batches": "whether the model was given the same bytes after transform and casts",
     "losses": "maximum difference, relative to the largest loss",
     "weights": "distance after the last step, relative to how far training moved them",
-    "tolerance": "how far losses and weights may differ",
     "": "",
 }
 #: What the columns of all tables show, by label.
@@ -151,17 +144,15 @@ def _tables(report: Report) -> list[TitledTable]:
 
 def parity_table(report: Report) -> TitledTable:
     """Whether variants train the same; as notes, what differs and what to know."""
-    verdicts = {True: text("equal", GOOD), False: text("DIFFERS", BAD), None: text("open", UNSURE)}
     compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
+    tolerance = report.settings["tolerance"]
     rows = [
         [
             text(name),
             text("{}/{}".format(*parity.rows), "" if len({*parity.rows}) == 1 else BAD),
-            text("same bytes" if parity.same_content else "other bytes"),
-            _difference(parity.loss_difference, parity.tolerance),
-            _difference(parity.weight_difference, parity.tolerance),
-            text(f"{parity.tolerance:.0e}"),
-            verdicts[parity.holds],
+            _difference(parity.loss_difference, tolerance),
+            _difference(parity.weight_difference, tolerance),
+            text("equal", GOOD) if parity.holds else text("DIFFERS", BAD),
         ]
         for name, parity in compared
     ]
@@ -192,26 +183,14 @@ def figure_table(report: Report, key: str) -> TitledTable:
         [text(each.variant), *(_cell(metric, each) for metric in metrics)]
         for each in report.measured
     ]
-    notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
     labels = ["variant", *(metric.label for metric in metrics)]
-    return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
-
-
-def _noise(report: Report) -> Iterator[str]:
-    """What says that speeds of this report are not to be compared."""
     load, cores = report.environment["load_before"], report.environment["cores"]
-    if load > cores:
-        yield (
-            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
-            " these speeds say little. Repeat when it is idle"
-        )
-    for each in report.measured:
-        if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
-            yield (
-                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
-                " the machine was slower in some runs than in others, and differences of"
-                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
-            )
+    busy = (
+        f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs: these"
+        " speeds say little. Repeat when it is idle"
+    )
+    notes = [text(busy, UNSURE)] if key == METRICS[SPEED].table and load > cores else []
+    return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
 
 
 def _cell(metric: Metric, variant: VariantResult) -> Text:
@@ -254,13 +233,12 @@ def render_html(report: Report) -> str:
         tables=[each for each in tables if each.table.row_count],
         meanings=MEANINGS,
         pictures=[*_pictures(report)],
-        losses=_losses(report),
     )
 
 
 def _verdict(report: Report) -> Text:
     checked = {each.variant: each.parity.holds for each in report.variants if each.parity}
-    if wrong := [name for name, holds in checked.items() if holds is False]:
+    if wrong := [name for name, holds in checked.items() if not holds]:
         return text(f"Parity does not hold: {', '.join(wrong)} differ from the reference.", BAD)
     if report.exit_code:
         return text("No difference was found, but not every variant could be compared.", UNSURE)
@@ -288,22 +266,3 @@ def _pictures(report: Report) -> Iterator[dict[str, Any]]:
         }
         if bars:
             yield {"title": title, "labels": [metric.label for metric in metrics], "bars": bars}
-
-
-def _losses(report: Report) -> dict[str, Any] | None:
-    """The curves of the check runs in a square of 100 by 100, with the losses that bound it."""
-    losses = [
-        (each.variant, step, loss)
-        for each in report.variants
-        for step, loss in enumerate(each.check_losses)
-        if loss is not None
-    ]
-    if not losses:
-        return None
-    low, high = (extreme(loss for *_, loss in losses) for extreme in (min, max))
-    steps = max(step for _, step, _ in losses) or 1
-    points: dict[str, str] = defaultdict(str)
-    for variant, step, loss in losses:
-        y = 100 * (high - loss) / ((high - low) or 1)
-        points[variant] += f"{100 * step / steps:.1f},{y:.1f} "
-    return {"low": f"{low:.4g}", "high": f"{high:.4g}", "steps": steps + 1, "points": points}

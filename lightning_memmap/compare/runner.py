@@ -37,7 +37,6 @@ from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
-RUNS = "variants"
 #: Runs whose processes start together, and import side by side.
 _TOGETHER = min(4, len(os.sched_getaffinity(0)))
 #: What a launcher sets for its processes. A run is independent of whatever started this process.
@@ -132,7 +131,7 @@ class Comparison:
         accelerator = "cuda" if is_asked and torch.cuda.is_available() else "cpu"
         precision = str(self._trainer.get("precision", "32-true"))
         given = options.tolerance
-        self._runs = Path(options.out).resolve() / RUNS
+        self._runs = Path(options.out).resolve() / "variants"
         self._results = {
             each: VariantResult(each.name) for each in parse_variants(options.variants)
         }
@@ -242,7 +241,7 @@ class Comparison:
         try:
             with self._console.status(escape(title)):
                 ranks = run.result(self._options.timeout_s)
-            if kind == "check" and variant.is_compared:
+            if kind == "check":
                 self._compare(result, ranks, Path(spec.out))
             figures = figures_of(ranks, kind)
             result.add(figures)
@@ -267,7 +266,6 @@ class Comparison:
             self._reference or checked,
             self._expected,
             report.settings["tolerance"],
-            is_random=report.data["transform_is_random"] and not report.data["has_eval_transform"],
             notes=self._notes(len(shares_of(ranks))),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]

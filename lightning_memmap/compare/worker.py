@@ -78,7 +78,7 @@ def trainer_options(spec: RunSpec) -> dict[str, Any]:
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "max_epochs": -1,
-        "max_steps": spec.total_steps,
+        "max_steps": spec.warmup_steps + spec.steps,
         "default_root_dir": spec.out,
         **spec.trainer,
     }
@@ -103,7 +103,7 @@ def train_variant(
     hashes = list[int]()
     if is_check:
         _turn_dropout_off(model)
-        if spec.transform_is_random and data.eval_transform is not None:
+        if spec.transform_is_random:
             data = data.with_options(transform=data.eval_transform)
         if data.transform is None:
 

@@ -75,7 +75,7 @@ def choose_units(
 ) -> list[nn.Module]:
     """The units of a module: those of the classes, or the items of its largest list."""
     if classes is not None:
-        units = _modules_of(module, classes, "wrap_classes")
+        units = _modules_of(module, classes)
     else:
         units = default_units(module, min_parameters)
     return without_shared(module, units)
@@ -135,9 +135,7 @@ def _post_order(root: nn.Module) -> Iterator[nn.Module]:
     return visit(root)
 
 
-def _modules_of(
-    root: nn.Module, classes: Sequence[str | type[nn.Module]], argument: str
-) -> list[nn.Module]:
+def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
     """The modules below ``root`` of classes, or of their names; subclasses count. Bottom up."""
     below = [module for module in _post_order(root) if module is not root]
     found = set()
@@ -147,7 +145,7 @@ def _modules_of(
             name = wanted if isinstance(wanted, str) else wanted.__qualname__
             candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
             raise ValueError(
-                f"{argument}={list(classes)!r}: no module of {type(root).__name__} is a {name};"
+                f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a {name};"
                 f" choose from {', '.join(candidates) or 'none: it has none'}"
             )
         found.update(matches)
@@ -200,21 +198,14 @@ def _roots_by_hand(module: L.LightningModule) -> list[nn.Module]:
     return units
 
 
-def recompute(
-    module: nn.Module,
-    units: Sequence[nn.Module],
-    wanted: bool | Sequence[str | type[nn.Module]],
-) -> None:
-    """Let units, or modules of classes, compute activations again in the backward pass."""
-    if not isinstance(wanted, bool):
-        units = _modules_of(module, wanted, "activation_checkpointing")
-    elif wanted and not units:
+def recompute(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let units compute activations again in the backward pass."""
+    if not units:
         raise ValueError(
             f"activation_checkpointing=True: the {type(module).__name__} has no units to compute"
-            " again; choose some by wrap_classes or a smaller min_unit_parameters, or name classes"
-            " here"
+            " again; choose some by wrap_classes or a smaller min_unit_parameters"
         )
-    for unit in units if wanted else ():
+    for unit in units:
         # It then keeps only its inputs. The names of parameters do not change.
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
@@ -267,28 +258,28 @@ def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Modul
 # Checkpoints
 
 
+def shard_like(parameter: Any, value: Any) -> Any:
+    """A value on the CPU, sharded like a parameter if it has its shape."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    sizes, starts = compute_local_shape_and_global_offset(
+        value.shape, parameter.device_mesh, parameter.placements
+    )
+    own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    sharded.to_local().copy_(value[own])
+    return sharded
+
+
 def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """The state of a plain optimizer, on the CPU, for the sharded parameters of another one."""
-    # What has a parameter's shape is sharded like it: each rank reads its part of the file.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
-
-    def shard(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-            return value
-        if value.shape != parameter.shape:
-            return value
-        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        sizes, starts = compute_local_shape_and_global_offset(
-            value.shape, parameter.device_mesh, parameter.placements
-        )
-        own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        sharded.to_local().copy_(value[own])
-        return sharded
-
     sharded = {
-        number: {name: shard(value, by_number[number]) for name, value in values.items()}
+        number: {name: shard_like(by_number[number], value) for name, value in values.items()}
         for number, values in state["state"].items()
         if number in by_number
     }

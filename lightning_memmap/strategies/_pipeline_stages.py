@@ -48,17 +48,16 @@ _utils: Any = torch._utils
 def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> None:
     """Raise for a number of micro-batches that a schedule cannot run."""
     num, rounds = num_microbatches, max(1, num_microbatches // num_processes)
-    needs = {
-        "gpipe": (num >= 1, "at least 1"),
-        "1f1b": (num >= num_processes, f"at least {num_processes}"),
-        "interleaved": (num >= 1 and not num % rounds, f"a multiple of {num_processes}"),
-    }
-    is_right, needed = needs[schedule]
-    if not is_right:
-        raise ValueError(
-            f"num_microbatches={num}: schedule={schedule!r} with"
-            f" pipeline_parallel_size={num_processes} needs {needed}"
-        )
+    if schedule == "1f1b" and num < num_processes:
+        needed = f"at least {num_processes}"
+    elif schedule == "interleaved" and num % rounds:
+        needed = f"a multiple of {num_processes}"
+    else:
+        return
+    raise ValueError(
+        f"num_microbatches={num}: schedule={schedule!r} with {num_processes} processes in a"
+        f" pipeline needs {needed}"
+    )
 
 
 class _Stage(nn.Module):
@@ -88,7 +87,7 @@ def cut_module(
         raise ValueError(
             f"{type(module).__name__}.stages() gives {len(stages)} stages for"
             f" {num_processes} processes of a pipeline: their number must be {needed}"
-            " pipeline_parallel_size"
+            f" {num_processes}"
         )
     _check_parameters(module, stages)
     num = len(stages) if interleaved else num_processes
@@ -192,7 +191,7 @@ class StagePipeline:
         self._group = group
         self._device = device
         #: By shapes and what is frozen, a schedule and the rows of its micro-batches.
-        self._runs: dict[tuple[Hashable, Hashable], tuple[Any, int]] = {}
+        self._runs: dict[Hashable, tuple[Any, int]] = {}
         #: The mean loss of a micro-batch, of its number and output.
         self._loss: Callable[[int, Any], Tensor] | None = None
         self._has_last = num_stages - 1 in stages
@@ -240,9 +239,9 @@ class StagePipeline:
         dist.broadcast(total, self._last, group=self._group)
         return total
 
-    def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
+    def evaluate(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> Any:
         """The output of the last stage on every process, without gradients."""
-        schedule, length = self._run(args, num_rows, None)
+        schedule, length = self._run(args, num_rows, frozen)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             output = schedule.eval(*self._padded(args, num_rows, length), target=self._numbers)
@@ -269,15 +268,13 @@ class StagePipeline:
         return [arg[rows] for arg in args] if len(rows) > num_rows else list(args)
 
     def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> tuple[Any, int]:
-        """The schedule of a batch; of an evaluation, for which nothing is frozen, any."""
-        shapes = (
+        """The schedule of a batch, and the rows of its micro-batches."""
+        key = (
             tuple((arg.shape[1:], arg.dtype) for arg in args),
             torch.is_autocast_enabled(self._device.type),
             torch.get_default_dtype(),
+            frozen,
         )
-        key: tuple[Hashable, Hashable] = (shapes, frozen)
-        if frozen is None:
-            key = next((known for known in self._runs if known[0] == shapes), key)
         size = -(-num_rows // self._num)
         if key not in self._runs or self._runs[key][1] < size:
             if len(self._runs) == _MAX_KEPT:
@@ -356,6 +353,46 @@ def _check_rows(batch: Any, num_rows: int) -> None:
     apply_to_collection(batch, _WITH_ROWS, check)
 
 
+# Gradients of a loss whose backward pass has run
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Gather the gradients that are computed within the context in a dict, and nowhere else."""
+    # Apart from those of other losses, since the backward pass may scale each loss.
+    before = [parameter.grad for parameter in parameters]
+    found: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield found
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                found[parameter] = parameter.grad
+            parameter.grad = grad
+
+
+def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
+    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others."""
+    known: dict[nn.Parameter, Tensor] | None = grads
+
+    def add(scale: Tensor) -> None:
+        nonlocal known
+        if known is None:
+            raise RuntimeError("backward was called twice for one loss: compute the loss again")
+        for parameter, grad in known.items():
+            if scale.device.type != "cpu" or scale != 1:
+                grad.mul_(scale.to(grad))
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        known = None
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(add)  # type: ignore[no-untyped-call]
+    # A copy, which the user may change in place, unlike a leaf.
+    return leaf.clone()
+
+
 # What processes exchange outside of a schedule
 
 
@@ -425,13 +462,11 @@ def gathered(
     whole = dict(own) if is_first else {}
     # Tensors come one by one, to the CPU; what several processes have, the first of them gives.
     for rank in others:
-        found = broadcast_nested(own, rank, group, device, Tensor.cpu if is_first else _forget)
+        found = broadcast_nested(
+            own, rank, group, device, Tensor.cpu if is_first else lambda _: None
+        )
         whole = {**found, **whole} if is_first else {}
     return whole
-
-
-def _forget(tensor: Tensor) -> None:
-    """What other processes than the first keep of a tensor."""
 
 
 def module_state(

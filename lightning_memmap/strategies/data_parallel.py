@@ -1,12 +1,12 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap.loading import SuperBatch
@@ -38,8 +38,8 @@ class DataParallelStrategy(OneProcess):
     Raises:
         ValueError: A device does not exist, none is given, the first is not the root device, the
             Trainer asks for more than one node, or the program was started in several processes; at
-            set-up, the module optimizes by hand, a parameter has no shape yet, a metric's state no
-            ``dist_reduce_fx``, or a compiled module has CUDA graphs on several devices.
+            set-up, the module optimizes by hand, a parameter has no shape yet, or a metric's state
+            no ``dist_reduce_fx``.
         UnsuitableModuleError: At set-up, a submodule was compiled by itself.
     """
 
@@ -85,7 +85,7 @@ class DataParallelStrategy(OneProcess):
                 "automatic_optimization=False: each replica under memmap_dp would step the"
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
-        check_module(module, self.data_devices)
+        check_module(module)
         if self._layer_sync is not None and not self._is_alone:
             raise ValueError(
                 f"sync_batchnorm=True with {len(self.data_devices)} replicas: memmap_dp computes"
@@ -107,8 +107,6 @@ class DataParallelStrategy(OneProcess):
 
     @override
     def teardown(self) -> None:
-        if self._replicas is not None:
-            self._replicas.close()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
             self.model = self.lightning_module
@@ -130,20 +128,6 @@ class DataParallelStrategy(OneProcess):
             batches.append(super().batch_to_device(own, own_device, dataloader_idx))
         return MicroBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
 
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
-        # Before the hooks that follow, which may read gradients.
-        assert self._replicas is not None
-        self._replicas.push_gradients()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
     def _step(
         self, replicas: Replicas, module: Any, name: str, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -164,6 +148,13 @@ class DataParallelStrategy(OneProcess):
                     " replica under memmap_dp does: leave it to automatic optimization, or train"
                     " with memmap_superbatch, memmap_superbatch_ddp or ddp"
                 )
-        merge_logs(replicas.logs, batch, module, replicas.original)
-        is_training = name == "training_step"
-        return training_output(outputs, batch) if is_training else batch.merge(outputs)
+        merge_logs(replicas.logs, batch, module)
+        if name != "training_step":
+            return batch.merge(outputs)
+        output = training_output(outputs, batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            # At the end of its backward pass, before hooks that may read gradients.
+            engine: Any = torch.autograd.Variable._execution_engine
+            loss.register_hook(lambda _: engine.queue_callback(replicas.push_gradients))  # type: ignore[no-untyped-call]
+        return output

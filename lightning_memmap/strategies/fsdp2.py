@@ -12,21 +12,10 @@ import torch
 import torchmetrics
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -45,6 +34,7 @@ from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
     recompute,
+    shard_like,
     shard_module,
     shard_state,
 )
@@ -84,9 +74,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         cpu_offload: Keep shards, gradients and optimizer states in host memory. Needs GPUs.
         reduce_dtype: Reduce gradients in this dtype. By default float32 in mixed precision, and
             otherwise the dtype of the parameters.
-        activation_checkpointing: Compute the forward pass of all units, or of modules of the
-            classes that are named, again in the backward pass instead of keeping activations.
-        meta_init: Run ``configure_model`` on the meta device.
+        activation_checkpointing: Compute the forward pass of all units again in the backward pass
+            instead of keeping activations.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
         prefetch: As for ``memmap_superbatch``.
@@ -110,19 +99,12 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         reduce_dtype: str | torch.dtype | None = None,
-        activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
-        meta_init: bool = False,
+        activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = False,
         prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        for name, classes in (
-            ("wrap_classes", wrap_classes),
-            ("activation_checkpointing", activation_checkpointing),
-        ):
-            if isinstance(classes, str) or classes == []:
-                raise ValueError(f"{name}={classes!r}: give a list of classes or of their names")
         check_integer("min_unit_parameters", min_unit_parameters, 1)
         check_integer("replicate_size", replicate_size, 1)
         self._wrap_classes = wrap_classes
@@ -131,8 +113,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self._reshard_after_forward = reshard_after_forward
         self._cpu_offload = cpu_offload
         self._reduce_dtype = _floating_dtype("reduce_dtype", reduce_dtype)
-        self._recomputed = activation_checkpointing
-        self._meta_init = meta_init
+        self._activation_checkpointing = activation_checkpointing
         self._is_save_sharded = save_distributed_checkpoint
         if cpu_offload and process_group_backend is None:
             # Norms of gradients in host memory are reduced there.
@@ -160,12 +141,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 f"replicate_size={replicas}: it does not divide the {num} processes; choose a"
                 " number that does"
             )
-        group, size = self._reshard_after_forward, num // replicas
-        if type(group) is int and not (1 < group < size and size % group == 0):
-            raise ValueError(
-                f"reshard_after_forward={group}: it must divide the {size} processes that a replica"
-                " is sharded over, and be neither 1 nor all of them; or choose True or False"
-            )
         self._compute_dtype()
 
     @override
@@ -185,22 +160,13 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
     def _compute_dtype(self) -> torch.dtype | None:
         """What units compute in, if not in the dtype of their parameters."""
-        plugin = self.precision_plugin
-        known = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
-        if type(plugin) not in known or plugin.precision not in _PRECISIONS:
+        precision = self.precision_plugin.precision
+        if precision not in _PRECISIONS:
             raise ValueError(
-                f"Trainer(precision={plugin.precision!r}): memmap_fsdp2 does not support"
-                f" {type(plugin).__name__}; choose one of {', '.join(_PRECISIONS)}"
+                f"Trainer(precision={precision!r}): memmap_fsdp2 does not support it; choose one of"
+                f" {', '.join(_PRECISIONS)}"
             )
-        return torch.bfloat16 if plugin.precision == "bf16-mixed" else None
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        if empty_init is None:
-            empty_init = self._meta_init
-        with super().tensor_init_context(empty_init=empty_init):
-            yield
+        return torch.bfloat16 if precision == "bf16-mixed" else None
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -215,7 +181,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
-            recompute(module, units, self._recomputed)
+            if self._activation_checkpointing:
+                recompute(module, units)
             dtype = self._compute_dtype()
             shard_module(
                 module,
@@ -288,60 +255,58 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 # To make the state, torch took a step of length zero, which Adam would count.
                 optimizer.state.clear()
             return state
-        # All ranks gather each tensor, and only rank 0 keeps it. The parent would number them in
-        # the order of the module, which may not be that of the optimizer.
-        gathered = apply_to_collection(optimizer.state_dict(), Tensor, self._gathered)
+        # The parent would number them in the order of the module, which may not be theirs.
+        return self._gathered(optimizer.state_dict())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._is_save_sharded:
+            return super().lightning_module_state_dict()
+        return self._gathered(self.module.state_dict())
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state with whole tensors on rank 0, an empty one elsewhere. All ranks must call it."""
+
+        def gather(tensor: Tensor) -> Tensor | None:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            return whole.cpu() if self.is_global_zero else None
+
+        gathered: dict[str, Any] = apply_to_collection(state, Tensor, gather)
         return gathered if self.is_global_zero else {}
 
-    def _gathered(self, tensor: Tensor) -> Tensor | None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.cpu() if self.is_global_zero else None
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it.
-
-        Raises:
-            RuntimeError: Under strict loading, a weight is missing or unknown.
-            KeyError: A fit is to be resumed from a file with weights only.
-        """
+        """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
+        loaded: dict[str, Any]
         if path.is_dir():
-            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
-            return loaded
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", mmap=True, weights_only=weights_only
-        )
-        weights = checkpoint.pop("state_dict")
-        # torch takes the shards as they are for what is missing.
-        if self.module.strict_loading and (
-            missing := [name for name in get_model_state_dict(self.module) if name not in weights]
-        ):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self.module).__name__}: Missing key(s)"
-                f" in state_dict: {', '.join(map(repr, missing))}. Set strict_loading=False in the"
-                " module to keep their values"
-            )
-        set_model_state_dict(
-            self.module,
-            weights,
-            options=StateDictOptions(full_state_dict=True, strict=self.module.strict_loading),
-        )
-        if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self._load_optimizers(checkpoint)
-        return checkpoint
+            # This loads weights and optimizers, too: nothing is left of them.
+            loaded = super().load_checkpoint(path, weights_only)
+            return {**loaded, "state_dict": {}, "optimizer_states": []}
+        # From the mapped file, each rank reads its own shards.
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return loaded
 
-    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if weights := checkpoint["state_dict"]:
+            own = self.module.state_dict()
+            sharded = {name: shard_like(own.get(name), value) for name, value in weights.items()}
+            self.module.load_state_dict(sharded, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The parent would need a state for every parameter, although some may never have had a
         # gradient.
-        if "optimizer_states" not in checkpoint:
-            raise KeyError(
-                "the checkpoint has only weights, and no optimizer_states to resume from; load the"
-                " weights into the module instead, or save with save_weights_only=False"
-            )
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(shard_state(state, optimizer))
 
 

@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -37,7 +36,6 @@ from lightning_memmap.tables import BAD, TitledTable, make_table, text
 MEMBER_VARIABLE = "LIGHTNING_MEMMAP_MEMBER"
 _DIRECTORY_VARIABLE = "LIGHTNING_MEMMAP_MEMBERS_DIRECTORY"
 _POLL_S = 0.1
-_PATIENCE_S = 5.0
 
 
 #: What `MemberResult.status` may be.
@@ -437,7 +435,8 @@ class _Members(_SubprocessScriptLauncher):
                     # Ctrl-C reaches all members.
                     start_new_session=False,
                 )
-            # The program ends after the other members.
+            rank_zero_info(f"The other members print to {self._output('*')}")
+            # The program ends after them.
             atexit.register(self._wait)
         elif len(self._others) + 1 != self._num_members:
             raise ValueError(
@@ -452,20 +451,11 @@ class _Members(_SubprocessScriptLauncher):
 
     def _wait(self, is_ready: Callable[[int], bool] = lambda member: False) -> None:
         """Wait until each other member is ready, or its process has ended."""
-        notice_s = perf_counter() + _PATIENCE_S
-        pending = set(self._others)
         with on_sigterm(self._stop):
-            while pending := {
-                member
-                for member in pending
-                if self._others[member].poll() is None and not is_ready(member)
-            }:
-                if perf_counter() > notice_s:
-                    names = ", ".join(map(str, sorted(pending)))
-                    rank_zero_info(
-                        f"Waiting for members {names}, which print to {self._output('*')}"
-                    )
-                    notice_s = math.inf
+            while any(
+                process.poll() is None and not is_ready(member)
+                for member, process in self._others.items()
+            ):
                 sleep(_POLL_S)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
 
@@ -177,15 +178,9 @@ def _row_count(value: Any) -> int:
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torch.device) -> Tensor:
     """``sum(weight * value) / sum(weights)`` on a device, with gradients."""
-    if len(values) == 1:
-        return values[0].to(device)
     total = sum(weights)
-    first, *others = (
-        value.to(device) * (weight / total) for value, weight in zip(values, weights, strict=True)
-    )
-    for term in others:
-        first = first + term
-    return first
+    pairs = zip(values, weights, strict=True)
+    return reduce(add, (value.to(device) * (weight / total) for value, weight in pairs))
 
 
 def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
@@ -205,43 +200,6 @@ def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
     pairs = zip(outputs, losses, strict=True)
     lacks_loss = any(output is not None and loss is None for output, loss in pairs)
     return merged if lacks_loss else {"loss": parts.mean(losses), **merged}
-
-
-@contextmanager
-def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Gather the gradients that are computed within the context in a dict, and nowhere else."""
-    # Apart from those of other losses, since the backward pass may scale each loss.
-    before = [parameter.grad for parameter in parameters]
-    found: dict[nn.Parameter, Tensor] = {}
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield found
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            if parameter.grad is not None:
-                found[parameter] = parameter.grad
-            parameter.grad = grad
-
-
-def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
-    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others."""
-    known: dict[nn.Parameter, Tensor] | None = grads
-
-    def add(scale: Tensor) -> None:
-        nonlocal known
-        if known is None:
-            raise RuntimeError("backward was called twice for one loss: compute the loss again")
-        for parameter, grad in known.items():
-            if scale.device.type != "cpu" or scale != 1:
-                grad.mul_(scale.to(grad))
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        known = None
-
-    leaf = value.detach().requires_grad_()
-    leaf.register_hook(add)  # type: ignore[no-untyped-call]
-    # A copy, which the user may change in place, unlike a leaf.
-    return leaf.clone()
 
 
 class PartLog:
@@ -271,12 +229,7 @@ def logged_in(module: nn.Module, log: PartLog) -> Iterator[None]:
         vars(module).update(before)
 
 
-def merge_logs(
-    logs: Sequence[PartLog],
-    parts: MicroBatches,
-    module: LightningModule,
-    original: Callable[[Metric], Metric] = lambda metric: metric,
-) -> None:
+def merge_logs(logs: Sequence[PartLog], parts: MicroBatches, module: LightningModule) -> None:
     """Log once what the parts of a step logged, as one call over all of their rows."""
     merged: dict[tuple[str, int], list[tuple[int, Any, Any, dict[str, Any]]]] = {}
     for log, num_rows in zip(logs, parts.rows, strict=False):
@@ -289,9 +242,7 @@ def merge_logs(
     for (name, _), calls in merged.items():
         _, value, args, options = calls[0]
         rows, values = [each[0] for each in calls], [each[1] for each in calls]
-        if isinstance(value, Metric):
-            value = original(value)
-        elif all(isinstance(each, Tensor) for each in values):
+        if all(isinstance(each, Tensor) for each in values):
             value = _merged_value(values, rows, options.get("reduce_fx"), parts.device)
         if len(calls) < len(parts.rows) or "batch_size" in options:
             options = {**options, "batch_size": sum(rows)}

@@ -1,7 +1,6 @@
 """``memmap_model_parallel``: the layers of one model over several devices, in one process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -10,44 +9,21 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import (
     module_tensors,
     parameters_by_stage,
     stages_given_by,
 )
-from lightning_memmap.strategies.microbatch import (
-    MicroBatches,
-    PartLog,
-    gradients_apart,
-    logged_in,
-    loss_of,
-    merge_logs,
-    training_output,
-)
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
-
-@dataclass(frozen=True)
-class Stage:
-    """The layers on one device."""
-
-    device: torch.device
-    names: tuple[str, ...]
-    layers: tuple[nn.Module, ...]
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters of its layers."""
-        return _parameter_bytes(self.layers)
+#: A device, and the layers on it.
+Stage = tuple[torch.device, list[nn.Module]]
 
 
 class LocalModelParallelStrategy(SuperBatchStrategy):
@@ -58,51 +34,26 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     stage by themselves, and what the last layer returns comes back to the root device, so that a
     ``training_step`` such as ``loss(self.net(x), y)`` stays as it is.
 
+    The layers are what the module's method ``stages`` returns, as for ``memmap_pipeline``, or else
+    those of its only attribute that is an ``nn.Sequential``. They are cut so that the stage with
+    most parameter bytes has as few as possible.
+
     Args:
-        layers: Name of the ``nn.Sequential`` or ``nn.ModuleList`` in the module that is cut into
-            stages, so that the one with most parameter bytes has as few as possible. By default
-            what the module's method ``stages`` returns, as for ``memmap_pipeline``, or else its
-            only attribute that is an ``nn.Sequential``.
-        num_microbatches: Parts that each training step's rows are divided into. The backward pass
-            of each runs before the next part, so that activations of one part are kept at a time.
-            The loss is the mean over parts, weighted by their rows.
         **kwargs: As for ``memmap_superbatch``.
 
     Raises:
-        ValueError: As for ``memmap_superbatch``; ``num_microbatches`` is below 1, or above it with
-            manual optimization or ``16-mixed``; at set-up, there is nothing to cut, there are
+        ValueError: As for ``memmap_superbatch``; at set-up, there is nothing to cut, there are
             fewer layers than devices, or two stages share a layer or a parameter.
     """
 
     strategy_name = "memmap_model_parallel"
     _trains_alone = False
-
-    def __init__(self, layers: str | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        check_integer("num_microbatches", num_microbatches, 1)
-        self._layers = layers
-        self._num_microbatches = num_microbatches
-        self._stages: list[Stage] = []
-        self._hooks: list[RemovableHandle] = []
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The stages of the model, from set-up to teardown; elsewhere none."""
-        return self._stages
+    _hooks: Sequence[RemovableHandle] = ()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         for device in self.parallel_devices:
             check_device(device)
-        plugin = self.precision_plugin
-        is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-        by_hand = not self.module.automatic_optimization
-        if self._num_microbatches > 1 and (by_hand or is_scaled):
-            wrong = "automatic_optimization=False" if by_hand else "precision='16-mixed'"
-            raise ValueError(
-                f"num_microbatches={self._num_microbatches} with {wrong}: the backward pass runs"
-                " inside the step, before the loss is scaled or used; omit one of the two"
-            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning has moved the initial state of optimizers to the root device.
@@ -110,42 +61,16 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
                 optimizer.load_state_dict(optimizer.state_dict())
 
     @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._num_microbatches == 1:
-            return super().training_step(batch, *args, **kwargs)
-        module, trained = self.module, 0
-        parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
-        logs, outputs = [PartLog() for _ in parts.rows], list[Any]()
-        with gradients_apart(list(module.parameters())) as grads:
-            for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):
-                with logged_in(module, log):
-                    output = super().training_step(part, *args, **kwargs)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if isinstance(loss, Tensor):
-                    (loss * (rows / parts.num_rows)).backward()  # type: ignore[no-untyped-call]
-                    trained += rows
-                outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
-        merge_logs(logs, parts, module)
-        if 0 < trained < parts.num_rows:
-            # The mean is over the rows of the parts that gave a loss.
-            torch._foreach_mul_(list(grads.values()), parts.num_rows / trained)
-        whole = training_output(outputs, parts)
-        if isinstance(whole, Mapping) and "loss" in whole:
-            return {**whole, "loss": loss_of(whole["loss"], grads)}
-        return loss_of(whole, grads) if isinstance(whole, Tensor) else whole
-
-    @override
     def model_to_device(self) -> None:
-        self._stages = find_stages(self.module, self.parallel_devices, self._layers)
-        move_stages(self.module, self._stages)
-        self._hooks = connect_stages(self._stages)
+        stages = find_stages(self.module, self.parallel_devices)
+        move_stages(self.module, stages)
+        self._hooks = connect_stages(stages)
 
     @override
     def teardown(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._stages = []
-        self._hooks = []
+        self._hooks = ()
         super().teardown()
 
     @override
@@ -155,11 +80,9 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
             optimizer.load_state_dict(state)
 
 
-def find_stages(
-    module: nn.Module, devices: Sequence[torch.device], layers: str | None = None
-) -> list[Stage]:
+def find_stages(module: nn.Module, devices: Sequence[torch.device]) -> list[Stage]:
     """Cut the layers of a module evenly, in their order."""
-    name, groups = _find_layers(module, layers)
+    name, groups = _find_layers(module)
     if len(groups) < len(devices):
         groups = [[layer] for group in groups for layer in group]
     if len(groups) < len(devices):
@@ -167,14 +90,11 @@ def find_stages(
             f"{name} has {len(groups)} layers for {len(devices)} devices: use at most"
             f" Trainer(devices={len(groups)}), or divide it into more"
         )
-    loads = [_parameter_bytes([layer for _, layer in group]) for group in groups]
+    loads = [sum(p.nbytes for p in nn.ModuleList(group).parameters()) for group in groups]
     bounds = even_cut(loads, len(devices))
     cut = [list(chain(*groups[start:stop])) for start, stop in pairwise(bounds)]
-    parameters_by_stage(module, [nn.ModuleList(layer for _, layer in stage) for stage in cut])
-    return [
-        Stage(device, tuple(name for name, _ in stage), tuple(layer for _, layer in stage))
-        for device, stage in zip(devices, cut, strict=True)
-    ]
+    parameters_by_stage(module, [*map(nn.ModuleList, cut)])
+    return list(zip(devices, cut, strict=True))
 
 
 def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
@@ -194,8 +114,8 @@ def even_cut(loads: Sequence[int], num_stages: int) -> list[int]:
 
 def move_stages(module: Any, stages: Sequence[Stage]) -> None:
     """Move each stage to its device and the rest of the module to the first one."""
-    root = stages[0].device
-    layers = [(layer, stage.device) for stage in stages for layer in stage.layers]
+    root = stages[0][0]
+    layers = [(layer, device) for device, own in stages for layer in own]
     staged = {id(tensor) for layer, _ in layers for tensor in module_tensors(layer)}
     # What `to` is made of; and Lightning has no public way to set the attribute without it.
     module._apply(lambda tensor: tensor if id(tensor) in staged else tensor.to(root))
@@ -207,15 +127,15 @@ def move_stages(module: Any, stages: Sequence[Stage]) -> None:
 def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
     """Move tensors between stages whenever layers are called."""
     handles = [
-        layer.register_forward_pre_hook(partial(_move_inputs, stage.device), with_kwargs=True)
-        for stage in stages
-        for layer in dict.fromkeys(stage.layers)
+        layer.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
+        for device, layers in stages
+        for layer in dict.fromkeys(layers)
     ]
-    root = stages[0].device
+    (root, _), (_, last) = stages[0], stages[-1]
     handles.append(
-        stages[-1]
-        .layers[-1]
-        .register_forward_hook(lambda layer, arguments, output: move_data_to_device(output, root))
+        last[-1].register_forward_hook(
+            lambda layer, arguments, output: move_data_to_device(output, root)
+        )
     )
     return handles
 
@@ -224,50 +144,25 @@ def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any)
     return move_data_to_device(args, device), move_data_to_device(kwargs, device)
 
 
-#: Layers with their names, that stay together.
-_Group = list[tuple[str, nn.Module]]
-
-
-def _find_layers(module: nn.Module, layers: str | None) -> tuple[str, list[_Group]]:
-    """What is to be cut: its name, and its layers."""
-    if layers is None and callable(getattr(module, "stages", None)):
-        names = {child: name for name, child in module.named_modules()}
+def _find_layers(module: nn.Module) -> tuple[str, list[list[nn.Module]]]:
+    """What is to be cut: its name, and its layers, some of which stay together."""
+    if callable(getattr(module, "stages", None)):
+        known = set(module.modules())
         # A stage such as `self.net[:2]` is made by the call: its children are in the module.
         given = stages_given_by(module)
-        stages = [[each] if each in names else [*each.children()] for each in given]
-        unknown = [each for stage in stages for each in stage if each not in names]
-        if unknown or not all(stages):
+        stages = [[each] if each in known else [*each.children()] for each in given]
+        if not all(stages) or not known.issuperset(chain(*stages)):
             raise ValueError(
                 f"{type(module).__name__}.stages() gave modules that it does not have as attributes"
                 " or in them, or an empty one: give its own layers, or slices of an nn.Sequential"
             )
-        return "stages()", [[(names[each], each) for each in stage] for stage in stages]
-    name, sequence = _find_sequence(module, layers)
-    # A layer that occurs twice counts twice.
-    children = sequence._modules.items()
-    return name, [[(f"{name}.{key}", layer)] for key, layer in children if layer is not None]
-
-
-def _find_sequence(module: nn.Module, layers: str | None) -> tuple[str, nn.Module]:
-    if layers is not None:
-        try:
-            sequence = module.get_submodule(layers)
-        except AttributeError:
-            sequence = None
-        if not isinstance(sequence, (nn.Sequential, nn.ModuleList)):
-            raise ValueError(
-                f"layers={layers!r}: the module has no nn.Sequential or nn.ModuleList of that name"
-            )
-        return layers, sequence
+        return "stages()", stages
     found = {n: child for n, child in module.named_children() if isinstance(child, nn.Sequential)}
     if len(found) != 1:
         raise ValueError(
             f"the module has {len(found)} attributes that are an nn.Sequential {list(found)}, and"
-            " one is needed to cut it: choose one with LocalModelParallelStrategy(layers=NAME), or"
-            " give the module a method stages() that returns its layers in their order"
+            " one is needed to cut it: give it a method stages() that returns its layers in their"
+            " order"
         )
-    return next(iter(found.items()))
-
-
-def _parameter_bytes(layers: Sequence[nn.Module]) -> int:
-    return sum(p.nbytes for p in nn.ModuleList(layers).parameters())
+    ((name, sequence),) = found.items()
+    return name, [[layer] for layer in sequence]

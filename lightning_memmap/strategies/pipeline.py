@@ -16,11 +16,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
@@ -30,12 +30,13 @@ from lightning_memmap.strategies._pipeline_stages import (
     check_schedule,
     cut_module,
     gathered,
+    gradients_apart,
     keep_local,
     local_state,
     local_weights,
+    loss_of,
     module_state,
 )
-from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 #: The methods of a module in which it may be called.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -55,26 +56,21 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     whole output, on every process.
 
     Args:
-        data_parallel_size: Number of pipelines. ``auto``: the number of processes divided by
-            ``pipeline_parallel_size``, or 1.
-        pipeline_parallel_size: Processes per pipeline. ``auto``: the number of processes divided
-            by ``data_parallel_size``.
+        data_parallel_size: Number of pipelines, among which the processes are divided.
         schedule: ``gpipe``, ``1f1b``, or ``interleaved`` (1F1B where process ``p`` of ``P`` has
             the stages ``p``, ``p + P``, and so on).
         num_microbatches: Micro-batches of each process's batch. By default twice as many as
             processes per pipeline.
-        step_timeout_s: Seconds after which a process stops waiting for another one of its
-            pipeline, or for the one with the same stages in another pipeline: by an error with
-            gloo; NCCL ends the process, without an error that Python could catch.
         prefetch: As for ``memmap_superbatch``.
-        timeout: As for Lightning's ``DDPStrategy``: for everything outside of a step, such as
-            waiting for rank 0 to build a store.
+        timeout: As for Lightning's ``DDPStrategy``. A process stops waiting for another one after
+            it, by an error with gloo; NCCL ends the process, without an error that Python could
+            catch.
         process_group_backend: As for Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: A size, the schedule or ``step_timeout_s`` is out of range; at set-up, the sizes
-            or ``num_microbatches`` do not match the processes, the stages do not match the sizes,
-            or an option of the Trainer is not supported.
+        ValueError: ``data_parallel_size``, ``num_microbatches`` or the schedule is out of range; at
+            set-up, they or the stages do not match the processes, or an option of the Trainer is
+            not supported.
         UnsuitableModuleError: At set-up, the module has no ``stages`` or no ``loss``.
     """
 
@@ -84,35 +80,25 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     def __init__(
         self,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        pipeline_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_size: int = 1,
         schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
         num_microbatches: int | None = None,
-        step_timeout_s: float = 300.0,
         prefetch: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
     ) -> None:
-        for name, size in (
-            ("data_parallel_size", data_parallel_size),
-            ("pipeline_parallel_size", pipeline_parallel_size),
-        ):
-            if size != "auto" and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r}: 'auto', or at least 1")
-        if step_timeout_s <= 0:
-            raise ValueError(f"step_timeout_s={step_timeout_s}: more than 0 seconds")
+        check_integer("data_parallel_size", data_parallel_size, 1)
+        if num_microbatches is not None:
+            check_integer("num_microbatches", num_microbatches, 1)
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}")
-        self._sizes = (data_parallel_size, pipeline_parallel_size)
+        self._data_parallel_size = data_parallel_size
         self._schedule = schedule
         self._num_microbatches = num_microbatches
-        self._step_timeout_s = step_timeout_s
         # Made with the default process group, before which collectives use that group.
         self._mesh: DeviceMesh | None = None
         # Made by the set-up.
         self._pipeline: StagePipeline | None = None
-        self._restores_late = False
-        self._metrics: list[Metric] = []
         self._own_loss: Any = None
         self._averages = True
         # The parameters of this process that losses were computed with since the last average.
@@ -128,7 +114,13 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @property
     def sizes(self) -> tuple[int, int]:
         """The number of pipelines, and of processes in each; known with the Trainer's devices."""
-        return divide_processes(self.num_nodes * self.num_processes, *self._sizes)
+        num, pipelines = self.num_nodes * self.num_processes, self._data_parallel_size
+        if num % pipelines:
+            raise ValueError(
+                f"data_parallel_size={pipelines} does not divide the {num} processes (devices x"
+                " num_nodes), all of which are in pipelines of one size: choose a number that does"
+            )
+        return pipelines, num // pipelines
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -148,8 +140,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         # Wrong options are refused before the processes wait for each other.
         check_schedule(self._schedule, self._num, self.sizes[1])
         super().setup_environment()
-        kind, world = self.root_device.type, dist.group.WORLD
-        self._mesh = _mesh(world, kind, self.sizes, self._step_timeout_s)
+        self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
     @property
     def _num(self) -> int:
@@ -190,11 +181,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        # Weights are loaded before the module is cut, unless it has no memory for them yet.
-        if self._pipeline is not None:
-            return self._restores_late
-        is_meta = any(parameter.is_meta for parameter in self.module.parameters())
-        return is_meta and not hasattr(self.module, "pipeline_split")
+        return True
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -203,7 +190,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.check_fit(trainer, averages=num_pipelines > 1)
         self._refuse(module)
-        self._restores_late = self.restore_checkpoint_after_setup
         interleaved = self._schedule == "interleaved"
         context = self.precision_plugin.forward_context
         stages = cut_module(module, size, interleaved, context)
@@ -219,11 +205,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             self._group_of("pp"),
             self.root_device,
         )
-        self._metrics = [
-            each
-            for each in module.modules()
-            if isinstance(each, Metric) and each.process_group is None
-        ]
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -260,8 +241,13 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self.module.loss = self._loss  # type: ignore[assignment]
         # The norm is over the gradients of all stages, and precision plugins see one process.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        for metric in self._metrics:
-            metric.process_group = self._group_of("dp")
+        self._regroup_metrics(None, self._group_of("dp"))
+
+    def _regroup_metrics(self, before: Any, after: Any) -> None:
+        """Let metrics that synchronise over one group of processes do so over another."""
+        for each in self.module.modules():
+            if isinstance(each, Metric) and each.process_group is before:
+                each.process_group = after
 
     @override
     def teardown(self) -> None:
@@ -270,8 +256,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             for name in ("forward", "loss"):
                 vars(self.module).pop(name, None)
             self._pipeline.close()
-            for metric in self._metrics:
-                metric.process_group = None
+            self._regroup_metrics(self._group_of("dp"), None)
         # The parent would also move the module to the CPU, and some of it has no memory.
         for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
             if each is not None:
@@ -300,22 +285,26 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if torch.is_grad_enabled():
             return _PendingOutput(args, num_rows)
         assert self._pipeline is not None
-        return self._pipeline.evaluate(args, num_rows)
+        return self._pipeline.evaluate(args, num_rows, self._frozen)
+
+    @property
+    def _frozen(self) -> tuple[int, ...]:
+        """The parameters of the whole module that are not trained now."""
+        every = enumerate(self.module.parameters())
+        return tuple(index for index, each in every if not each.requires_grad)
 
     def _loss(self, output: Any, batch: Any) -> Any:
         """What ``self.loss(output, batch)`` of the module calls."""
         if not isinstance(output, _PendingOutput):
             return self._own_loss(output, batch)
         assert self._pipeline is not None
-        every = list(self.module.parameters())
-        local = [parameter for parameter in every if not parameter.is_meta]
-        frozen = tuple(index for index, p in enumerate(every) if not p.requires_grad)
+        local = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         with gradients_apart(local) as grads:
             mean = self._pipeline.train(
-                output.args, output.num_rows, batch, self._micro_loss, frozen
+                output.args, output.num_rows, batch, self._micro_loss, self._frozen
             )
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        return loss_of(mean.to(every[0].dtype), grads)
+        return loss_of(mean.to(self.module.dtype), grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -390,32 +379,10 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": local})
 
 
-def divide_processes(
-    num: int, data_parallel_size: int | str, pipeline_parallel_size: int | str
-) -> tuple[int, int]:
-    """``auto`` is what the other size leaves; if both are, there is one pipeline."""
-    data, pipeline = data_parallel_size, pipeline_parallel_size
-    if isinstance(data, str):
-        data = 1 if isinstance(pipeline, str) else num // pipeline
-    if isinstance(pipeline, str):
-        pipeline = num // data
-    if data * pipeline != num or data < 1:
-        raise ValueError(
-            f"data_parallel_size={data_parallel_size} x"
-            f" pipeline_parallel_size={pipeline_parallel_size} does not make {num} processes"
-            " (devices x num_nodes): choose sizes that multiply to it, or leave one at 'auto'"
-        )
-    return data, pipeline
-
-
 @cache
-def _mesh(world: object, device_type: str, shape: tuple[int, int], timeout_s: float) -> DeviceMesh:
+def _mesh(world: object, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
     """A mesh of pipelines and their processes. All processes must call this."""
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
-    for name in ("dp", "pp"):
-        # There is no public way to a timeout of these groups.
-        _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(name))
-    return mesh
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp"))
 
 
 _PENDING = (

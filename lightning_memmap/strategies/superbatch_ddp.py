@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
@@ -74,15 +73,6 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         """Processes on this node."""
         devices = self.parallel_devices
         return len(devices) // self._devices_per_process if devices else 0
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        count = len(self.data_devices)
-        rank_zero_info(
-            f"{self.strategy_name}: {self.world_size} processes train, each from the rows of"
-            f" {count} data device{'s' * (count > 1)}"
-        )
 
     @property
     def process_devices(self) -> tuple[torch.device, ...]:

@@ -35,7 +35,7 @@ SETUPS = {
     "gpipe": Setup(2, {"schedule": "gpipe"}, tuple(CASES)),
     "interleaved": Setup(
         2,
-        {"schedule": "interleaved", "pipeline_parallel_size": 2, "num_microbatches": 6},
+        {"schedule": "interleaved", "num_microbatches": 6},
         ("plain", "clip_norm", "manual"),
     ),
     "1f1b, two pipelines": Setup(
@@ -174,9 +174,9 @@ REFUSED = {
     "pruning": "ValueError: ModelPruning needs the weights of the whole",
     "finetuning": "ValueError: Unfreezes needs the weights of the whole",
     "sync_batchnorm": "ValueError: sync_batchnorm=True",
-    "sizes": "ValueError: data_parallel_size=3 x pipeline_parallel_size=auto does not make 2",
-    "micro-batches": "ValueError: num_microbatches=1: schedule='1f1b' with pipeline_parallel",
-    "rounds": "ValueError: num_microbatches=5: schedule='interleaved' with pipeline_parallel",
+    "sizes": "ValueError: data_parallel_size=3 does not divide the 2 processes",
+    "micro-batches": "ValueError: num_microbatches=1: schedule='1f1b' with 2 processes",
+    "rounds": "ValueError: num_microbatches=5: schedule='interleaved' with 2 processes",
 }
 
 

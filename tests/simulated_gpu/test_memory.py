@@ -135,9 +135,9 @@ def test_copies_to_and_from_replicas_are_counted() -> None:
     num_bytes = sum(value.nbytes for value in values)
     # Two dtypes, each of which goes at once, and to both replicas of the device together.
     assert recorder.num_bytes == num_bytes
-    for scale, root in ((1.0, module), (2.0, replicas.copies[OTHER].layers[module])):
-        for parameter in root.parameters():
-            parameter.grad = torch.full_like(parameter, scale)
+    for parameter in module.parameters():
+        for own, scale in ((parameter, 1.0), (replicas.copies[OTHER].tensors[parameter], 2.0)):
+            own.grad = torch.full_like(own, scale)
     with MovementRecorder() as recorder:
         replicas.push_gradients()
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())

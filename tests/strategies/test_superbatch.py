@@ -45,20 +45,9 @@ class TestDevices:
         assert [len(rows) for rows in module.seen["train"]] == [9] * 7
         assert trainer.global_step == 7
 
-    @pytest.mark.parametrize(("devices", "batch_size"), [(4, 3), (2, 9)])
-    def test_root_that_holds_no_data_leaves_it_to_the_others(
-        self, tmp_path: Path, devices: int, batch_size: int
-    ) -> None:
-        strategy = SuperBatchStrategy(root_holds_data=False)
-        module, _, _ = fit(tmp_path, strategy, batch_size, devices=devices)
-        assert strategy.data_devices == (CPU,) * (devices - 1)
-        assert [len(rows) for rows in module.seen["train"]] == [9] * 7
-
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"root_holds_data": False}, r"root_holds_data=False with Trainer\(devices=1\)"),
-            ({"data_devices": ["cpu"], "root_holds_data": False}, r"False with data_devices"),
             ({"data_devices": []}, r"data_devices=\[\]"),
             ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
             ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 does not exist here; .*: cpu"),

@@ -119,7 +119,8 @@ class Configured(Deep):
 
     def configure_model(self) -> None:
         if not self.blocks:
-            super().build()
+            with torch.device("meta"):
+                super().build()
 
 
 class Normed(Regression):
@@ -285,7 +286,7 @@ def initialised(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     return {
         "meta": report(fit(out, "meta", on_meta, **blocks)),
         "init_module": report(fit(out, "init_module", by_trainer, **blocks)),
-        "configured": report(fit(out, "configured", Configured, meta_init=True, **blocks)),
+        "configured": report(fit(out, "configured", Configured, **blocks)),
         "unlike": report(fit(out, "unlike", unlike, replicate_size=2, **blocks)),
     }
 

@@ -60,14 +60,15 @@ class Largest:
     """The most that the optimizer's state takes on a device while it is loaded.
 
     Attributes:
-        num_bytes: Of the GPU's memory, in `FSDP2Strategy.load_checkpoint`, beyond that before.
+        num_bytes: Of the GPU's memory, in `FSDP2Strategy.load_optimizer_state_dict`, beyond that
+            before.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def __enter__(self) -> "Largest":
-        self._load = FSDP2Strategy._load_optimizers
+        self._load = FSDP2Strategy.load_optimizer_state_dict
         largest = self
 
         def load(strategy: FSDP2Strategy, checkpoint: Any) -> None:
@@ -76,11 +77,11 @@ class Largest:
             largest._load(strategy, checkpoint)
             largest.num_bytes = torch.cuda.max_memory_allocated() - before
 
-        FSDP2Strategy._load_optimizers = load  # type: ignore[method-assign]
+        FSDP2Strategy.load_optimizer_state_dict = load  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        FSDP2Strategy._load_optimizers = self._load  # type: ignore[method-assign]
+        FSDP2Strategy.load_optimizer_state_dict = self._load  # type: ignore[method-assign]
 
 
 def pipelines(out: Path) -> dict[str, Any]:

@@ -352,7 +352,7 @@ class PenalisedStages(Penalised, Staged):
 
 def refused(runs: Runs) -> dict[str, str]:
     """The error on every rank, by case."""
-    size = (runs.options or {}).get("pipeline_parallel_size", runs.processes)
+    size = runs.processes
     cases: dict[str, tuple[Callable[[], Staged], dict[str, Any], dict[str, Any]]] = {
         "tied": (Tied, {}, {}),
         "outside": (Outside, {}, {}),

@@ -38,8 +38,7 @@ def check_rank(rank: int = 0, size: int = 1, moved: int = 0, **values: Any) -> R
         "losses": LOSSES,
         "state_bytes": state,
         "moved_bytes": moved,
-        "loader_hashes": [1] * STEPS,
-        "model_hashes": [1] * STEPS,
+        "hashes": [1] * STEPS,
     }
     return Rank(rank, size, rank, GLOBAL_BATCH, **{**found, **values})
 
@@ -57,10 +56,8 @@ def make_parity(**values: Any) -> Parity:
         **{
             "holds": True,
             "rows": [10, 10],
-            "same_content": True,
             "loss_difference": 1e-7,
             "weight_difference": 2e-7,
-            "tolerance": 1e-3,
             **values,
         }
     )
@@ -74,8 +71,8 @@ def make_variant(
     size = 2 if variant.strategy == "ddp" else 1
     defaults: dict[str, Any] = {
         "status": "ok",
-        "parity": make_parity() if variant.is_compared else None,
-        "check_losses": list(LOSSES) if variant.is_compared else [],
+        "parity": make_parity() if variant.loader != "ideal" else None,
+        "check_losses": list(LOSSES) if variant.loader != "ideal" else [],
     }
     result = VariantResult(name, **{**defaults, **values})
     if rates and "figures" not in values:
@@ -125,7 +122,6 @@ DATA: dict[str, Any] = {
     "steps_per_epoch": 39,
     "batch_size": 16,
     "transform_is_random": False,
-    "has_eval_transform": False,
 }
 MODEL: dict[str, Any] = {
     "model_class": "examples.Net",

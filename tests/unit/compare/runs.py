@@ -158,14 +158,12 @@ def check_all_parity(
     checks: dict[str, CheckResult],
     expected: Sequence[int],
     tolerance: float = 1e-4,
-    is_random: bool = False,
 ) -> dict[str, Parity]:
     """The parity of each check run with the first of them."""
     found = {name: CheckedRun.of(check.ranks, check.folder) for name, check in checks.items()}
     reference = next(iter(found.values()))
     return {
-        name: check_parity(check, reference, expected, tolerance, is_random=is_random)
-        for name, check in found.items()
+        name: check_parity(check, reference, expected, tolerance) for name, check in found.items()
     }
 
 

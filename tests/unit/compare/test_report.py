@@ -12,7 +12,6 @@ from lightning_memmap.compare.report import Report, VariantResult
 from tests.unit.compare.reports import make_parity, make_report, make_variant
 
 WRONG = make_parity(holds=False, problems=["losses differ"])
-UNJUDGED = make_parity(holds=None)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,6 @@ UNJUDGED = make_parity(holds=None)
     [
         ({}, 0),
         ({"parity": WRONG}, 1),
-        ({"parity": UNJUDGED}, 3),
         ({"status": "failed", "figures": {}}, 3),
         ({"status": "failed", "parity": WRONG}, 1),
         ({"status": "refused", "parity": None, "figures": {}}, 0),
