@@ -442,5 +442,7 @@ class _GrowingItems(ComingItems):
             data = np.concatenate([*self.column.joined(self.files, entries), _NO_BYTES])
         except FileNotFoundError:  # The pieces were joined, and removed.
             return Values.of_rows(self.field, self.whole().fetch(self.shards.rows_at(locations)))
-        items = torch.from_numpy(data).view(self.field.dtype).view(-1, *self.field.item_shape)
-        return Values(items, np.ascontiguousarray(entries[:, 2:]))
+        # Without items, numpy's stride may be 0.
+        items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
+        sizes = np.ascontiguousarray(entries[:, 2:])
+        return Values(items.view(-1, *self.field.item_shape), sizes)

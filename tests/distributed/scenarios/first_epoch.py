@@ -31,8 +31,10 @@ POINTS: tuple[Any, Any] = (Regression, Points(ROWS))
 #: Of sounds and images, fewer.
 RAGGED: tuple[Any, Any] = (Sounds, Ragged(150))
 SETS: tuple[Any, Any] = (Regression, {"a": Points(231), "b": Points(100, 5000)})
-SOUNDS: tuple[Any, Any] = (Sounds, {"a": Ragged(110), "b": Ragged(40, longest=90)})
+#: Some sets have but empty sounds.
+SOUNDS: tuple[Any, Any] = (Sounds, {"a": Ragged(110), "b": Ragged(40, longest=0)})
 HALVES = Mixture({"a": 0.5, "b": 0.5})
+BY_BATCH = Mixture({"a": 0.5, "b": 0.5}, by_batch=True)
 LENGTHS = torch.arange(ROWS) * 37 % 50
 #: How training goes: options, and ``of`` other rows than points, in one set or several.
 ORDERS: dict[str, dict[str, Any]] = {
@@ -63,7 +65,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     },
     "images": {"of": (Brightness, EncodedImages(100)), "variable": FORMS},
     "mixture": {"of": SETS, "sampler": Mixture({"a": 0.8, "b": 0.2})},
-    "mixture by batch": {"of": SETS, "sampler": Mixture({"a": 0.5, "b": 0.5}, by_batch=True)},
+    "mixture by batch": {"of": SETS, "sampler": BY_BATCH},
     "mixture in blocks": {"of": SETS, "sampler": HALVES, "shuffle_window": 3},
     "streamed mixture": {
         "of": SETS,
@@ -77,9 +79,9 @@ ORDERS: dict[str, dict[str, Any]] = {
         "subset": {"train/a": Subset(rows=range(7, 200, 3))},
     },
     "curriculum": {"of": SETS, "sampler": Curriculum({0: HALVES, 1: Mixture({"a": 1, "b": 9})})},
-    "mixture of sounds": {
+    "sounds by batch": {
         "of": SOUNDS,
-        "sampler": HALVES,
+        "sampler": BY_BATCH,
         "variable": {"sound": "pad", "ids": "jagged", "image": "list"},
     },
     "streamed mixture of sounds": {
