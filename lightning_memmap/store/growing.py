@@ -133,7 +133,8 @@ class Serving(Supply):
             self.wait(rows)
 
     def wait_for_commit(self) -> None:
-        """Wait until the store is committed."""
+        """Wait until the store is committed. Its rows come before those that nobody needs yet."""
+        self.want(np.flatnonzero(self.present == 0))
         self._wait(lambda: self.is_whole)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
