@@ -21,7 +21,7 @@ from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.data.first_epoch import _FIRST_STEPS
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
-from lightning_memmap.sampling import Bucketed, Weighted
+from lightning_memmap.sampling import Bucketed, Mixture, Weighted
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
 from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
@@ -209,6 +209,26 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     seen = [row for batch in module.seen["train"] for row in batch]
     # Nothing else is read before training asks first.
     assert read[: 5 * size] == seen[: 5 * size]
+
+
+def test_rows_of_several_sets_are_read_in_the_order_of_need(tmp_path: Path) -> None:
+    every = Logged(Slow(Points(ROWS), 0.004, every=1), tmp_path / "rows")
+    sets = {"often": Subset(every, range(231)), "rarely": Subset(every, range(231, ROWS))}
+    data = MemmapDataModule(
+        sets,
+        store_dir=tmp_path / "stores",
+        num_workers=1,
+        batch_size=4,
+        build="while_training",
+        fingerprint="1",
+        sampler=Mixture({"often": 0.9, "rarely": 0.1}),
+    )
+    set_up(data, "fit")
+    needed = np.array(rows_in(data.train_dataloader())[:60])
+    data.teardown()
+    read = np.loadtxt(tmp_path / "rows", int)[2 * len(probe_rows(ROWS)) :][:60]
+    # A few of one set are read at once, and not all that are wanted of it.
+    assert abs(int((read >= 231).sum()) - int((needed >= 231).sum())) < 10
 
 
 @pytest.mark.parametrize("order", ["shuffled", "blocks"])
