@@ -133,8 +133,7 @@ class Serving(Supply):
             self.wait(rows)
 
     def wait_for_commit(self) -> None:
-        """Wait until the store is committed. Its rows come before those that nobody needs yet."""
-        self.want(np.flatnonzero(self.present == 0))
+        """Wait until the store is committed."""
         self._wait(lambda: self.is_whole)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
@@ -171,12 +170,14 @@ class _Build:
         self._taken = self.serving.present != 0
         self._row_s, self._num_others = probes.row_s, 0
         self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
+        #: What readers have said: turns, and rows, int64 of shape (2, rows).
         self._wants: dict[Path, Integers] = {}
         #: By row, the piece of a file that it is read with, and the rows of each.
-        self._piece_of, self._pieces = None, list[Integers]()
+        self._piece_of, self._pieces = pieces, dict[int, Integers]()
         if pieces is not None:
-            _, self._piece_of, sizes = np.unique(pieces, return_inverse=True, return_counts=True)
-            self._pieces = np.split(np.argsort(pieces, kind="stable"), np.cumsum(sizes)[:-1])
+            order = np.argsort(pieces, kind="stable")
+            parts = np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1)
+            self._pieces = {int(pieces[part[0]]): part for part in parts}
 
     def wants(self) -> list[tuple[int, Integers]]:
         """What each reader wants that nobody reads yet: the turn of the first row, and rows."""
@@ -186,7 +187,7 @@ class _Build:
                 found = known.get(path)
                 if found is None:
                     found = np.fromfile(path, np.int64).reshape(2, -1)
-                self._wants[path] = found[:, ~self._taken[found[1]]]
+                self._wants[path] = found.compress(~self._taken[found[1]], axis=1)
         return [(int(turns[0]), rows) for turns, rows in self._wants.values() if len(rows)]
 
     def others(self) -> Integers:
@@ -199,7 +200,7 @@ class _Build:
         count = max(1, min(self._most, int(task_s / max(self._row_s, 1e-9))))
         found = _distinct(rows[:count])
         if self._piece_of is not None:
-            pieces = [self._pieces[piece] for piece in _distinct(self._piece_of[found])]
+            pieces = [self._pieces[piece] for piece in _distinct(self._piece_of[found]).tolist()]
             ends = np.cumsum([len(piece) for piece in pieces])
             found = np.concatenate(pieces[: 1 + int(np.searchsorted(ends, count))])
             found = found[~self._taken[found]]

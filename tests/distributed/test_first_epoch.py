@@ -44,8 +44,10 @@ def test_processes_train_in_every_order(tmp_path: Path) -> None:
         assert_none_is_read_twice(order, tmp_path / order / "while_training")
 
 
-@pytest.mark.parametrize("order", ["validated", "streamed mixture of sounds"])
-@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [("ddp", "validated"), ("memmap_superbatch_ddp", "streamed mixture of sounds")],
+)
 def test_processes_train_on_a_url_as_on_its_directory(
     tmp_path: Path, strategy: str, order: str
 ) -> None:

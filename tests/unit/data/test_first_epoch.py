@@ -231,10 +231,9 @@ def test_rows_of_several_sets_are_read_in_the_order_of_need(tmp_path: Path) -> N
     assert abs(int((read >= 231).sum()) - int((needed >= 231).sum())) < 10
 
 
-@pytest.mark.parametrize("order", ["shuffled", "blocks"])
-@pytest.mark.parametrize("is_picked", [False, True])
+@pytest.mark.parametrize(("order", "is_picked"), [("shuffled", True), ("blocks", False)])
 def test_each_row_group_of_a_parquet_file_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_picked: bool, order: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, is_picked: bool
 ) -> None:
     log, read = tmp_path / "groups", tables._RowGroups.read
 
