@@ -311,13 +311,11 @@ class BackgroundBuild:
         def receive(outcome: tuple[str, tuple[RowNumbers, float]]) -> None:
             name, done = outcome
             self._builds[name].note(*done)
-            self._finish(name)
 
         try:
-            for name in self._builds:
-                self._finish(name)
             buildings = [build.building for build in self._builds.values()]
             run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
+            self._finish()
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
         except BaseException as error:
@@ -340,6 +338,7 @@ class BackgroundBuild:
             # Short at first: a reader does not wait long for what was begun before it came.
             task_s = min(_TASK_S, max(_FIRST_TASK_S, passed_s / 10))
             if not found:
+                self._finish()
                 others = ((0, each.others(), name) for name, each in self._builds.items())
                 found = next(([each] for each in others if len(each[1])), [])
             if not found:
@@ -348,13 +347,13 @@ class BackgroundBuild:
             has_begun = True
             yield name, self._builds[name].take(rows, task_s)
 
-    def _finish(self, name: str) -> None:
-        """Make a store of a build that has all rows."""
-        build = self._builds[name]
-        if build.serving.has_all:
-            show = self._asked[name].show
-            build.building.finish(num_threads=self._workers.num_workers, show=show)
-            self._locks[name].close()
+    def _finish(self) -> None:
+        """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
+        for name, build in self._builds.items():
+            if build.serving.has_all and not build.serving.is_whole:
+                show = self._asked[name].show
+                build.building.finish(num_threads=self._workers.num_workers, show=show)
+                self._locks[name].close()
 
 
 class _Each:
