@@ -465,14 +465,14 @@ class Logged(Wrapped):
 
 
 class Slow(Wrapped):
-    """Sleeps before every 16th row."""
+    """Sleeps before every so many rows."""
 
-    def __init__(self, dataset: Any, delay_s: float) -> None:
+    def __init__(self, dataset: Any, delay_s: float, every: int = 16) -> None:
         super().__init__(dataset)
-        self.delay_s = delay_s
+        self.delay_s, self.every = delay_s, every
 
     def __getitem__(self, row: int) -> Any:
-        if row % 16 == 0:
+        if row % self.every == 0:
             time.sleep(self.delay_s)
         return super().__getitem__(row)
 

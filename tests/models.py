@@ -80,7 +80,9 @@ class Regression(L.LightningModule):
         self.dtypes.add(batch["x"].dtype)
         return self.step(batch, "train")
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.step(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -1,6 +1,5 @@
 """Training from stores whose rows are still to come: ``build="while_training"``."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from operator import length_hint
 from pathlib import Path
@@ -22,7 +21,6 @@ from lightning_memmap.store.sources.stream import is_stream
 
 #: Steps whose rows are asked for before there is a loader.
 _FIRST_STEPS = 16
-_log = logging.getLogger(__name__)
 
 
 class FirstEpoch:
@@ -47,13 +45,8 @@ class FirstEpoch:
         asked = {split: _asked(stores, split) for split in others if _can_grow(stores, split)}
         if not asked:
             return others
-        build = BackgroundBuild(asked, stores.options.num_workers)
-        self._builds.append(build)
-        for split in build.unfit:
-            _log.warning(
-                "%s: its files are read piece by piece: it is stored first", argument_of(split)
-            )
-        return [split for split in others if split not in asked or split in build.unfit]
+        self._builds.append(BackgroundBuild(asked, stores.options.num_workers))
+        return [split for split in others if split not in asked]
 
     def end(self) -> None:
         """End the builds: those that have all rows are finished, others go on in the next run."""
@@ -74,9 +67,6 @@ def _can_grow(stores: SplitStores, split: str) -> bool:
             " build='while_training': its rows come in an order of their own, and training"
             " needs others: give build='first', or a map-style dataset"
         )
-    if split.startswith("train/"):
-        _log.warning("%s: sets that are mixed are stored first", argument_of(split))
-        return False
     stores.check_place(split)
     return True
 
@@ -135,5 +125,6 @@ def renewed(made: SetUp) -> SetUp:
     made.release()
     planner, opened = made.planner, {**made.stores, **whole}
     for split, store in whole.items():
-        planner.stores.note(planner.stores.stored_split(split), store)
+        for part, each in planner.stores.by_part(split, store):
+            planner.stores.note(planner.stores.stored_split(part), each)
     return planner.load(opened, planner.place(opened))

@@ -146,11 +146,12 @@ class SetUp:
         if self.order is not None:
             values |= self.order.identity
         for split, store in self.stores.items():
-            manifest = store.manifest
-            if self.options.build != "first":
-                # On some ranks it may be whole already, and its checksums are known there alone.
-                manifest = replace(manifest, checksums={})
-            values[f"the {split} store"] = manifest.content
+            for part, each in self.planner.stores.by_part(split, store):
+                manifest = each.manifest
+                if self.options.build != "first":
+                    # On some ranks it may be whole, and its checksums are known there alone.
+                    manifest = replace(manifest, checksums={})
+                values[f"the {part} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values
 

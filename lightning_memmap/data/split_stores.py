@@ -152,7 +152,7 @@ class SplitStores:
             found = {part: self._open(part) for part in self.parts(split)}
             stores = {part: store for part, store in found.items() if store is not None}
             if {*found} != {split}:
-                named = {part.partition("/")[2]: store.whole for part, store in stores.items()}
+                named = {part.partition("/")[2]: store for part, store in stores.items()}
                 opened[split] = JoinedStore(Path(str(self.path(split))), named)
             elif stores:
                 opened[split] = stores[split]
@@ -199,12 +199,15 @@ class SplitStores:
             )
         return store
 
+    def by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:
+        """The stores that the opened one of a split consists of, by their splits."""
+        stores = store.parts if isinstance(store, JoinedStore) else [store]
+        return [*zip(self.parts(split), stores, strict=True)]
+
     def rows(self, split: str, store: Store) -> Rows:
         """The rows of its store that a split has."""
-        if isinstance(store, JoinedStore):
-            pairs = zip(self.parts(split), store.parts, strict=True)
-            return store.chosen([self._subset(part, each) for part, each in pairs])
-        return store.rows(self._subset(split, store))
+        subsets = [self._subset(*each) for each in self.by_part(split, store)]
+        return store.chosen(subsets) if isinstance(store, JoinedStore) else store.rows(*subsets)
 
     def _subset(self, split: str, store: Store) -> Integers | None:
         selection = self.options.selection(split)

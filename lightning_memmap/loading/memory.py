@@ -25,8 +25,13 @@ from lightning_memmap.loading.variable_rows import Allocate, VariableRows, large
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
-from lightning_memmap.store.growing import GrowingItems
-from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn, packed_index
+from lightning_memmap.store.open_columns import (
+    ComingItems,
+    ItemRows,
+    Located,
+    OpenColumn,
+    packed_index,
+)
 from lightning_memmap.store.segments import pack_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
@@ -98,10 +103,10 @@ class Ragged:
 
 
 @dataclass(frozen=True, eq=False)
-class _GrowingRagged(Ragged):
-    """Rows of a store that is being built, which are copied: they lie in several files."""
+class _ComingRagged(Ragged):
+    """Rows of a store of which some are still to come, which are copied."""
 
-    column: GrowingItems = field(kw_only=True)
+    column: ComingItems = field(kw_only=True)
 
     @override
     def take(self, places: Integers) -> VariableRows:
@@ -264,8 +269,8 @@ def mapped(
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
     """The rows of an open column where they are."""
-    if isinstance(column, GrowingItems):
-        return _GrowingRagged(column.field, column.items, column.at, column=column)
+    if isinstance(column, ComingItems):
+        return _ComingRagged(column.field, column.items, column.at, column=column)
     if isinstance(column, ItemRows):
         return Ragged(column.field, column.items, column.at)
     return column.tensor.as_subclass(Tensor)

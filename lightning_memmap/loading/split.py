@@ -175,7 +175,8 @@ def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]
         return total + num_bytes * largest_window_steps(held, windows)
     variable = [field.name for field in fields if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
-    if not variable:
+    # Until all rows are there, none are streamed.
+    if not variable or store.supply is not None:
         return total
     for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):

@@ -9,10 +9,11 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic, sleep
@@ -20,8 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
@@ -38,11 +38,12 @@ from lightning_memmap.store.directory import (
     is_store,
 )
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, Located, Supplied
+from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
 from lightning_memmap.store.samples import Probes, RandomDatasetError, read_probes
 from lightning_memmap.store.sources import source_of
+from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.store import Store, Supply, open_directory
-from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.workers import RowNumbers, Workers, calling
 from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
@@ -103,10 +104,11 @@ class Serving(Supply):
         return list(self.path.glob(f"{_WANTED}*"))
 
     @override
-    def want(self, rows: Integers) -> None:
+    def want(self, rows: Integers, turns: Integers | None = None) -> None:
         name = secrets.token_hex(8)
+        turns = np.arange(len(rows)) if turns is None else turns
         with suppress(FileNotFoundError):  # The store has just been committed.
-            (self.path / name).write_bytes(rows.tobytes())
+            (self.path / name).write_bytes(np.stack([turns, rows]).tobytes())
             said, self._said = self._said, self.path / f"{_WANTED}{name}"
             (self.path / name).rename(self._said)
             if said is not None:
@@ -161,40 +163,59 @@ class Serving(Supply):
 class _Build:
     """One of the stores that are built together: what is there of it, and what is read next."""
 
-    def __init__(self, building: Building, probes: Probes) -> None:
+    def __init__(self, building: Building, probes: Probes, pieces: Integers | None) -> None:
         self.building, self.probes = building, probes
         num_rows = building.draft.num_rows
         self.serving = Serving.make(building.path, num_rows)
         self._taken = self.serving.present != 0
         self._row_s, self._num_others = probes.row_s, 0
         self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
+        #: What readers have said: turns, and rows, int64 of shape (2, rows).
         self._wants: dict[Path, Integers] = {}
+        #: By row, the piece of a file that it is read with, and the rows of each.
+        self._piece_of, self._pieces = pieces, dict[int, Integers]()
+        if pieces is not None:
+            order = np.argsort(pieces, kind="stable")
+            parts = np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1)
+            self._pieces = {int(pieces[part[0]]): part for part in parts}
 
-    def wants(self) -> list[Integers]:
-        """What each reader wants that nobody reads yet, in the order of its need."""
+    def wants(self) -> list[tuple[int, Integers]]:
+        """What each reader wants that nobody reads yet: the turn of the first row, and rows."""
         known, self._wants = self._wants, {}
         for path in self.serving.wanted():
             with suppress(FileNotFoundError):  # Its reader has just said something else.
-                rows = known[path] if path in known else np.fromfile(path, np.int64)
-                self._wants[path] = rows[~self._taken[rows]]
-        return [rows for rows in self._wants.values() if len(rows)]
+                found = known.get(path)
+                if found is None:
+                    found = np.fromfile(path, np.int64).reshape(2, -1)
+                self._wants[path] = found.compress(~self._taken[found[1]], axis=1)
+        return [(int(turns[0]), rows) for turns, rows in self._wants.values() if len(rows)]
 
     def others(self) -> Integers:
         """Some of the rows that nobody has asked for."""
         self._num_others += int(self._taken[self._num_others :].argmin())
         return self._num_others + np.flatnonzero(~self._taken[self._num_others :][: self._most])
 
-    def take(self, rows: Integers, task_s: float) -> Integers:
-        """The first of some rows, as many as are read in a time."""
-        found = rows[: max(1, min(self._most, int(task_s / max(self._row_s, 1e-9))))]
-        found = found[np.sort(np.unique(found, return_index=True)[1])]
+    def take(self, rows: Integers, task_s: float) -> RowNumbers:
+        """The first of some rows, as many as are read in a time, and what is read with them."""
+        count = max(1, min(self._most, int(task_s / max(self._row_s, 1e-9))))
+        found = _distinct(rows[:count])
+        if self._piece_of is not None:
+            pieces = [self._pieces[piece] for piece in _distinct(self._piece_of[found]).tolist()]
+            ends = np.cumsum([len(piece) for piece in pieces])
+            found = np.concatenate(pieces[: 1 + int(np.searchsorted(ends, count))])
+            found = found[~self._taken[found]]
         self._taken[found] = True
-        return found
+        return as_range(found)
 
-    def note(self, rows: Integers, duration_s: float) -> None:
+    def note(self, rows: RowNumbers, duration_s: float) -> None:
         """Tell the readers that rows are there, and take into account how long they took."""
         self.building.wrote(rows)
         self._row_s = (self._row_s + duration_s / len(rows)) / 2
+
+
+def _distinct(numbers: Integers) -> Integers:
+    """The different numbers, in the order in which they come first."""
+    return numbers[np.sort(np.unique(numbers, return_index=True)[1])]
 
 
 class BackgroundBuild:
@@ -212,8 +233,6 @@ class BackgroundBuild:
         self._workers = Workers({name: each.dataset for name, each in asked.items()}, num_workers)
         self._builds: dict[str, _Build] = {}
         self._locks: dict[str, ExitStack] = {}
-        #: Those whose datasets are read piece by piece, and so never row by row.
-        self.unfit: Collection[str] = ()
         self._error: BaseException | None = None
         self._has_begun, self._is_stopped = Event(), False
         # Processes that are forked by the thread would end with it.
@@ -269,22 +288,18 @@ class BackgroundBuild:
         if self._is_stopped:
             return
         identities = {name: each.identity() for name, each in asked.items()}
-        unfit = []
         probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
         found = list[tuple[str, Probes]]()
         sizes = ((name, len(each.dataset)) for name, each in asked.items())
         self._workers.run(partial(_Each, probers), sizes, found.append)
         for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
-            draft = asked[name].draft(asked[name].dataset, probes, identities[name])
-            if source_of(asked[name].dataset, draft.schema).order is not None:
-                unfit.append(name)
-                self._locks[name].close()
-                continue
-            path, row_bytes = asked[name].directory.path, probes.typical_bytes
+            dataset, path = asked[name].dataset, asked[name].directory.path
+            draft = asked[name].draft(dataset, probes, identities[name])
+            row_bytes = probes.typical_bytes
             building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
             self._locks[name].enter_context(building)
-            self._builds[name] = _Build(building, probes)
-        self.unfit = unfit
+            pieces = source_of(dataset, draft.schema).pieces()
+            self._builds[name] = _Build(building, probes, pieces)
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
@@ -293,16 +308,14 @@ class BackgroundBuild:
             for name, build in self._builds.items()
         }
 
-        def receive(outcome: tuple[str, tuple[Integers, float]]) -> None:
+        def receive(outcome: tuple[str, tuple[RowNumbers, float]]) -> None:
             name, done = outcome
             self._builds[name].note(*done)
-            self._finish(name)
 
         try:
-            for name in self._builds:
-                self._finish(name)
             buildings = [build.building for build in self._builds.values()]
             run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
+            self._finish()
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
         except BaseException as error:
@@ -312,34 +325,35 @@ class BackgroundBuild:
                     _log.warning("%s; the next run goes on with them", build.building)
             raise
 
-    def _tasks(self) -> Iterator[tuple[str, Integers]]:
+    def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
         """What is read next: what readers want, in turns, and then all others in their order."""
-        begin, turn = monotonic(), 0
+        begin, has_begun = monotonic(), False
         while not self._is_stopped:
             passed_s = monotonic() - begin
-            found = [(name, rows) for name, each in self._builds.items() for rows in each.wants()]
-            if not (found or turn) and passed_s < _FIRST_WANT_S:
+            found = [(*w, name) for name, each in self._builds.items() for w in each.wants()]
+            if not (found or has_begun) and passed_s < _FIRST_WANT_S:
                 # The set-up of the first reader has the processor for itself.
                 sleep(_SHORT_S)
                 continue
             # Short at first: a reader does not wait long for what was begun before it came.
             task_s = min(_TASK_S, max(_FIRST_TASK_S, passed_s / 10))
             if not found:
-                others = ((name, each.others()) for name, each in self._builds.items())
+                self._finish()
+                others = ((0, each.others(), name) for name, each in self._builds.items())
                 found = next(([each] for each in others if len(each[1])), [])
             if not found:
                 return
-            name, rows = found[turn % len(found)]
-            turn += 1
+            _, rows, name = min(found, key=itemgetter(0))
+            has_begun = True
             yield name, self._builds[name].take(rows, task_s)
 
-    def _finish(self, name: str) -> None:
-        """Make a store of a build that has all rows."""
-        build = self._builds[name]
-        if build.serving.has_all:
-            show = self._asked[name].show
-            build.building.finish(num_threads=self._workers.num_workers, show=show)
-            self._locks[name].close()
+    def _finish(self) -> None:
+        """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
+        for name, build in self._builds.items():
+            if build.serving.has_all and not build.serving.is_whole:
+                show = self._asked[name].show
+                build.building.finish(num_threads=self._workers.num_workers, show=show)
+                self._locks[name].close()
 
 
 class _Each:
@@ -371,12 +385,12 @@ class GrowingStore(Store):
         self.serving = serving
         self.columns = [
             Supplied(
-                GrowingItems.of(each, self)
+                _GrowingItems.of_column(each, self.files, partial(self.whole_items, index))
                 if isinstance(each, RaggedColumn)
                 else each.open(self.files),
                 serving.get,
             )
-            for each in manifest.columns
+            for index, each in enumerate(manifest.columns)
         ]
         #: Of another reader than those who look at single rows meanwhile.
         self.supply = Serving(serving.generation, self.num_rows)
@@ -407,44 +421,29 @@ def open_growing(path: Path) -> GrowingStore | None:
 
 
 @dataclass(frozen=True)
-class GrowingItems(ItemRows):
+class _GrowingItems(ComingItems):
     """The rows of a ragged column that is being written: pieces of files."""
 
     column: RaggedColumn
-    store: GrowingStore
+    files: Path
     #: By place the row's piece, the first byte in it, and its sizes.
     entries: Integers
 
     @classmethod
-    def of(cls, column: RaggedColumn, store: GrowingStore) -> "GrowingItems":
-        """The rows of a column."""
-        field, shards, none = column.field, column.shards, Values.none(column.field)
-        shape = shards.num_rows, 2 + field.num_variable
-        entries = np.memmap(store.files / column.places_name, np.int64, "r", shape=shape)
-        return cls(field, shards, none.data, np.empty((0, 1), np.int64), column, store, entries)
-
-    @property
-    def whole(self) -> ItemRows:
-        """The rows in the finished store, for which this waits."""
-        store = self.store.whole
-        found = store.columns[store.schema.fields.index(self.field)]
-        assert isinstance(found, ItemRows)
-        return found
+    def of_column(cls, column: RaggedColumn, files: Path, whole: Callable[[], ItemRows]) -> Self:
+        """The rows of a column of the files of a build."""
+        shape = column.shards.num_rows, 2 + column.field.num_variable
+        entries = np.memmap(files / column.places_name, np.int64, "r", shape=shape)
+        return cls.of(column.field, column.shards, whole, column, files, entries)
 
     @override
-    def at(self, locations: Integers) -> Located:
-        return self.whole.at(locations)
-
-    @override
-    def fetch(self, rows: Integers) -> list[Tensor]:
-        return list(self.read(self.shards.locate(rows)).rows())
-
-    def read(self, places: Integers) -> Values:
-        """Copy rows that are there, one after the other."""
-        entries = self.entries[places]
+    def read(self, locations: Integers) -> Values:
+        entries = self.entries[locations]
         try:
-            data = np.concatenate([*self.column.joined(self.store.files, entries), _NO_BYTES])
+            data = np.concatenate([*self.column.joined(self.files, entries), _NO_BYTES])
         except FileNotFoundError:  # The pieces were joined, and removed.
-            return Values.of_rows(self.field, self.whole.fetch(self.shards.rows_at(places)))
-        items = torch.from_numpy(data).view(self.field.dtype).view(-1, *self.field.item_shape)
-        return Values(items, np.ascontiguousarray(entries[:, 2:]))
+            return Values.of_rows(self.field, self.whole().fetch(self.shards.rows_at(locations)))
+        # Without items, numpy's stride may be 0.
+        items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
+        sizes = np.ascontiguousarray(entries[:, 2:])
+        return Values(items.view(-1, *self.field.item_shape), sizes)

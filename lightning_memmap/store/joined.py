@@ -4,8 +4,9 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from typing_extensions import override
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, JoinedRows, Pool, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Field, Values
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ItemRows, MappedRows, OpenColumn
-from lightning_memmap.store.store import Store
+from lightning_memmap.store.open_columns import (
+    ComingItems,
+    ItemRows,
+    MappedRows,
+    OpenColumn,
+    Supplied,
+)
+from lightning_memmap.store.store import Store, Supply
 
 #: A file begins at a multiple of this in memory.
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -45,6 +52,8 @@ class JoinedStore(Store):
         )
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
+        if any(part.supply is not None for part in self.parts):
+            self.supply = _JoinedSupply(self)
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in self.parts]
         joined = [self._joined(*each) for each in enumerate(zip(*opened, strict=True))]
@@ -63,6 +72,20 @@ class JoinedStore(Store):
         """Some rows of each of the stores, or all."""
         shards = [part.manifest.shards for part in self.parts]
         return JoinedRows(self._names, tuple(map(StoreRows.of, shards, subsets)))
+
+    @property
+    @override
+    def whole(self) -> Store:
+        return self if self.supply is None else self._whole
+
+    @cached_property
+    def _whole(self) -> Store:
+        pairs = zip(self._names, self.parts, strict=True)
+        return JoinedStore(self.path, {name: part.whole for name, part in pairs})
+
+    @override
+    def finished(self) -> Store | None:
+        return None if any(part.finished() is None for part in self.parts) else self.whole
 
     @property
     @override
@@ -90,6 +113,10 @@ class JoinedStore(Store):
         """One field of all stores."""
         field = self.parts[0].schema.fields[index]
         ragged = [column for column in columns if isinstance(column, ItemRows)]
+        if ragged and self.supply is not None:
+            whole = partial(self.whole_items, index)
+            coming = _JoinedItems.of(field, self._shards, whole, ragged, self._begins)
+            return Supplied(coming, partial(self._get, index))
         sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
         begins = self._begins_of(sizes)
         files = self._files[field.name] = [
@@ -99,7 +126,8 @@ class JoinedStore(Store):
         ]
         items = _map(field, files, int(begins[-1]) + sizes[-1])
         if not ragged:
-            return _JoinedRows(self._shards, items)
+            rows = _JoinedRows(self._shards, items)
+            return rows if self.supply is None else Supplied(rows, partial(self._get, index))
         num_rows = int(self._begins[-1]) + self.parts[-1].num_rows
         ends = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
         for column, row, begin in zip(ragged, self._begins.tolist(), begins.tolist(), strict=True):
@@ -108,6 +136,19 @@ class JoinedStore(Store):
             ends[row : row + len(column.index)] = column.index
             ends[row : row + len(column.index), 0] += begin
         return ItemRows(field, self._shards, items, ends)
+
+    def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
+        """Each store, the places of its rows among some, and their numbers there."""
+        stores = self._rows.stores_of(rows)
+        for number, part in enumerate(self.parts):
+            here = np.flatnonzero(stores == number)
+            yield part, here, rows[here] - self._rows.firsts[number]
+
+    def _get(self, index: int, rows: Integers | None) -> None:
+        """Bring rows of one field, or all."""
+        for part, _, some in self.each(np.arange(self.num_rows) if rows is None else rows):
+            if isinstance(column := part.columns[index], Supplied):
+                column.get(some)
 
 
 @dataclass(frozen=True)
@@ -158,6 +199,61 @@ class _JoinedRows(MappedRows):
     @override
     def row(self, row: int) -> Tensor:
         return self.fetch(np.array([row]))[0]
+
+
+@dataclass(frozen=True)
+class _JoinedItems(ComingItems):
+    """Rows of several stores that differ in length, of which some are still to come."""
+
+    columns: Sequence[ItemRows]
+    begins: Integers
+
+    @override
+    def read(self, locations: Integers) -> Values:
+        if not len(locations):
+            return Values.none(self.field)
+        stores = np.searchsorted(self.begins, locations, side="right") - 1
+        rows = [self.items] * len(locations)
+        for number, column in enumerate(self.columns):
+            here = np.flatnonzero(stores == number)
+            found = column.fetch(column.shards.rows_at(locations[here] - self.begins[number]))
+            for index, row in zip(here.tolist(), found, strict=True):
+                rows[index] = row
+        return Values.of_rows(self.field, rows)
+
+
+class _JoinedSupply(Supply):
+    """Brings the rows of several stores."""
+
+    def __init__(self, store: JoinedStore) -> None:
+        self._store = store
+
+    def _each(self, rows: Integers) -> Iterator[tuple[Supply, Integers, Integers]]:
+        for part, places, some in self._store.each(rows):
+            if part.supply is not None:
+                yield part.supply, places, some
+
+    @property
+    @override
+    def share(self) -> float:
+        parts = self._store.parts
+        shares = [1.0 if part.supply is None else part.supply.share for part in parts]
+        return float(np.average(shares, weights=[part.num_rows for part in parts]))
+
+    @override
+    def want(self, rows: Integers, turns: Integers | None = None) -> None:
+        for supply, places, some in self._each(rows):
+            supply.want(some, places)
+
+    @override
+    def wait(self, rows: Integers) -> None:
+        for supply, _, some in self._each(rows):
+            supply.wait(some)
+
+    @override
+    def close(self) -> None:
+        for supply, *_ in self._each(np.zeros(0, np.int64)):
+            supply.close()
 
 
 def _map(field: Field, files: Sequence[tuple[Path, int, int]], num_rows: int) -> Tensor:

@@ -5,19 +5,21 @@ The files are mapped, and of a stranger: whatever an index says is checked befor
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field
+from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.fields import take_rows
 from lightning_memmap.store.files import open_plain, unreadable
 
@@ -198,6 +200,31 @@ class ItemRows:
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
             for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class ComingItems(ItemRows):
+    """Rows that differ in length, of which some are still to come. They lie in several files."""
+
+    #: Waits for all rows, and gives them.
+    whole: Callable[[], ItemRows]
+
+    @classmethod
+    def of(cls, field: Field, shards: Shards, *more: Any) -> Self:
+        """The rows of a field, with what subclasses need."""
+        return cls(field, shards, Values.none(field).data, np.empty((0, 1), np.int64), *more)
+
+    @override
+    def at(self, locations: Integers) -> Located:
+        return self.whole().at(locations)
+
+    @override
+    def fetch(self, rows: Integers) -> list[Tensor]:
+        return [*self.read(self.shards.locate(rows)).rows()]
+
+    @abstractmethod
+    def read(self, locations: Integers) -> Values:
+        """Copy rows that are there, one after the other."""
 
 
 def damaged_index(field: Field) -> StoreError:

@@ -29,8 +29,11 @@ class Supply(Protocol):
     def share(self) -> float:
         """How much of them is there, from 0 to 1."""
 
-    def want(self, rows: Integers) -> None:
-        """Ask for rows, in the order in which they are needed, instead of those before."""
+    def want(self, rows: Integers, turns: Integers | None = None) -> None:
+        """Ask for rows, in the order in which they are needed, instead of those before.
+
+        Turns are their places in that order, which may be shared with rows of other stores.
+        """
 
     def wait(self, rows: Integers) -> None:
         """Wait until rows are there. Where they will never be, this raises why."""
@@ -76,6 +79,12 @@ class Store:
     def finished(self) -> "Store | None":
         """The store with all rows; None where some have still to come."""
         return self
+
+    def whole_items(self, index: int) -> ItemRows:
+        """All rows of a field that differ in length, for which this waits."""
+        column = self.whole.columns[index]
+        assert isinstance(column, ItemRows)
+        return column
 
     @property
     def num_rows(self) -> int:

@@ -1,16 +1,14 @@
 """Several processes train while one of them has the store built: as from a finished store."""
 
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_memmap.store import push_store, verify_store
-from lightning_memmap.store.samples import probe_rows
 from tests.distributed.harness import ROOT, TIMEOUT_S, launch
-from tests.distributed.scenarios.first_epoch import ROWS
+from tests.distributed.scenarios.first_epoch import ORDERS, assert_none_is_read_twice
 from tests.preloaded import python
 
 FIT = "first_epoch.fit"
@@ -23,32 +21,45 @@ FIT = "first_epoch.fit"
 def test_processes_train_as_from_a_finished_store(
     tmp_path: Path, strategy: str, devices: int
 ) -> None:
+    options = {"strategy": strategy, "devices": devices}
     found = {}
     for build in ("first", "while_training"):
         out = tmp_path / build
         out.mkdir()
-        options = {"strategy": strategy, "devices": devices, "batch_size": 8}
         found[build] = launch(FIT, out, processes=2, build=build, **options)
     for first, meanwhile in zip(*found.values(), strict=True):
         assert first["seen"] == meanwhile["seen"]
         assert torch.equal(first["weights"], meanwhile["weights"])
+    assert_none_is_read_twice("validated", tmp_path / "while_training")
     assert verify_store(tmp_path / "while_training" / "stores" / "train") == []
-    read = Counter(map(int, (tmp_path / "while_training" / "log").read_text().split()))
-    others = {row: count for row, count in read.items() if row not in probe_rows(ROWS)}
-    assert others == dict.fromkeys(others, 1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "memmap_superbatch_ddp"])
-def test_processes_train_on_a_url_as_on_its_directory(tmp_path: Path, strategy: str) -> None:
-    found, options = {}, {"strategy": strategy, "devices": 2, "batch_size": 8}
+@pytest.mark.slow
+def test_processes_train_in_every_order(tmp_path: Path) -> None:
+    ranks = launch("first_epoch.fit_all", tmp_path, processes=2, strategy="ddp", devices=2)
+    for order in ORDERS:
+        for first, meanwhile in (rank[order].values() for rank in ranks):
+            assert first["seen"] == meanwhile["seen"], order
+            assert torch.equal(first["weights"], meanwhile["weights"]), order
+        assert_none_is_read_twice(order, tmp_path / order / "while_training")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [("ddp", "validated"), ("memmap_superbatch_ddp", "streamed mixture of sounds")],
+)
+def test_processes_train_on_a_url_as_on_its_directory(
+    tmp_path: Path, strategy: str, order: str
+) -> None:
+    found, options = {}, {"strategy": strategy, "devices": 2, "order": order}
     for name, given in (("directory", {}), ("url", {"url": f"file://{tmp_path}/pushed"})):
         out = tmp_path / name
         out.mkdir()
         build = "while_training" if given else "first"
         found[name] = launch(FIT, out, processes=2, build=build, **options, **given)
         if not given:
-            for split in ("train", "val"):
-                push_store(out / "stores" / split, f"file://{tmp_path}/pushed/{split}")
+            for store in {path.parent for path in out.glob("stores/**/manifest.json")}:
+                push_store(store, f"file://{tmp_path}/pushed/{store.relative_to(out / 'stores')}")
     for directory, url in zip(*found.values(), strict=True):
         assert directory["seen"] == url["seen"]
         assert torch.equal(directory["weights"], url["weights"])

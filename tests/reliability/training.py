@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.sampling import Mixture
 from lightning_memmap.store import open_store, verify_store
 from tests.distributed.harness import free_port
 from tests.reliability.dataset import plain, rows_of
@@ -35,6 +37,8 @@ from tests.reliability.forks import Forked, Raised, orphans, wait_for_orphans
 from tests.reliability.outcome import Fault, Outcome
 
 NUM_ROWS, NUM_SHARDS, BATCH = 300, 4, 6
+#: How often rows of two sets come, where these are mixed, and their shares of all rows.
+SHARES = {"a": 0.7, "b": 0.3}
 #: How long a row and a step take, and about how long the first epoch lasts.
 _ROW_S, _STEP_S, _EPOCH_S = 0.003, 0.01, 0.8
 #: How long a rank may train on that has lost the other one, and workers without their parent.
@@ -49,8 +53,11 @@ TITLES = {
 class Rows(Dataset[dict[str, Any]]):
     """Rows that take some time, one field of which differs in length."""
 
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
     def __len__(self) -> int:
-        return NUM_ROWS
+        return self.num_rows
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         sleep(_ROW_S)
@@ -75,7 +82,15 @@ class Remembering(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def train(directory: Path, build: str, rank: int, num_ranks: int, port: int) -> str:
+def sets(are_mixed: bool) -> Any:
+    """What is trained on."""
+    mixed = {name: Rows(int(NUM_ROWS * share)) for name, share in SHARES.items()}
+    return mixed if are_mixed else Rows(NUM_ROWS)
+
+
+def train(
+    directory: Path, are_mixed: bool, build: str, rank: int, num_ranks: int, port: int
+) -> str:
     """Train for two epochs, from the last checkpoint on, and give the weights."""
     if num_ranks > 1:
         given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
@@ -85,7 +100,8 @@ def train(directory: Path, build: str, rank: int, num_ranks: int, port: int) -> 
             "MASTER_ADDR": "127.0.0.1",
         }
     data = MemmapDataModule(
-        Rows(),
+        sets(are_mixed),
+        sampler=Mixture(SHARES) if are_mixed else None,
         store_dir=directory / "stores",
         batch_size=BATCH,
         num_shards=NUM_SHARDS,
@@ -113,20 +129,24 @@ def train(directory: Path, build: str, rank: int, num_ranks: int, port: int) -> 
     return model.weight.detach().numpy().tobytes().hex()
 
 
-def run(directory: Path, num_ranks: int, build: str = "while_training") -> list[Forked]:
+def run(
+    directory: Path, num_ranks: int, are_mixed: bool, build: str = "while_training"
+) -> list[Forked]:
     """Begin a training."""
-    port = free_port()
-    return [Forked(train, directory, build, rank, num_ranks, port) for rank in range(num_ranks)]
+    options = num_ranks, free_port()
+    return [Forked(train, directory, are_mixed, build, r, *options) for r in range(num_ranks)]
 
 
-def kill(directory: Path, victim: str, rng: random.Random, outcome: Outcome) -> None:
+def kill(
+    directory: Path, victim: str, are_mixed: bool, rng: random.Random, outcome: Outcome
+) -> None:
     """Begin a training, and kill one of its processes at a random moment of the first epoch."""
     started, begun = time(), False
-    ranks = run(directory, 2 if victim == "rank" else 1)
+    ranks = run(directory, 2 if victim == "rank" else 1, are_mixed)
     # Ranks that have not met yet wait for each other as long as torch lets them.
     while not (begun or any(rank.ended_within(0.002) for rank in ranks)):
         with suppress(FileNotFoundError):  # The store has just been committed.
-            found = (directory / "stores").glob("train/g-*/serving")
+            found = (directory / "stores").rglob("g-*/serving")
             begun = any(path.stat().st_ctime > started for path in found)
     delay_s = rng.uniform(0.0, _EPOCH_S)
     killed = begun and not ranks[0].ended_within(delay_s)
@@ -146,26 +166,28 @@ def kill(directory: Path, victim: str, rng: random.Random, outcome: Outcome) -> 
         outcome.add(Fault.ORPHAN, "workers outlived their training")
 
 
-def run_case(scratch: Path, number: int, expected: dict[int, list[str]]) -> tuple[str, Outcome]:
+def run_case(
+    scratch: Path, number: int, expected: dict[tuple[int, bool], list[str]]
+) -> tuple[str, Outcome]:
     """Kill a training once or twice, let it go on to its end, and look at what came out."""
     rng, outcome, started = random.Random(number), Outcome(), monotonic()
-    victim = [*TITLES][number % len(TITLES)]
+    victim, are_mixed = [*TITLES][number % len(TITLES)], number // len(TITLES) % 2 > 0
     num_ranks, directory = 2 if victim == "rank" else 1, scratch / str(number)
     for _ in range(rng.choice((1, 1, 2))):
-        kill(directory, victim, rng, outcome)
-    endings = [rank.end() for rank in run(directory, num_ranks)]
+        kill(directory, victim, are_mixed, rng, outcome)
+    endings = [rank.end() for rank in run(directory, num_ranks, are_mixed)]
     if all(outcome.add_ending(each, "the run that goes on") for each in endings):
-        if [each.value for each in endings] != expected[num_ranks]:
+        if [each.value for each in endings] != expected[num_ranks, are_mixed]:
             outcome.add(Fault.WRONG_ROWS, "the weights differ from those of a run without a kill")
-        _look_at(directory / "stores" / "train", outcome)
+        for name, rows in (sets(True) if are_mixed else {"": sets(False)}).items():
+            _look_at(directory / "stores" / "train" / name, rows, outcome)
     shutil.rmtree(directory)
     outcome.seconds = monotonic() - started
     return victim, outcome
 
 
-def _look_at(path: Path, outcome: Outcome) -> None:
-    rows = Rows()
-    if rows_of(open_store(path)) != [plain(rows[row]) for row in range(NUM_ROWS)]:
+def _look_at(path: Path, rows: Rows, outcome: Outcome) -> None:
+    if rows_of(open_store(path)) != [plain(rows[row]) for row in range(len(rows))]:
         outcome.add(Fault.WRONG_ROWS, "the store has other rows")
     if damage := verify_store(path):
         outcome.add(Fault.HALF_STORE, f"`verify` finds {damage}")
@@ -175,9 +197,10 @@ def _look_at(path: Path, outcome: Outcome) -> None:
         outcome.add(Fault.LEFTOVER, f"beside the store there is {sorted(left)}")
 
 
-def reference(scratch: Path, num_ranks: int) -> list[str]:
+def reference(scratch: Path, num_ranks: int, are_mixed: bool) -> list[str]:
     """The weights of a training from a finished store that nobody kills."""
-    endings = [rank.end() for rank in run(scratch / f"reference{num_ranks}", num_ranks, "first")]
+    directory = scratch / f"reference-{num_ranks}-{are_mixed}"
+    endings = [rank.end() for rank in run(directory, num_ranks, are_mixed, "first")]
     assert all(ending.status == 0 and isinstance(ending.value, str) for ending in endings), endings
     return [ending.value for ending in endings]
 
@@ -192,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     ends, found = monotonic() + 60 * options.minutes, list[tuple[str, Outcome]]()
     with tempfile.TemporaryDirectory(prefix="reliability-") as directory:
         scratch = Path(directory)
-        expected = {count: reference(scratch, count) for count in (1, 2)}
+        expected = {kind: reference(scratch, *kind) for kind in product((1, 2), (False, True))}
         for number in range(options.first, options.first + options.kills):
             if monotonic() > ends:
                 break

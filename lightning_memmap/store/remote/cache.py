@@ -225,7 +225,7 @@ class _Fetching(Supply):
         return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
 
     @override
-    def want(self, rows: Integers) -> None:
+    def want(self, rows: Integers, turns: Integers | None = None) -> None:
         # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
         if self._thread is None and self.needed:
             shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
