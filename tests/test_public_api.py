@@ -73,7 +73,7 @@ SIGNATURES = {
         data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
-        data_devices=None, **kwargs
+        num_microbatches=1, **kwargs
     """,
     SuperBatchDDPStrategy: """
         data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs

@@ -253,8 +253,16 @@ def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     return buckets
 
 
-def check_module(module: LightningModule) -> None:
+def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
+    context: Any = module._compiler_ctx or {}
+    config = getattr(context.get("dynamo_ctx"), "compiler_config", None) or {}
+    if config.get("triton.cudagraphs") and len(set(devices)) > 1:
+        raise ValueError(
+            "torch.compile with CUDA graphs, such as mode='reduce-overhead', under memmap_dp on"
+            f" {len(set(devices))} devices: a graph is of one device, and the replicas of all share"
+            " what is compiled; compile with another mode, or train with memmap_superbatch_ddp"
+        )
     for name, child in module.named_modules():
         if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):
             raise UnsuitableModuleError(

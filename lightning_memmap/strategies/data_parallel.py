@@ -38,8 +38,8 @@ class DataParallelStrategy(OneProcess):
     Raises:
         ValueError: A device does not exist, none is given, the first is not the root device, the
             Trainer asks for more than one node, or the program was started in several processes; at
-            set-up, the module optimizes by hand, a parameter has no shape yet, or a metric's state
-            no ``dist_reduce_fx``.
+            set-up, the module optimizes by hand, a parameter has no shape yet, a metric's state no
+            ``dist_reduce_fx``, or a compiled module has CUDA graphs on several devices.
         UnsuitableModuleError: At set-up, a submodule was compiled by itself.
     """
 
@@ -85,7 +85,7 @@ class DataParallelStrategy(OneProcess):
                 "automatic_optimization=False: each replica under memmap_dp would step the"
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
-        check_module(module)
+        check_module(module, self.data_devices)
         if self._layer_sync is not None and not self._is_alone:
             raise ValueError(
                 f"sync_batchnorm=True with {len(self.data_devices)} replicas: memmap_dp computes"

@@ -202,6 +202,43 @@ def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
     return merged if lacks_loss else {"loss": parts.mean(losses), **merged}
 
 
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Gather the gradients that are computed within the context in a dict, and nowhere else."""
+    # Apart from those of other losses, since the backward pass may scale each loss.
+    before = [parameter.grad for parameter in parameters]
+    found: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield found
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                found[parameter] = parameter.grad
+            parameter.grad = grad
+
+
+def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
+    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others."""
+    known: dict[nn.Parameter, Tensor] | None = grads
+
+    def add(scale: Tensor) -> None:
+        nonlocal known
+        if known is None:
+            raise RuntimeError("backward was called twice for one loss: compute the loss again")
+        for parameter, grad in known.items():
+            if scale.device.type != "cpu" or scale != 1:
+                grad.mul_(scale.to(grad))
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        known = None
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(add)  # type: ignore[no-untyped-call]
+    # A copy, which the user may change in place, unlike a leaf.
+    return leaf.clone()
+
+
 class PartLog:
     """Takes the place of ``self.log`` while a part of a step runs."""
 

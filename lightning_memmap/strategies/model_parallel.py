@@ -9,16 +9,28 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_memmap.errors import check_integer
 from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import (
     module_tensors,
     parameters_by_stage,
     stages_given_by,
+)
+from lightning_memmap.strategies.microbatch import (
+    MicroBatches,
+    PartLog,
+    gradients_apart,
+    logged_in,
+    loss_of,
+    merge_logs,
+    training_output,
 )
 from lightning_memmap.strategies.superbatch import SuperBatchStrategy
 
@@ -39,10 +51,14 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     most parameter bytes has as few as possible.
 
     Args:
+        num_microbatches: Parts that each training step's rows are divided into. The backward pass
+            of each runs before the next part, so that activations of one part are kept at a time.
+            The loss is the mean over parts, weighted by their rows.
         **kwargs: As for ``memmap_superbatch``.
 
     Raises:
-        ValueError: As for ``memmap_superbatch``; at set-up, there is nothing to cut, there are
+        ValueError: As for ``memmap_superbatch``; ``num_microbatches`` is below 1, or above it with
+            manual optimization or ``16-mixed``; at set-up, there is nothing to cut, there are
             fewer layers than devices, or two stages share a layer or a parameter.
     """
 
@@ -50,15 +66,53 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     _trains_alone = False
     _hooks: Sequence[RemovableHandle] = ()
 
+    def __init__(self, num_microbatches: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._num_microbatches = check_integer("num_microbatches", num_microbatches, 1)
+
     @override
     def setup(self, trainer: Trainer) -> None:
         for device in self.parallel_devices:
             check_device(device)
+        plugin = self.precision_plugin
+        is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+        by_hand = not self.module.automatic_optimization
+        if self._num_microbatches > 1 and (by_hand or is_scaled):
+            wrong = "automatic_optimization=False" if by_hand else "precision='16-mixed'"
+            raise ValueError(
+                f"num_microbatches={self._num_microbatches} with {wrong}: the backward pass runs"
+                " inside the step, before the loss is scaled or used; omit one of the two"
+            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning has moved the initial state of optimizers to the root device.
             for optimizer in self.optimizers:
                 optimizer.load_state_dict(optimizer.state_dict())
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._num_microbatches == 1:
+            return super().training_step(batch, *args, **kwargs)
+        module, trained = self.module, 0
+        parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
+        logs, outputs = [PartLog() for _ in parts.rows], list[Any]()
+        with gradients_apart(list(module.parameters())) as grads:
+            for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):
+                with logged_in(module, log):
+                    output = super().training_step(part, *args, **kwargs)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if isinstance(loss, Tensor):
+                    (loss * (rows / parts.num_rows)).backward()  # type: ignore[no-untyped-call]
+                    trained += rows
+                outputs.append(apply_to_collection(output, Tensor, Tensor.detach))
+        merge_logs(logs, parts, module)
+        if 0 < trained < parts.num_rows:
+            # The mean is over the rows of the parts that gave a loss.
+            torch._foreach_mul_(list(grads.values()), parts.num_rows / trained)
+        whole = training_output(outputs, parts)
+        if isinstance(whole, Mapping) and "loss" in whole:
+            return {**whole, "loss": loss_of(whole["loss"], grads)}
+        return loss_of(whole, grads) if isinstance(whole, Tensor) else whole
 
     @override
     def model_to_device(self) -> None:

@@ -30,13 +30,12 @@ from lightning_memmap.strategies._pipeline_stages import (
     check_schedule,
     cut_module,
     gathered,
-    gradients_apart,
     keep_local,
     local_state,
     local_weights,
-    loss_of,
     module_state,
 )
+from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 #: The methods of a module in which it may be called.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

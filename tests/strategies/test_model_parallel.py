@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,15 @@ CPU_1, META = torch.device("cpu:1"), torch.device("meta")
 
 
 def fit_stages(
-    path: Path, module: Any, devices: int = 2, data_devices: Any = None, **options: Any
+    path: Path,
+    module: Any,
+    devices: int = 2,
+    data_devices: Any = None,
+    num_microbatches: int = 1,
+    **options: Any,
 ) -> L.Trainer:
     """Train with a stage of the module on each logical device."""
-    strategy = LocalModelParallelStrategy(data_devices)
+    strategy = LocalModelParallelStrategy(num_microbatches, data_devices=data_devices)
     trainer = make_trainer(
         path, strategy=strategy, devices=devices, **{"precision": "64-true", **options}
     )
@@ -115,6 +121,88 @@ class Listed(Base):
         return nn.functional.mse_loss(self.head(x), batch["y"])
 
 
+class Parts(Base):
+    """Logs a mean and a sum, and returns more than its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True)
+        self.log("rows", float(len(batch["y"])), reduce_fx="sum")
+        return {"loss": loss, "x": batch["x"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["x"], batch["x"])
+        assert not outputs["loss"].requires_grad
+
+
+class Kept:
+    """Counts the bytes that are kept for backward passes."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        held = _Held(tensor)
+        weakref.finalize(held, self._free, tensor.nbytes)
+        return held
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+class _Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class TestMicroBatches:
+    def test_activations_of_one_part_are_kept_at_a_time(self, tmp_path: Path) -> None:
+        most = []
+        for num in (1, 4):
+            kept = Kept()
+
+            class Watched(Base):
+                def training_step(self, batch: Any, batch_idx: int, kept: Kept = kept) -> Any:
+                    with torch.autograd.graph.saved_tensors_hooks(
+                        kept.pack, lambda held: held.tensor
+                    ):
+                        return self.net(batch["x"]).exp().square().mean()
+
+            fit_stages(tmp_path, Watched(), num_microbatches=num)
+            most.append(kept.most)
+        assert most[1] < most[0] / 2
+
+    def test_parts_without_a_loss_do_not_count(self, tmp_path: Path) -> None:
+        class Some(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.calls = getattr(self, "calls", 0) + 1
+                return None if self.calls % 2 else self.loss(batch)
+
+        class Half(Base):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss({name: value[1::2] for name, value in batch.items()})
+
+        found, expected = Some(), Half()
+        fit_stages(tmp_path, found, num_microbatches=2)
+        fit_one(tmp_path, expected)
+        torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize(
+        ("make", "options", "match"),
+        [
+            (Base, {"num_microbatches": 0}, "num_microbatches=0"),
+            (Gan, {"num_microbatches": 2}, "num_microbatches=2 with automatic_optimization=False"),
+        ],
+    )
+    def test_what_cannot_be_divided_is_refused(
+        self, tmp_path: Path, make: Callable[[], Base], options: dict[str, Any], match: str
+    ) -> None:
+        with pytest.raises(ValueError, match=match):
+            fit_stages(tmp_path, make(), **options)
+
+
 WHOLE = [
     (Base, {}),
     (Base, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
@@ -124,23 +212,31 @@ WHOLE = [
     (Lbfgs, {}),
     (Gan, {}),
 ]
+#: Seven parts of 24 rows, and of the tail: some have a row more than others.
+IN_PARTS = [
+    (make, {"num_microbatches": 7, **options})
+    for make, options in (*WHOLE[1:2], (Named, {}), (Lbfgs, {}), (Parts, {"log_every_n_steps": 1}))
+]
 
 
-@pytest.mark.parametrize(("make", "options"), WHOLE, ids=str)
+@pytest.mark.parametrize(("make", "options"), [*WHOLE, *IN_PARTS], ids=str)
 def test_weights_and_logs_are_those_of_one_device(
     tmp_path: Path, make: Callable[[], Base], options: dict[str, Any]
 ) -> None:
     found, expected = make(), make()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     trainer = fit_stages(tmp_path, found, **options)
-    plain = {k: value for k, value in options.items() if k not in ("devices", "data_devices")}
+    own = ("devices", "data_devices", "num_microbatches")
+    plain = {name: value for name, value in options.items() if name not in own}
     reference = fit_one(tmp_path, expected, **plain)
-    assert torch.equal(weights(found), weights(expected))
+    exact = "num_microbatches" not in options
+    bounds = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-9, "atol": 1e-12}
+    torch.testing.assert_close(weights(found), weights(expected), **bounds)
     assert not torch.allclose(weights(found), weights(make()).double(), rtol=1e-2)
     metrics, wanted = trainer.callback_metrics, reference.callback_metrics
     assert metrics.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(metrics[name], value, msg=name)
+        torch.testing.assert_close(metrics[name], value, **(bounds if exact else {}), msg=name)
 
 
 class Copies(TorchDispatchMode):
