@@ -754,6 +754,13 @@ class TestErrors:
         with pytest.raises(RuntimeError, match=r"steps the ExponentialLR, which every"):
             fit_dp(tmp_path, Stepping(), devices)
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
+    @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+    def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, mode: str) -> None:
+        compiled: Any = torch.compile(Base(), mode=mode)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"CUDA graphs.*on 4 devices"):
+            fit_dp(tmp_path, compiled, SIDE_BY_SIDE)
+
     @pytest.mark.parametrize(
         ("make", "error", "match"),
         [
