@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
     """A nested tensor with the layout ``torch.jagged``."""
     made: Tensor = NestedTensor(values, offsets)
     return made
+
+
+def process_group_size(argument: Any) -> int | None:
+    """The size of a process group in an argument of an operator."""
+    if not isinstance(argument, torch._C.ScriptObject):
+        return None
+    try:
+        return int(torch.distributed.ProcessGroup.unbox(argument).size())
+    except RuntimeError:  # Another kind of script object, such as the reduce operation.
+        return None
 
 
 def empty_caches(devices: Iterable[torch.device]) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import dense_parts, storage_key
+from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
 from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, batches_of
@@ -194,7 +194,7 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.num_bytes += _passed_in(func.name(), args, result)
+            self.num_bytes += _sent_by(func.name(), args, result)
         elif func.namespace == "aten" and func.name() in ("aten::_to_copy", "aten::copy_"):
             source, target = (args[0], result) if "_to_" in func.name() else (args[1], args[0])
             if isinstance(source, Tensor) and source.device != target.device:
@@ -202,15 +202,20 @@ class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
 
-def _passed_in(name: str, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that pass this process in a collective of many, which a ring all-reduce does twice."""
+def _sent_by(name: str, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that each process sends in a collective, on average: the least that a ring needs."""
     if any(word in name for word in ("barrier", "recv", "wait", "check")):
         return 0
-    rounds = 2 if "allreduce" in name.replace("_", "") else 1
-    return rounds * max(
+    sizes = [size for arg in args if (size := process_group_size(arg)) is not None]
+    size = sizes[0] if sizes else torch.distributed.get_world_size()
+    payload = max(
         sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
         for each in (*args, result)
     )
+    if "send" in name:
+        return payload
+    rounds = 2 if "allreduce" in name.replace("_", "") else 1
+    return rounds * payload * (size - 1) // size
 
 
 #: Steps of a check run, counted from 0, in which it measures bytes and movement: by

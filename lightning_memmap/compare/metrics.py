@@ -189,7 +189,7 @@ METRICS = {
         ),
         Metric(
             "communication_bytes", "communication volume per step", format_bytes,
-            "the tensors of all processes in collectives, twice those of an all-reduce, and copies"
+            "what each process sends in collectives, the least that a ring needs, and copies"
             " between devices, as torch's dispatcher sees them in the main thread; between logical"
             " devices of one memory nothing moves",
             lambda rank: rank.moved_bytes, sum, run="check", table="memory",

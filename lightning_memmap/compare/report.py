@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lightning_memmap.compare.metrics import (
     METRICS,
+    NO_LOAD,
     PARTS,
     SPEED,
     STATE,
@@ -102,6 +103,8 @@ class Report:
 
 
 _UNKNOWN = text("-")
+#: Beyond its upper bound a figure is noise, and from here on it is said.
+_NOISY_SHARE = 1.05
 #: Columns of the table of parity.
 _PARITY = {
     "variant": "",
@@ -183,14 +186,26 @@ def figure_table(report: Report, key: str) -> TitledTable:
         [text(each.variant), *(_cell(metric, each) for metric in metrics)]
         for each in report.measured
     ]
+    notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
     labels = ["variant", *(metric.label for metric in metrics)]
-    load, cores = report.environment["load_before"], report.environment["cores"]
-    busy = (
-        f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs: these"
-        " speeds say little. Repeat when it is idle"
-    )
-    notes = [text(busy, UNSURE)] if key == METRICS[SPEED].table and load > cores else []
     return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
+
+
+def _noise(report: Report) -> Iterator[str]:
+    """What says that speeds of this report are not to be compared."""
+    load, cores = report.environment["load_before"], report.environment["cores"]
+    if load > cores:
+        yield (
+            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
+            " these speeds say little. Repeat when it is idle"
+        )
+    for each in report.measured:
+        if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
+            yield (
+                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
+                " the machine was slower in some runs than in others, and differences of"
+                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
+            )
 
 
 def _cell(metric: Metric, variant: VariantResult) -> Text:

@@ -273,14 +273,19 @@ class Comparison:
             self._reference, report.reference = checked, result.variant
 
     def _notes(self, num_shares: int) -> Sequence[str]:
-        batch_norms = self._report.model["batch_norms"]
-        if not batch_norms or num_shares == 1 or self._trainer.get("sync_batchnorm"):
-            return []
-        return [
-            f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes normalises"
-            " by its own rows, which is a different training. GroupNorm, or sync_batchnorm on"
-            " GPUs, would make it the same"
-        ]
+        notes, batch_norms = [], self._report.model["batch_norms"]
+        if self._report.data["transform_is_random"]:
+            notes.append(
+                "the training transform is random: losses and weights are compared with"
+                " eval_transform in its place, or with none"
+            )
+        if batch_norms and num_shares > 1 and not self._trainer.get("sync_batchnorm"):
+            notes.append(
+                f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes"
+                " normalises by its own rows, which is a different training. GroupNorm, or"
+                " sync_batchnorm on GPUs, would make it the same"
+            )
+        return notes
 
     def _finish(self) -> None:
         """Say what became of variants that nothing stopped, and relate speeds to their bounds."""

@@ -71,15 +71,18 @@ def test_peaks_of_processes_on_one_device_add_up() -> None:
     assert found["device_peak_bytes"] == [15, 7]
 
 
-def test_load_of_the_machine_before_the_runs_is_noted() -> None:
-    def notes(load: float) -> str:
+def test_share_beyond_the_upper_bound_is_called_noise() -> None:
+    def notes(share: float, load: float = 0.5) -> str:
         variant = make_variant("memmap_dp")
+        variant.figures["no_load_share"] = [share, share]
         environment = {**ENVIRONMENT, "load_before": load}
         table = figure_table(make_report(variant, environment=environment), "speed")
         return " ".join(note.plain for note in table.notes)
 
-    assert not notes(2.0)
-    assert "a load of 7.0 on 2 cores" in notes(7.0)
+    assert "memmap_dp: 202% of its upper bound" in notes(2.02)
+    assert "differences of 102% are noise" in notes(2.02)
+    assert not notes(1.04)
+    assert "a load of 7.0 on 2 cores" in notes(1.0, 7.0)
 
 
 def test_figures_in_the_docs_are_described_as_they_are() -> None:
