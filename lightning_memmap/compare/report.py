@@ -1,5 +1,6 @@
 """The report of a comparison: ``report.json``, its tables, and its page."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -248,6 +249,7 @@ def render_html(report: Report) -> str:
         tables=[each for each in tables if each.table.row_count],
         meanings=MEANINGS,
         pictures=[*_pictures(report)],
+        losses=_losses(report),
     )
 
 
@@ -281,3 +283,22 @@ def _pictures(report: Report) -> Iterator[dict[str, Any]]:
         }
         if bars:
             yield {"title": title, "labels": [metric.label for metric in metrics], "bars": bars}
+
+
+def _losses(report: Report) -> dict[str, Any] | None:
+    """The curves of the check runs in a square of 100 by 100, with the losses that bound it."""
+    losses = [
+        (each.variant, step, loss)
+        for each in report.variants
+        for step, loss in enumerate(each.check_losses)
+        if loss is not None
+    ]
+    if not losses:
+        return None
+    low, high = (extreme(loss for *_, loss in losses) for extreme in (min, max))
+    steps = max(step for _, step, _ in losses) or 1
+    points: dict[str, str] = defaultdict(str)
+    for variant, step, loss in losses:
+        y = 100 * (high - loss) / ((high - low) or 1)
+        points[variant] += f"{100 * step / steps:.1f},{y:.1f} "
+    return {"low": f"{low:.4g}", "high": f"{high:.4g}", "steps": steps + 1, "points": points}

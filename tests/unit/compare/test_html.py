@@ -43,9 +43,10 @@ def test_page_has_parity_before_speed_and_every_variant() -> None:
     assert page.index("<h2>Parity with auto</h2>") < page.index("<h2>Speed: the median")
     for variant in REPORT.variants:
         assert f"<td>{variant.variant}</td>" in page
-    assert page.count("<figure>") == 3
+    assert page.count("<figure>") == 4
     # The bars of the parts of a step, of each variant, and the legend.
     assert page.count('class="series5"') == 5
+    assert "<polyline" in page
     assert "needs GPUs" in page
 
 
@@ -119,7 +120,7 @@ def test_page_fits_a_phone_and_a_desktop(tmp_path: Path) -> None:
         assert layout["width"] == width
         # Wide tables scroll within themselves: the page does not.
         assert layout["scrollWidth"] <= width
-        assert len(layout["pictures"]) == 3
+        assert len(layout["pictures"]) == 4
         assert all(0.9 * min(width, 400) - 32 <= picture <= width for picture in layout["pictures"])
         assert not layout["outside"]
         assert layout["verdictBottom"] < 600, "the verdict is on the first screen"
