@@ -126,20 +126,22 @@ def fit(
     build: str,
     order: str = "validated",
     url: str | None = None,
+    epochs: int = 3,
 ) -> dict[str, Any]:
-    """Train for three epochs, on datasets or on their stores at a URL."""
+    """Train on datasets, or on their stores at a URL."""
     out.mkdir(parents=True, exist_ok=True)
     options = {**ORDERS[order], "store_dir": out / "stores", "build": build}
     kind, _ = options.pop("of", POINTS)
     if url is None:
-        slow = {name: Slow(each, out / f"{name}.rows") for name, each in sets_of(order).items()}
-        options |= {"train_dataset": slow.get("rows", slow)}
+        kind_of = Logged if build == "first" else Slow
+        read = {name: kind_of(each, out / f"{name}.rows") for name, each in sets_of(order).items()}
+        options |= {"train_dataset": read.get("rows", read)}
         options |= {"num_workers": 2, "fingerprint": "1"}
     else:
         options |= {"val_dataset": None, "store_dir": url}
         os.environ[DIRECTORY] = str(out / "cache")
     data = MemmapDataModule(batch_size=GLOBAL_BATCH // devices, **options)
-    trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=3)
+    trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=epochs)
     module = kind()
     trainer.fit(module, data)
     return {"seen": module.seen, "weights": local_weights(module)}
@@ -149,7 +151,7 @@ def fit_all(out: Path, **options: Any) -> dict[str, Any]:
     """Train in each order, from stores that are built first or meanwhile."""
     return {
         order: {
-            build: fit(out / order / build, build=build, order=order, **options)
+            build: fit(out / order / build, build=build, order=order, epochs=2, **options)
             for build in ("first", "while_training")
         }
         for order in ORDERS
