@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap import ColumnDataset, build_store, open_store
-from lightning_memmap.errors import SchemaError
+from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import tables
@@ -363,6 +363,20 @@ def write_files(path: Path, num_files: int, num_columns: int) -> Path:
         table = arrow.table({f"c{k}": rows + k for k in range(num_columns)})
         write(table, path / f"{number:03}.parquet", row_group_size=10)
     return path
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [({"y": [1]}, "no column 'x'"), ({"x": [1.5]}, "column 'x' is double, and int64 in")],
+)
+def test_parquet_file_that_does_not_go_with_the_first_is_named(
+    tmp_path: Path, other: dict[str, list[Any]], found: str
+) -> None:
+    write = import_module("pyarrow.parquet").write_table
+    for name, columns in {"a.parquet": {"x": [1, 2]}, "b.parquet": other}.items():
+        write(arrow.table(columns), tmp_path / name)
+    with pytest.raises(DatasetError, match=rf"b\.parquet: .*{found}"):
+        build(tmp_path / "s", ColumnDataset(tmp_path))
 
 
 @pytest.fixture
