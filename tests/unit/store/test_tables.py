@@ -336,6 +336,12 @@ build_store(ColumnDataset(rows), "s", num_shards=7, progress=False)
     assert [store[row]["age"].item() for row in range(NUM_ROWS)] == list(range(NUM_ROWS))
 
 
+def test_none_is_nan_where_the_format_of_a_dataset_makes_it_so(tmp_path: Path) -> None:
+    rows = import_module("datasets").Dataset.from_dict({"x": [1.0, None, 2.0]}).with_format("torch")
+    store = build(tmp_path / "s", rows)
+    assert [str(store[row]["x"].item()) for row in range(3)] == ["1.0", "nan", "2.0"]
+
+
 class Speaker:
     """A table of a library that nobody knows, which speaks the protocol of Arrow."""
 
