@@ -156,6 +156,13 @@ class TestFabric:
         with pytest.raises(ValueError, match=r"5 processes for a store of 97 rows in 24 shards"):
             loader.of_process(0, 5)
 
+    def test_each_process_must_have_a_row(self, numbered_store: Stores) -> None:
+        loader = make_batches(numbered_store(6, 24), 1).loader
+        steps = [list(loader.of_process(rank, 6)) for rank in range(6)]
+        assert [len(each) for each in steps] == [1] * 6
+        with pytest.raises(ValueError, match=r"8 processes for a store of 6 rows"):
+            loader.of_process(0, 8)
+
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_loader_made_without_a_trainer_is_taken_by_trainers(tmp_path: Path) -> None:

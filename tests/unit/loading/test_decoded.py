@@ -128,6 +128,7 @@ def test_threads_end_with_the_epoch(
         gc.collect()
     else:
         rows.release()
+        assert _num_threads() == 0
         with pytest.raises(RuntimeError, match="were freed by teardown"):
             next(steps)
     assert _num_threads() == 0
