@@ -37,6 +37,7 @@ from lightning_memmap.compare.report import Report, VariantResult
 from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
+_IN_PLACE = "eval_transform, or none, takes the place of the random transform"
 #: Runs whose processes start together, and import side by side.
 _TOGETHER = min(4, len(os.sched_getaffinity(0)))
 #: What a launcher sets for its processes. A run is independent of whatever started this process.
@@ -252,8 +253,10 @@ class Comparison:
             # In its first run; the replayed batch has no check run.
             refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
             result.status, result.reason = "refused" if refused else "failed", str(found)
+            if kind == "check" and self._report.data["transform_is_random"]:
+                result.reason += f" (in the check run {_IN_PLACE})"
             word = "not supported" if refused else "failed"
-            outcome = f"[red]{word}[/]: {escape(shorten(str(found), 300, placeholder=' ...'))}"
+            outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
         finally:
             self._note_run(title, outcome, started_s)
             shutil.rmtree(Path(spec.out) / STORES, ignore_errors=True)
@@ -276,8 +279,7 @@ class Comparison:
         notes, batch_norms = [], self._report.model["batch_norms"]
         if self._report.data["transform_is_random"]:
             notes.append(
-                "the training transform is random: losses and weights are compared with"
-                " eval_transform in its place, or with none"
+                f"in the check run {_IN_PLACE}, so that losses and weights can be compared"
             )
         if batch_norms and num_shares > 1 and not self._trainer.get("sync_batchnorm"):
             notes.append(

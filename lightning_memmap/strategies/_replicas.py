@@ -16,6 +16,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.wrappers import Running
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import current, send
@@ -274,6 +275,12 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
             raise ValueError(
                 f"the parameters of {name!r} have no shape yet, and memmap_dp cannot replicate"
                 " them: run one batch through the module before fit"
+            )
+        if isinstance(child, Running):
+            raise ValueError(
+                f"the metric {name!r} ({type(child).__name__}) has a window of updates, of which"
+                " each replica makes its own: use memmap_superbatch, or update the metric in a"
+                " callback from the step's output"
             )
         for state, reduction in child._reductions.items() if isinstance(child, Metric) else ():
             if reduction is None and isinstance(child._defaults[state], Tensor):

@@ -29,6 +29,7 @@ from torchmetrics import (
     PearsonCorrCoef,
     SpearmanCorrCoef,
 )
+from torchmetrics.aggregation import RunningMean
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatch
@@ -540,10 +541,17 @@ class TestLogs:
         assert_alike(values["dp"], values["one"])
         assert_alike(values["dp last"], values["one last"])
 
-    def test_metric_that_cannot_be_merged_is_refused(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("metric", "reason"),
+        [(PearsonCorrCoef(), "without a dist_reduce_fx"), (RunningMean(3), "a window of updates")],
+        ids=["state", "window"],
+    )
+    def test_metric_that_cannot_be_merged_is_refused(
+        self, tmp_path: Path, metric: Any, reason: str
+    ) -> None:
         module = Base()
-        module.correlation = PearsonCorrCoef()
-        with pytest.raises(ValueError, match=r"metric 'correlation' .*without a dist_reduce_fx"):
+        module.some = metric
+        with pytest.raises(ValueError, match=rf"metric 'some' .*{reason}"):
             fit_dp(tmp_path, module)
 
     def test_replicas_that_log_other_names_are_merged(self, tmp_path: Path) -> None:
