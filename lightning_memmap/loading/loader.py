@@ -16,7 +16,7 @@ from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import prefetched
-from lightning_memmap.loading.row_source import Fetched, Steps
+from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
@@ -305,6 +305,8 @@ class SuperBatchLoader:
         """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
         if self.renewed is not None and (rows := self.renewed()) not in (None, self._rows):
             self._serve(rows)
+        if self._rows.is_released:
+            raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
         with closing(ExitStack()) as stack:
