@@ -253,8 +253,10 @@ class OneProcess(SuperBatchMixin, OneNode):
         self, data_devices: Sequence[str | torch.device] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if data_devices is not None and not data_devices:
-            raise ValueError("data_devices=[]: name at least one device, or omit it")
+        if data_devices is not None and (isinstance(data_devices, str) or not data_devices):
+            raise ValueError(
+                f"data_devices={data_devices!r}: give a list of at least one device, or omit it"
+            )
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
 
     @override

@@ -49,6 +49,7 @@ class TestDevices:
         ("options", "match"),
         [
             ({"data_devices": []}, r"data_devices=\[\]"),
+            ({"data_devices": "cpu"}, r"data_devices='cpu': give a list"),
             ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
             ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 does not exist here; .*: cpu"),
             ({"data_devices": ["cpu", "meta"]}, r"meta does not exist here; .*: cpu"),
