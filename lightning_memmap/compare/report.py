@@ -146,6 +146,10 @@ def _tables(report: Report) -> list[TitledTable]:
     return [parity_table(report), *figures, missing_table(report)]
 
 
+#: What a check run changes, where the training transform is random.
+IN_PLACE = "in the check runs eval_transform, or none, takes the place of the random transform"
+
+
 def parity_table(report: Report) -> TitledTable:
     """Whether variants train the same; as notes, what differs and what to know."""
     compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
@@ -166,6 +170,7 @@ def parity_table(report: Report) -> TitledTable:
         [
             *(text(f"{name}: {each}", BAD) for name, found in compared for each in found.problems),
             *(text(f"{name}: {each}", UNSURE) for name, found in compared for each in found.notes),
+            *([text(IN_PLACE)] if report.data.get("transform_is_random") else []),
         ],
     )
 

@@ -33,11 +33,10 @@ from lightning_memmap.compare.measure import IS_READY
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
 from lightning_memmap.compare.prepare import describe_devices, prepare
-from lightning_memmap.compare.report import Report, VariantResult
+from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
 from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
-_IN_PLACE = "eval_transform, or none, takes the place of the random transform"
 #: Runs whose processes start together, and import side by side.
 _TOGETHER = min(4, len(os.sched_getaffinity(0)))
 #: What a launcher sets for its processes. A run is independent of whatever started this process.
@@ -254,7 +253,7 @@ class Comparison:
             refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
             result.status, result.reason = "refused" if refused else "failed", str(found)
             if kind == "check" and self._report.data["transform_is_random"]:
-                result.reason += f" (in the check run {_IN_PLACE})"
+                result.reason += f" ({IN_PLACE})"
             word = "not supported" if refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
         finally:
@@ -276,18 +275,14 @@ class Comparison:
             self._reference, report.reference = checked, result.variant
 
     def _notes(self, num_shares: int) -> Sequence[str]:
-        notes, batch_norms = [], self._report.model["batch_norms"]
-        if self._report.data["transform_is_random"]:
-            notes.append(
-                f"in the check run {_IN_PLACE}, so that losses and weights can be compared"
-            )
-        if batch_norms and num_shares > 1 and not self._trainer.get("sync_batchnorm"):
-            notes.append(
-                f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes"
-                " normalises by its own rows, which is a different training. GroupNorm, or"
-                " sync_batchnorm on GPUs, would make it the same"
-            )
-        return notes
+        batch_norms = self._report.model["batch_norms"]
+        if not batch_norms or num_shares == 1 or self._trainer.get("sync_batchnorm"):
+            return []
+        return [
+            f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes normalises"
+            " by its own rows, which is a different training. GroupNorm, or sync_batchnorm on"
+            " GPUs, would make it the same"
+        ]
 
     def _finish(self) -> None:
         """Say what became of variants that nothing stopped, and relate speeds to their bounds."""
