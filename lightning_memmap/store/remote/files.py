@@ -31,8 +31,9 @@ _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.1
 #: What a server refuses that may be over when it is asked again.
 _TRANSIENT = (408, 425, 429)
-#: What fails in the same way when it is tried again: refusals, and mistakes of a library. A file
-#: system of fsspec raises NotImplementedError where it lacks an operation: github:// cannot write.
+#: What fails in the same way when it is tried again: refusals, and mistakes of a library. By
+#: NotImplementedError, fsspec says that a protocol lacks an operation: nothing can be written to
+#: github://, of which a push is to say so at once.
 _FINAL = (
     *(PermissionError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(ImportError, NotImplementedError),

@@ -14,8 +14,9 @@ from lightning_memmap.compare.metrics import (
     Metric,
     Rank,
 )
-from lightning_memmap.compare.report import figure_table, print_report
+from lightning_memmap.compare.report import figure_table, parity_table, print_report
 from tests.unit.compare.reports import (
+    DATA,
     ENVIRONMENT,
     MIB,
     figures,
@@ -83,6 +84,14 @@ def test_share_beyond_the_upper_bound_is_called_noise() -> None:
     assert "differences of 102% are noise" in notes(2.02)
     assert not notes(1.04)
     assert "a load of 7.0 on 2 cores" in notes(1.0, 7.0)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_random_transform_is_noted_once_for_all_variants(is_random: bool) -> None:
+    variants = [make_variant(name) for name in ("auto", "memmap_dp")]
+    data = {**DATA, "transform_is_random": is_random}
+    notes = [note.plain for note in parity_table(make_report(*variants, data=data)).notes]
+    assert sum("eval_transform" in note for note in notes) == is_random
 
 
 def test_figures_in_the_docs_are_described_as_they_are() -> None:

@@ -454,7 +454,7 @@ def test_url_that_leads_nowhere_says_so(address: str, error: type[Exception], me
     [
         PermissionError("Forbidden"),
         TypeError("an argument too many"),
-        NotImplementedError(),  # As of fsspec's github://, which cannot write.
+        NotImplementedError(),  # fsspec's answer where a protocol, such as github://, cannot write.
         type("NoCredentialsError", (Exception,), {})("none"),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     ],
