@@ -250,9 +250,12 @@ class OneProcess(SuperBatchMixin, OneNode):
     )
 
     def __init__(
-        self, data_devices: Sequence[str | torch.device] | None = None, **kwargs: Any
+        self,
+        data_devices: Sequence[str | torch.device] | None = None,
+        prefetch: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(prefetch=prefetch, **kwargs)
         if data_devices is not None and (isinstance(data_devices, str) or not data_devices):
             raise ValueError(
                 f"data_devices={data_devices!r}: give a list of at least one device, or omit it"

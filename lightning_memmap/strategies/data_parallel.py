@@ -33,6 +33,7 @@ class DataParallelStrategy(OneProcess):
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
+        prefetch: As for ``memmap_superbatch``, with one data device only.
         **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
