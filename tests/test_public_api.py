@@ -67,10 +67,10 @@ SIGNATURES = {
         skip_steps=None, build='first'
     """,
     SuperBatchStrategy: """
-        data_devices=None, **kwargs
+        data_devices=None, prefetch=None, **kwargs
     """,
     DataParallelStrategy: """
-        data_devices=None, **kwargs
+        data_devices=None, prefetch=None, **kwargs
     """,
     LocalModelParallelStrategy: """
         num_microbatches=1, **kwargs
