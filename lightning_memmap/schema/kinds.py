@@ -30,6 +30,15 @@ FROM_PYTHON: dict[type, np.dtype[Any]] = {
 _LENGTH = np.dtype("<u4")
 _MAX_BYTES = np.iinfo(_LENGTH).max
 
+#: What to give in place of values of some types, and of columns of them.
+_INSTEAD = {
+    "Decimal": "float(value), such as by .astype('float64') in pandas, .cast(polars.Float64),"
+    " .cast(pyarrow.float64()), or cast_column(name, datasets.Value('float64'))",
+    "time": "the time since midnight, such as by pandas.to_timedelta(column.astype(str)),"
+    " .cast(polars.Duration), .cast(pyarrow.int64()), or cast_column(name,"
+    " datasets.Value('int64')); in Arrow, time32 is cast to int32",
+    "Period": "value.to_timestamp(), or .dt.to_timestamp() of a column",
+}
 Array = Tensor | np.ndarray
 Unit = Literal["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]
 
@@ -196,10 +205,13 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
         return _pixels(leaf), Image(leaf.mode)
     if is_missing(leaf):
         raise SchemaError(f"found {leaf}")
-    raise SchemaError(
-        f"found {type(leaf).__name__}, which cannot be stored; give a tensor, a numpy array, a PIL"
-        " image, a number, a bool, a str, bytes, a date, a datetime or a timedelta"
+    name = type(leaf).__name__
+    instead = _INSTEAD.get(
+        name,
+        "a tensor, a numpy array, a PIL image, a number, a bool, a str, bytes, a date, a datetime"
+        " or a timedelta",
     )
+    raise SchemaError(f"found {name}, which cannot be stored; give {instead}")
 
 
 def is_missing(value: Any) -> bool:

@@ -385,7 +385,10 @@ def numbers_array(lists: Sequence[Sequence[Any]]) -> Array:
     dtype, kinds = numbers_dtype(values), set(map(type, values))
     if dtype is None:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        way_out = ": give NaN, or a mask beside it, for None" if type(None) in kinds else ""
+        way_out = (
+            ": for None give a number of that dtype, such as NaN or -1, and a mask beside it"
+            if type(None) in kinds else ""
+        )  # fmt: skip
         raise SchemaError(f"found a list of {found}, expected numbers of one dtype{way_out}")
     if Tensor not in kinds:
         return number_array(values, TO_NUMPY[dtype])

@@ -177,16 +177,15 @@ def find_schema(
             " lists and None have no dtype; give arrays, or add a field that has values"
         )
     for name, what in schema.unknown.items():
-        if name in forms or what == "None":
-            remedy = "give arrays in place of lists, such as numpy.array(values, numpy.int64)"
-            if what == "None":
-                remedy = "fill it, such as with NaN"
-                if name not in forms:
-                    remedy += f", let more rows be read with variable={{{name!r}: 'nullable'}}"
-            raise SchemaError(
-                f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
-                f" that its dtype is not known: {remedy}, or leave it out of the samples"
-            )
+        form, remedy = "list", "give arrays, such as numpy.array(values, numpy.int64)"
+        if what == "None":
+            form, remedy = "nullable", "fill it, with NaN, a number, '' or a time as its type has"
+        if name not in forms:
+            remedy += f", let more rows be read with variable={{{name!r}: {form!r}}}"
+        raise SchemaError(
+            f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
+            f" that its dtype is not known: {remedy}, or leave it out of the samples"
+        )
     return schema
 
 
