@@ -177,7 +177,8 @@ def check_names(names: Iterable[str]) -> None:
         if folded in seen:
             raise SchemaError(
                 f"the names of the fields {seen[folded]!r} and {name!r} are the same but for case,"
-                " which not every file system tells apart: rename one of them in the dataset"
+                " which not every file system tells apart, or one is the mask of what may be None:"
+                " rename one of them in the dataset"
             )
         seen[folded] = name
 

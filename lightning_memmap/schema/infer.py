@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
@@ -148,22 +147,13 @@ class _Inference:
             fields += within
         feature_dims = 0
         if kind == "tensordict":
-            _check_tensors(values[0], fields, path)
+            if not fields or any(field.is_text for field in fields):
+                raise SchemaError(
+                    f"{where(path)}: found an empty TensorDict, or one with more than tensors: give"
+                    " what else it has beside it, in a dict or tuple"
+                )
             feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
         return Node(kind, tuple(keys), tuple(nodes), classes.pop(), feature_dims), fields
-
-
-def _check_tensors(value: Any, fields: Sequence[Field], path: Path) -> None:
-    """Check that a TensorDict has only what a store keeps of one."""
-    if not fields:
-        raise SchemaError(f"{where(path)}: found an empty TensorDict: leave it out")
-    for key in value.keys(include_nested=True, leaves_only=True):
-        if not isinstance(leaf := value.get(key), Tensor):
-            name = field_name((*path, *(key if isinstance(key, tuple) else (key,))))
-            raise SchemaError(
-                f"field {name!r}: found {type(leaf).__name__} in a TensorDict, of which only"
-                " tensors are stored: give it beside the tensors, in a dict or tuple"
-            )
 
 
 def _merged(fields: Sequence[Field], path: Path) -> Field:
@@ -190,13 +180,8 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
             " have None in them, and only one of these can be stored: give an empty list in place"
             " of the rows that are None, or leave None out of the lists"
         )
-    name = field_name((*path, MASK))
-    if name in {field.name for field in fields}:
-        raise SchemaError(
-            f"field {name!r}: {field_name(path)!r} is None in some rows, and the field of this name"
-            " is to say in which: rename it in the dataset"
-        )
-    return Node("optional", (), (node, LEAF)), [*fields, Field(name, torch.bool, ())]
+    mask = Field(field_name((*path, MASK)), torch.bool, ())
+    return Node("optional", (), (node, LEAF)), [*fields, mask]
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
@@ -216,8 +201,7 @@ def describe_rows(name: str, leaf: Any) -> Field:
         return replace(found, shape=found.shape[1:])
     if rows and (first := describe_leaf(name, rows[0])).shape:
         return replace(first, shape=(None, *first.shape[1:]))
-    wrong = (
-        "a list of numbers: give a tensor of one number for each row" if rows
-        else "no rows: give one for each row of the batch"
-    )  # fmt: skip
-    raise SchemaError(f"field {name!r}: found {wrong}")
+    raise SchemaError(
+        f"field {name!r}: found {'numbers' if rows else 'no rows'} in a list of rows: give one for"
+        " each row of the batch, and of numbers a tensor"
+    )

@@ -130,8 +130,7 @@ class Duration(Kind, frozen=True):
 
     @override
     def words(self, number: int | float | complex | bool) -> str:
-        is_kept = isinstance(number, int)  # And not as another dtype.
-        return str(np.array(number).astype(self.numpy_dtype)) if is_kept else super().words(number)
+        return str(np.array(number).astype(self.numpy_dtype))
 
     @override
     def __str__(self) -> str:
@@ -254,7 +253,7 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     except OverflowError:
         raise SchemaError(
             f"found an integer that does not fit into {dtype}: give it as a float, or split it into"
-            " several"
+            " several; for a timedelta give numpy.timedelta64 in a coarser unit"
         ) from None
 
 
@@ -280,12 +279,7 @@ def _numpy_time(time: Any) -> np.ndarray:
     if isinstance(time, datetime.timedelta):
         # numpy would wrap around what int64 does not hold.
         microseconds = time // datetime.timedelta(microseconds=1)
-        if abs(microseconds) >= 2**63:
-            raise SchemaError(
-                f"found {time!r}, which has more microseconds than an int64 holds: give"
-                " numpy.timedelta64 in a coarser unit, such as seconds"
-            )
-        return np.asarray(np.timedelta64(microseconds, "us"))
+        return number_array(microseconds, np.dtype(np.int64)).view("timedelta64[us]")
     if not isinstance(time, datetime.datetime):
         return np.asarray(time, "datetime64[D]")
     if time.tzinfo is not None:

@@ -114,17 +114,7 @@ class Schema:
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name, with the names that there are."""
-        fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
-        lists = {
-            path
-            for path, node in self.structure.walk()
-            if node.is_list and path
-            and all(at in fields and not fields[at].shape for at in node.paths(path))
-        }  # fmt: skip
-        paths = (path[:-1] if path[:-1] in lists else path for path in fields)
-        names = list(dict.fromkeys(map(field_name, paths)))
-        if name in names:
-            return f"{name!r} is a list whose length is the same in all rows"
+        names = [field.name for field in self.fields]
         return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod

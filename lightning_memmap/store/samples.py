@@ -171,11 +171,6 @@ def find_schema(
         rows += [row for row, _ in new]
         samples += [sample for _, sample in new]
         schema = infer_schema(samples, rows, forms)
-    if not schema.fields:
-        raise SchemaError(
-            f"the {len(rows)} rows that were read first hold no tensor, array or number: empty"
-            " lists and None have no dtype; give arrays, or add a field that has values"
-        )
     for name, what in schema.unknown.items():
         form, remedy = "list", "give arrays, such as numpy.array(values, numpy.int64)"
         if what == "None":
