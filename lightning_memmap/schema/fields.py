@@ -110,7 +110,7 @@ class Field:
     def merged(self, other: "Field") -> "Field | None":
         """The field that has the rows of both: sizes that differ are None. None if more differs."""
         is_alike = self.dtype == other.dtype and len(self.shape) == len(other.shape)
-        if not is_alike or not self.kind.takes(other.kind):
+        if not is_alike or self.kind != other.kind:
             return None
         differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
         count = len(differing) - differing[::-1].index(True) if any(differing) else 0

@@ -263,8 +263,8 @@ class Decode(Form):
             return
         raise ValueError(
             f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image"
-            " files: give these in the dataset, such as pathlib.Path(...).read_bytes(), or leave it"
-            " out for images that are stored decoded"
+            " files: if its images are stored decoded, leave it out; otherwise give bytes in the"
+            " dataset, such as pathlib.Path(...).read_bytes()"
         )
 
     @override

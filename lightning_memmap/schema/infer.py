@@ -19,9 +19,11 @@ from lightning_memmap.schema.structure import (
     MASK,
     MAX_DEPTH,
     NONE,
+    Key,
     Node,
     Path,
     children_of,
+    columns_of,
 )
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
@@ -75,19 +77,19 @@ class _Inference:
             return LEAF, [_merged(fields, path)]
         if len(containers) < len(found):
             raise _differ(path)
+        kind, keys, _ = containers[0]
         if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
-            return self._list(containers, path, in_record)
-        return self._container(containers, values, path, in_record)
+            return self._list(kind, values, path, in_record)
+        return self._container(kind, keys, values, path, in_record)
 
-    def _list(self, containers: Sequence[Any], path: Path, in_record: bool) -> Part:
-        lists = [children for _, _, children in containers]
+    def _list(self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool) -> Part:
         lengths = set(map(len, lists))
         differ, is_declared = len(lengths) > 1, field_name(path) in self.forms
         if lengths == {0}:
-            return Node(containers[0][0]), []
+            return Node(kind), []
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
             # In a tuple of a record, numbers of several dtypes are a field each.
-            must_agree = differ or is_declared or (in_record and containers[0][0] == "list")
+            must_agree = differ or is_declared or (in_record and kind == "list")
             field = self._numbers([each for each in lists if len(each)], path, must_agree)
             if field is not None:
                 return LEAF, [replace(field, shape=(None,)) if differ else field]
@@ -111,7 +113,7 @@ class _Inference:
                         " their number, or leave it out"
                     )
                 return Node("records", (), (record,)), [field.in_list for field in fields]
-        return self._container(containers, (), path, in_record)
+        return self._container(kind, range(min(lengths)), lists, path, in_record)
 
     def _numbers(
         self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
@@ -130,20 +132,15 @@ class _Inference:
         )
 
     def _container(
-        self, containers: Any, values: Sequence[Any], path: Path, in_record: bool
+        self, kind: Any, keys: Sequence[Key], values: Sequence[Any], path: Path, in_record: bool
     ) -> Part:
-        kind, keys, _ = containers[0]
         classes = {type(value).__name__ for value in values} if kind in CLASS_KINDS else {""}
-        alike = {(each[0], frozenset(each[1])) for each in containers}
-        if len(alike) > 1 or len(classes) > 1:
+        if len(classes) > 1:
             raise _differ(path)
-        children = [dict(zip(each[1], each[2], strict=True)) for each in containers]
-        nodes, fields = [], list[Field]()
-        for key in keys:
-            node, within = self.part(
-                [each[key] for each in children], (*path, key), in_record=in_record
-            )
-            nodes.append(node)
+        node, nodes, fields = Node(kind, tuple(keys)), [], list[Field]()
+        for key, column in zip(keys, columns_of(values, node, path), strict=True):
+            child, within = self.part(column, (*path, key), in_record=in_record)
+            nodes.append(child)
             fields += within
         feature_dims = 0
         if kind == "tensordict":
@@ -187,7 +184,7 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
 def describe_leaf(name: str, leaf: Any) -> Field:
     """Describe the field that a leaf of a sample, or a list of numbers, belongs to."""
     try:
-        array, kind = to_array(numbers_array([leaf]) if type(leaf) is list else leaf)
+        array, kind = to_array(numbers_array([leaf]) if isinstance(leaf, (list, tuple)) else leaf)
         return Field(name, array_dtype(array), kind.shape or tuple(array.shape), kind)
     except SchemaError as error:
         raise SchemaError(f"field {name!r}: {error}") from error

@@ -52,13 +52,9 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
     dtype: ClassVar[torch.dtype | None] = None
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
-    def takes(self, other: "Kind") -> bool:
-        """Whether a leaf of another kind may be a row."""
-        return self == other
-
     def takes_rows(self, other: "Kind") -> bool:
         """Whether an array of another kind may have rows of this one."""
-        return self.takes(other)
+        return self == other
 
     def words(self, number: int | float | complex | bool) -> str:
         """A value as a person would write it."""

@@ -318,7 +318,7 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         raised = MismatchError if is_missing(leaf) else SchemaError
         raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
-    if dtype != field.dtype or not field.admits(shape) or not field.kind.takes(kind):
+    if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
         raise MismatchError(
             f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
             f" {field.described}"

@@ -129,7 +129,7 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
         frame = getattr(given, method)() if method else given
         if _library(frame) in ("pandas", "polars"):
             return {name: frame[name] for name in _chosen(names, list(frame.columns))}
-        table = _tables().arrow_table(frame)
+        table = _tables().pa.table(frame)
         return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
@@ -245,15 +245,17 @@ def is_array_like(values: Any) -> bool:
     return isinstance(dtype, np.dtype) and len(getattr(values, "shape", ())) > 0
 
 
+def _classes(value: Any) -> list[tuple[str, str]]:
+    """The library and the name of the class of a value, and of those that it is derived from."""
+    return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
+
+
 def _library(value: Any) -> str:
-    """The library that a value is of, also where its class is derived from one of it."""
-    modules = [kind.__module__.partition(".")[0] for kind in type(value).__mro__]
-    return next((name for name in modules if name in _LIBRARIES), "")
+    return next((name for name, _ in _classes(value) if name in _LIBRARIES), "")
 
 
 def _method_of(value: Any) -> str | None:
-    names = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
-    return next((_LATER[name] for name in names if name in _LATER), None)
+    return next((_LATER[each] for each in _classes(value) if each in _LATER), None)
 
 
 def is_frame(value: Any) -> bool:

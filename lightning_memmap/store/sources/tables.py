@@ -117,8 +117,6 @@ def _is_list(kind: Any) -> bool:
 def _one(column: Any) -> Any:
     """One array of a column in pieces, with the values that an encoding stands for."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # As of no pieces, or too many bytes for one.
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if isinstance(array, pa.DictionaryArray):
         return array.dictionary_decode()
     if isinstance(array, pa.RunEndEncodedArray):
@@ -252,11 +250,6 @@ def _extents(column: Any, path: Keys = ()) -> Extents:
             part = pa.chunked_array([chunk.field(index) for chunk in given.chunks], field.type)
             found |= _extents(part, (*path, field.name))
     return found
-
-
-def arrow_table(given: Any) -> Any:
-    """A table of any library that speaks Arrow as one of pyarrow."""
-    return given if isinstance(given, pa.Table) else pa.table(given)
 
 
 def arrow_column(name: str, column: Any) -> Any:
