@@ -41,8 +41,9 @@ class Schema:
     def _declaring(self, variable: Mapping[str, Form]) -> "Schema":
         """The schema of samples that may differ from those of this one as forms say."""
         waiting = tuple(f"{name}." for name in self.unknown)
+        names = {field.name for field in self.fields} | {*self.unknown, *self.lists, *self.optional}
         for name in variable:
-            if not self._has(name) and not name.startswith(waiting):
+            if name not in names and not name.startswith(waiting):
                 raise SchemaError(f"variable: {self.why_no_field(name)}")
         fields = []
         for field in self.fields:
@@ -61,11 +62,6 @@ class Schema:
             count = max(count, field.num_variable)
             fields.append(replace(field, shape=(None,) * count + field.shape[count:]))
         return self._checked(self.structure, fields)
-
-    def _has(self, name: str) -> bool:
-        """Whether a field or another part of samples that may differ has a name."""
-        names = {field.name for field in self.fields}
-        return name in {*names, *self.unknown, *self.lists, *self.optional}
 
     @property
     def unknown(self) -> dict[str, str]:

@@ -174,7 +174,10 @@ def find_schema(
     for name, what in schema.unknown.items():
         form, remedy = "list", "give arrays, such as numpy.array(values, numpy.int64)"
         if what == "None":
-            form, remedy = "nullable", "fill it, with NaN, a number, '' or a time as its type has"
+            form, remedy = (
+                "nullable",
+                "fill it as its type allows, such as with NaN, 0, '' or a date",
+            )
         if name not in forms:
             remedy += f", let more rows be read with variable={{{name!r}: {form!r}}}"
         raise SchemaError(

@@ -214,15 +214,11 @@ def _list_to_numpy(values: Sequence[Any]) -> Any:
     except ValueError:  # They differ in length.
         array = np.empty(0, object)
     # An array of text would make text of numbers, and cut off zeros at the end.
-    return array if array.dtype.kind in "biufc" and array.size else object_array(values)
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """An array with one object for each value, also where these are lists of one length."""
-    objects = np.empty(len(values), object)
-    for index, value in enumerate(values):
-        objects[index] = value
-    return objects
+    return (
+        array
+        if array.dtype.kind in "biufc" and array.size
+        else np.fromiter(values, object, len(values))
+    )
 
 
 def _length(name: str, column: Any) -> int:
