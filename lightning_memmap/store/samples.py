@@ -172,12 +172,11 @@ def find_schema(
         samples += [sample for _, sample in new]
         schema = infer_schema(samples, rows, forms)
     for name, what in schema.unknown.items():
-        form, remedy = "list", "give arrays, such as numpy.array(values, numpy.int64)"
-        if what == "None":
-            form, remedy = (
-                "nullable",
-                "fill it as its type allows, such as with NaN, 0, '' or a date",
-            )
+        is_none = what == "None"
+        form = "nullable" if is_none else "list"
+        remedy = "give arrays, such as numpy.array(values, numpy.int64)"
+        if is_none:
+            remedy = "fill it as its type allows, such as with NaN, 0, '' or a date"
         if name not in forms:
             remedy += f", let more rows be read with variable={{{name!r}: {form!r}}}"
         raise SchemaError(
