@@ -65,10 +65,10 @@ class Schema:
 
     @property
     def unknown(self) -> dict[str, str]:
-        """By name, the lists without a value, and None, whose fields other samples must show."""
+        """By name, the empty lists and tuples, and None, whose fields other samples must show."""
         nodes = self.structure.walk()
         return {
-            field_name(path): "None" if node.kind == "none" else "an empty list"
+            field_name(path): "None" if node.kind == "none" else f"an empty {node.kind}"
             for path, node in nodes
             if node.kind == "none" or (node.is_list and not node.keys)
         }

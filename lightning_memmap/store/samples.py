@@ -172,6 +172,8 @@ def find_schema(
         samples += [sample for _, sample in new]
         schema = infer_schema(samples, rows, forms)
     for name, what in schema.unknown.items():
+        if what == "an empty tuple" and name not in forms:
+            continue  # A tuple has one length.
         is_none = what == "None"
         form = "nullable" if is_none else "list"
         remedy = "give arrays, such as numpy.array(values, numpy.int64)"
