@@ -29,10 +29,8 @@ from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import Extents, TableColumn, by_piece, join_extents
 from lightning_memmap.store.workers import RowNumbers
 
-_LISTS = (
-    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list,
-    pa.types.is_list_view, pa.types.is_large_list_view,
-)  # fmt: skip
+_VIEWS = (pa.ListViewType, pa.LargeListViewType)
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, *_VIEWS)
 _TEXTS = {
     **dict.fromkeys((pa.string(), pa.large_string()), Text()),
     **dict.fromkeys((pa.binary(), pa.large_binary()), Bytes()),
@@ -111,7 +109,7 @@ class ArrowRows(Column):
 
 
 def _is_list(kind: Any) -> bool:
-    return any(is_kind(kind) for is_kind in _LISTS)
+    return isinstance(kind, _LISTS)
 
 
 def _one(column: Any) -> Any:
@@ -301,7 +299,7 @@ def _plain_type(kind: Any) -> Any:
     if types.is_struct(kind):
         return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
     # A cast of views of lists takes no notice of the sizes of these (apache/arrow issue 50994).
-    if not _is_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+    if not _is_list(kind) or isinstance(kind, _VIEWS):
         return kind
     item = kind.value_field.with_type(_plain_type(kind.value_type))
     if types.is_fixed_size_list(kind):
