@@ -298,7 +298,7 @@ def _plain_type(kind: Any) -> Any:
         return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
     if types.is_struct(kind):
         return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
-    # A cast of views of lists takes no notice of the sizes of these (apache/arrow issue 50994).
+    # A cast of views of lists takes no notice of the sizes of these.
     if not _is_list(kind) or isinstance(kind, _VIEWS):
         return kind
     item = kind.value_field.with_type(_plain_type(kind.value_type))
