@@ -110,7 +110,7 @@ class Field:
     def merged(self, other: "Field") -> "Field | None":
         """The field that has the rows of both: sizes that differ are None. None if more differs."""
         is_alike = self.dtype == other.dtype and len(self.shape) == len(other.shape)
-        if not is_alike or not self.kind.takes(other.kind):
+        if not is_alike or self.kind != other.kind:
             return None
         differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
         count = len(differing) - differing[::-1].index(True) if any(differing) else 0
@@ -177,7 +177,8 @@ def check_names(names: Iterable[str]) -> None:
         if folded in seen:
             raise SchemaError(
                 f"the names of the fields {seen[folded]!r} and {name!r} are the same but for case,"
-                " which not every file system tells apart: rename one of them in the dataset"
+                " which not every file system tells apart, or one is the mask of what may be None:"
+                " rename one of them in the dataset"
             )
         seen[folded] = name
 

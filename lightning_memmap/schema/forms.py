@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_memmap.errors import check_integer, check_number, is_refused_call
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
 from lightning_memmap.schema.fields import Field, dtype_name
-from lightning_memmap.schema.kinds import Bytes, Image
+from lightning_memmap.schema.kinds import Bytes
 
 
 class FetchedRows(Protocol):
@@ -261,13 +261,10 @@ class Decode(Form):
     def check(self, field: Field) -> None:
         if isinstance(field.kind, Bytes) and not field.kind.many:
             return
-        if isinstance(field.kind, Image) or (len(field.shape) == 3 and not field.num_variable):
-            remedy = "its images are stored decoded: leave it out"
-        else:
-            remedy = "give bytes in the dataset, such as pathlib.Path(...).read_bytes()"
         raise ValueError(
             f"variable: field {field.name!r} is {field}, and 'decode' is for the bytes of image"
-            f" files: {remedy}"
+            " files: if its images are stored decoded, leave it out; otherwise give bytes in the"
+            " dataset, such as pathlib.Path(...).read_bytes()"
         )
 
     @override

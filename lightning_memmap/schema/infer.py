@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
@@ -20,9 +19,11 @@ from lightning_memmap.schema.structure import (
     MASK,
     MAX_DEPTH,
     NONE,
+    Key,
     Node,
     Path,
     children_of,
+    columns_of,
 )
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
@@ -76,19 +77,19 @@ class _Inference:
             return LEAF, [_merged(fields, path)]
         if len(containers) < len(found):
             raise _differ(path)
+        kind, keys, _ = containers[0]
         if not self.is_batch and {kind for kind, _, _ in containers} <= {"tuple", "list"}:
-            return self._list(containers, path, in_record)
-        return self._container(containers, values, path, in_record)
+            return self._list(kind, values, path, in_record)
+        return self._container(kind, keys, values, path, in_record)
 
-    def _list(self, containers: Sequence[Any], path: Path, in_record: bool) -> Part:
-        lists = [children for _, _, children in containers]
+    def _list(self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool) -> Part:
         lengths = set(map(len, lists))
         differ, is_declared = len(lengths) > 1, field_name(path) in self.forms
         if lengths == {0}:
-            return Node(containers[0][0]), []
+            return Node(kind), []
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
             # In a tuple of a record, numbers of several dtypes are a field each.
-            must_agree = differ or is_declared or (in_record and containers[0][0] == "list")
+            must_agree = differ or is_declared or (in_record and kind == "list")
             field = self._numbers([each for each in lists if len(each)], path, must_agree)
             if field is not None:
                 return LEAF, [replace(field, shape=(None,)) if differ else field]
@@ -112,7 +113,7 @@ class _Inference:
                         " their number, or leave it out"
                     )
                 return Node("records", (), (record,)), [field.in_list for field in fields]
-        return self._container(containers, (), path, in_record)
+        return self._container(kind, range(min(lengths)), lists, path, in_record)
 
     def _numbers(
         self, lists: Sequence[Sequence[Any]], path: Path, must_agree: bool
@@ -131,39 +132,25 @@ class _Inference:
         )
 
     def _container(
-        self, containers: Any, values: Sequence[Any], path: Path, in_record: bool
+        self, kind: Any, keys: Sequence[Key], values: Sequence[Any], path: Path, in_record: bool
     ) -> Part:
-        kind, keys, _ = containers[0]
         classes = {type(value).__name__ for value in values} if kind in CLASS_KINDS else {""}
-        alike = {(each[0], frozenset(each[1])) for each in containers}
-        if len(alike) > 1 or len(classes) > 1:
+        if len(classes) > 1:
             raise _differ(path)
-        children = [dict(zip(each[1], each[2], strict=True)) for each in containers]
-        nodes, fields = [], list[Field]()
-        for key in keys:
-            node, within = self.part(
-                [each[key] for each in children], (*path, key), in_record=in_record
-            )
-            nodes.append(node)
+        node, nodes, fields = Node(kind, tuple(keys)), [], list[Field]()
+        for key, column in zip(keys, columns_of(values, node, path), strict=True):
+            child, within = self.part(column, (*path, key), in_record=in_record)
+            nodes.append(child)
             fields += within
         feature_dims = 0
         if kind == "tensordict":
-            _check_tensors(values[0], fields, path)
+            if not fields or any(field.is_text for field in fields):
+                raise SchemaError(
+                    f"{where(path)}: found an empty TensorDict, or one with more than tensors: give"
+                    " what else it has beside it, in a dict or tuple"
+                )
             feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
         return Node(kind, tuple(keys), tuple(nodes), classes.pop(), feature_dims), fields
-
-
-def _check_tensors(value: Any, fields: Sequence[Field], path: Path) -> None:
-    """Check that a TensorDict has only what a store keeps of one."""
-    if not fields:
-        raise SchemaError(f"{where(path)}: found an empty TensorDict: leave it out")
-    for key in value.keys(include_nested=True, leaves_only=True):
-        if not isinstance(leaf := value.get(key), Tensor):
-            name = field_name((*path, *(key if isinstance(key, tuple) else (key,))))
-            raise SchemaError(
-                f"field {name!r}: found {type(leaf).__name__} in a TensorDict, of which only"
-                " tensors are stored: give it beside the tensors, in a dict or tuple"
-            )
 
 
 def _merged(fields: Sequence[Field], path: Path) -> Field:
@@ -190,19 +177,14 @@ def _optional(node: Node, fields: list[Field], path: Path) -> Part:
             " have None in them, and only one of these can be stored: give an empty list in place"
             " of the rows that are None, or leave None out of the lists"
         )
-    name = field_name((*path, MASK))
-    if name in {field.name for field in fields}:
-        raise SchemaError(
-            f"field {name!r}: {field_name(path)!r} is None in some rows, and the field of this name"
-            " is to say in which: rename it in the dataset"
-        )
-    return Node("optional", (), (node, LEAF)), [*fields, Field(name, torch.bool, ())]
+    mask = Field(field_name((*path, MASK)), torch.bool, ())
+    return Node("optional", (), (node, LEAF)), [*fields, mask]
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:
     """Describe the field that a leaf of a sample, or a list of numbers, belongs to."""
     try:
-        array, kind = to_array(numbers_array([leaf]) if type(leaf) is list else leaf)
+        array, kind = to_array(numbers_array([leaf]) if isinstance(leaf, (list, tuple)) else leaf)
         return Field(name, array_dtype(array), kind.shape or tuple(array.shape), kind)
     except SchemaError as error:
         raise SchemaError(f"field {name!r}: {error}") from error
@@ -216,8 +198,7 @@ def describe_rows(name: str, leaf: Any) -> Field:
         return replace(found, shape=found.shape[1:])
     if rows and (first := describe_leaf(name, rows[0])).shape:
         return replace(first, shape=(None, *first.shape[1:]))
-    wrong = (
-        "a list of numbers: give a tensor of one number for each row" if rows
-        else "no rows: give one for each row of the batch"
-    )  # fmt: skip
-    raise SchemaError(f"field {name!r}: found {wrong}")
+    raise SchemaError(
+        f"field {name!r}: found {'numbers' if rows else 'no rows'} in a list of rows: give one for"
+        " each row of the batch, and of numbers a tensor"
+    )

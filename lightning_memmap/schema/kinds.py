@@ -30,6 +30,15 @@ FROM_PYTHON: dict[type, np.dtype[Any]] = {
 _LENGTH = np.dtype("<u4")
 _MAX_BYTES = np.iinfo(_LENGTH).max
 
+#: What to give in place of values of some types, and of columns of them.
+_INSTEAD = {
+    "Decimal": "float(value), such as by .astype('float64') in pandas, .cast(polars.Float64),"
+    " .cast(pyarrow.float64()), or cast_column(name, datasets.Value('float64'))",
+    "time": "the time since midnight, such as by pandas.to_timedelta(column.astype(str)),"
+    " .cast(polars.Duration), .cast(pyarrow.int64()), or cast_column(name,"
+    " datasets.Value('int64')); in Arrow, time32 is cast to int32",
+    "Period": "value.to_timestamp(), or .dt.to_timestamp() of a column",
+}
 Array = Tensor | np.ndarray
 Unit = Literal["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]
 
@@ -43,13 +52,9 @@ class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
     dtype: ClassVar[torch.dtype | None] = None
     shape: ClassVar[tuple[int | None, ...] | None] = None
 
-    def takes(self, other: "Kind") -> bool:
-        """Whether a leaf of another kind may be a row."""
-        return self == other
-
     def takes_rows(self, other: "Kind") -> bool:
         """Whether an array of another kind may have rows of this one."""
-        return self.takes(other)
+        return self == other
 
     def words(self, number: int | float | complex | bool) -> str:
         """A value as a person would write it."""
@@ -121,8 +126,7 @@ class Duration(Kind, frozen=True):
 
     @override
     def words(self, number: int | float | complex | bool) -> str:
-        is_kept = isinstance(number, int)  # And not as another dtype.
-        return str(np.array(number).astype(self.numpy_dtype)) if is_kept else super().words(number)
+        return str(np.array(number).astype(self.numpy_dtype))
 
     @override
     def __str__(self) -> str:
@@ -196,10 +200,13 @@ def to_array(leaf: Any) -> tuple[Array, AnyKind]:
         return _pixels(leaf), Image(leaf.mode)
     if is_missing(leaf):
         raise SchemaError(f"found {leaf}")
-    raise SchemaError(
-        f"found {type(leaf).__name__}, which cannot be stored; give a tensor, a numpy array, a PIL"
-        " image, a number, a bool, a str, bytes, a date, a datetime or a timedelta"
+    name = type(leaf).__name__
+    instead = _INSTEAD.get(
+        name,
+        "a tensor, a numpy array, a PIL image, a number, a bool, a str, bytes, a date, a datetime"
+        " or a timedelta",
     )
+    raise SchemaError(f"found {name}, which cannot be stored; give {instead}")
 
 
 def is_missing(value: Any) -> bool:
@@ -242,7 +249,7 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     except OverflowError:
         raise SchemaError(
             f"found an integer that does not fit into {dtype}: give it as a float, or split it into"
-            " several"
+            " several; for a timedelta give numpy.timedelta64 in a coarser unit"
         ) from None
 
 
@@ -268,12 +275,7 @@ def _numpy_time(time: Any) -> np.ndarray:
     if isinstance(time, datetime.timedelta):
         # numpy would wrap around what int64 does not hold.
         microseconds = time // datetime.timedelta(microseconds=1)
-        if abs(microseconds) >= 2**63:
-            raise SchemaError(
-                f"found {time!r}, which has more microseconds than an int64 holds: give"
-                " numpy.timedelta64 in a coarser unit, such as seconds"
-            )
-        return np.asarray(np.timedelta64(microseconds, "us"))
+        return number_array(microseconds, np.dtype(np.int64)).view("timedelta64[us]")
     if not isinstance(time, datetime.datetime):
         return np.asarray(time, "datetime64[D]")
     if time.tzinfo is not None:

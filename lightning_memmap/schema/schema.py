@@ -41,8 +41,9 @@ class Schema:
     def _declaring(self, variable: Mapping[str, Form]) -> "Schema":
         """The schema of samples that may differ from those of this one as forms say."""
         waiting = tuple(f"{name}." for name in self.unknown)
+        names = {field.name for field in self.fields} | {*self.unknown, *self.lists, *self.optional}
         for name in variable:
-            if not self._has(name) and not name.startswith(waiting):
+            if name not in names and not name.startswith(waiting):
                 raise SchemaError(f"variable: {self.why_no_field(name)}")
         fields = []
         for field in self.fields:
@@ -62,17 +63,12 @@ class Schema:
             fields.append(replace(field, shape=(None,) * count + field.shape[count:]))
         return self._checked(self.structure, fields)
 
-    def _has(self, name: str) -> bool:
-        """Whether a field or another part of samples that may differ has a name."""
-        names = {field.name for field in self.fields}
-        return name in {*names, *self.unknown, *self.lists, *self.optional}
-
     @property
     def unknown(self) -> dict[str, str]:
-        """By name, the lists without a value, and None, whose fields other samples must show."""
+        """By name, the empty lists and tuples, and None, whose fields other samples must show."""
         nodes = self.structure.walk()
         return {
-            field_name(path): "None" if node.kind == "none" else "an empty list"
+            field_name(path): "None" if node.kind == "none" else f"an empty {node.kind}"
             for path, node in nodes
             if node.kind == "none" or (node.is_list and not node.keys)
         }
@@ -114,17 +110,7 @@ class Schema:
 
     def why_no_field(self, name: str) -> str:
         """Say why no field has a name, with the names that there are."""
-        fields = dict(zip(self.structure.field_paths(), self.fields, strict=True))
-        lists = {
-            path
-            for path, node in self.structure.walk()
-            if node.is_list and path
-            and all(at in fields and not fields[at].shape for at in node.paths(path))
-        }  # fmt: skip
-        paths = (path[:-1] if path[:-1] in lists else path for path in fields)
-        names = list(dict.fromkeys(map(field_name, paths)))
-        if name in names:
-            return f"{name!r} is a list whose length is the same in all rows"
+        names = [field.name for field in self.fields]
         return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
     @classmethod

@@ -54,9 +54,9 @@ class Column(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def given(self) -> NDArray[np.bool_]:
         """Which rows are not None."""
+        return np.ones(len(self), np.bool_)
 
     def where(self, given: NDArray[np.bool_]) -> "Column":
         """The rows that are not None."""
@@ -132,10 +132,6 @@ class Batch(Column):
         return 1  # At least: how many rows there are is known by field.
 
     @override
-    def given(self) -> NDArray[np.bool_]:
-        return np.ones(1, np.bool_)
-
-    @override
     def parts(self, node: Node, path: Path) -> Sequence[Column]:
         return [Batch(part) for (part,) in columns_of([self._batch], node, path)]
 
@@ -149,26 +145,20 @@ class Batch(Column):
 def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
     """The rows of a leaf of a batch that has them one by one: a `RowList` or a nested tensor. None
     of a tensor that has them in its first dimension; there is nothing else."""
-    wrong = ""
     if isinstance(leaf, RowList):
         return leaf
-    if not isinstance(leaf, Tensor):
-        wrong = (
-            f"{type(leaf).__name__}; give tensors whose first dimension is the rows of the batch,"
-            " and a lightning_memmap.loading.RowList of text, or of rows that differ in length"
-        )
-    elif leaf.is_nested:
+    found = type(leaf).__name__
+    if isinstance(leaf, Tensor):
         if leaf.layout is torch.jagged:
             return leaf.unbind()
-        wrong = (
-            f"a nested tensor of layout {leaf.layout}: make it with"
-            " torch.nested.nested_tensor(..., layout=torch.jagged)"
-        )
-    elif not leaf.ndim:
-        wrong = "a tensor without dimensions; its first dimension must be the rows of the batch"
-    if wrong:
-        raise SchemaError(f"field {name!r}: found {wrong}")
-    return None
+        if leaf.ndim and not leaf.is_nested:
+            return None
+        found = "a tensor without dimensions" if not leaf.ndim else "a nested tensor"
+    raise SchemaError(
+        f"field {name!r}: found {found}; give tensors whose first dimension is the rows of the"
+        " batch, and of text, or of rows that differ in length, a lightning_memmap.loading.RowList"
+        " or a torch.nested.nested_tensor(..., layout=torch.jagged)"
+    )
 
 
 def stack(column: Column, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
@@ -328,7 +318,7 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         raised = MismatchError if is_missing(leaf) else SchemaError
         raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
-    if dtype != field.dtype or not field.admits(shape) or not field.kind.takes(kind):
+    if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
         raise MismatchError(
             f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
             f" {field.described}"
@@ -385,11 +375,11 @@ def numbers_array(lists: Sequence[Sequence[Any]]) -> Array:
     dtype, kinds = numbers_dtype(values), set(map(type, values))
     if dtype is None:
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        way_out = ": give NaN, or a mask beside it, for None" if type(None) in kinds else ""
+        way_out = (
+            ": for None give a number of that dtype, such as NaN or -1, and a mask beside it"
+            if type(None) in kinds else ""
+        )  # fmt: skip
         raise SchemaError(f"found a list of {found}, expected numbers of one dtype{way_out}")
     if Tensor not in kinds:
         return number_array(values, TO_NUMPY[dtype])
-    try:
-        return torch.stack([torch.as_tensor(value, dtype=dtype) for value in values])
-    except (ValueError, RuntimeError, OverflowError) as error:
-        raise SchemaError(f"a number does not fit into {dtype}: {error}") from error
+    return torch.stack([as_tensor(to_array(value)[0]) for value in values])

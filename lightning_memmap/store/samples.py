@@ -171,22 +171,20 @@ def find_schema(
         rows += [row for row, _ in new]
         samples += [sample for _, sample in new]
         schema = infer_schema(samples, rows, forms)
-    if not schema.fields:
-        raise SchemaError(
-            f"the {len(rows)} rows that were read first hold no tensor, array or number: empty"
-            " lists and None have no dtype; give arrays, or add a field that has values"
-        )
     for name, what in schema.unknown.items():
-        if name in forms or what == "None":
-            remedy = "give arrays in place of lists, such as numpy.array(values, numpy.int64)"
-            if what == "None":
-                remedy = "fill it, such as with NaN"
-                if name not in forms:
-                    remedy += f", let more rows be read with variable={{{name!r}: 'nullable'}}"
-            raise SchemaError(
-                f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
-                f" that its dtype is not known: {remedy}, or leave it out of the samples"
-            )
+        if what == "an empty tuple" and name not in forms:
+            continue  # A tuple has one length.
+        is_none = what == "None"
+        form = "nullable" if is_none else "list"
+        remedy = "give arrays, such as numpy.array(values, numpy.int64)"
+        if is_none:
+            remedy = "fill it as its type allows, such as with NaN, 0, '' or a date"
+        if name not in forms:
+            remedy += f", let more rows be read with variable={{{name!r}: {form!r}}}"
+        raise SchemaError(
+            f"field {name!r} is {what} in each of the {len(rows)} rows that were read first, so"
+            f" that its dtype is not known: {remedy}, or leave it out of the samples"
+        )
     return schema
 
 

@@ -5,6 +5,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
+from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.column import Extents, TableColumn
+from lightning_memmap.store.sources.column import Extents, TableColumn, join_extents
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -26,6 +28,7 @@ _LATER = {
     ("pyarrow", "Scanner"): "to_table",
     ("duckdb", "DuckDBPyRelation"): "to_arrow_table",
 }
+_LIBRARIES = ("pandas", "polars", "pyarrow", "datasets")
 _INDEX = re.compile(r"__index_level_\d+__")
 
 
@@ -87,19 +90,35 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         for name, column in self.columns.items():
             if isinstance(column, TableColumn):
                 found.update({(name, *path): each for path, each in column.extents().items()})
-            elif _has_missing(column):
-                found[(name,)] = [{None}]
+            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
+                found.update(_extents(column, (name,)))
+            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "mM":
+                found[(name,)] = [{None} if np.isnat(column).any() else set()]
         return found
 
 
-def _has_missing(column: Any) -> bool:
-    if not isinstance(column, np.ndarray) or column.ndim != 1:
-        return False
-    if column.dtype.kind in "mM":
-        return bool(np.isnat(column).any())
-    # Of texts, the types are told sooner than the values.
-    is_unsure = column.dtype == object and set(map(type, column)) != {str}
-    return is_unsure and any(map(is_missing, column))
+def _extents(values: Iterable[Any], path: Keys) -> Extents:
+    """What all of some objects have, and of dicts their parts."""
+    if set(map(type, values)) == {str}:
+        return {}  # Their types are told sooner than their values.
+    levels, given = [set[int | None]()], list[Any]()
+    for value in values:
+        levels[0].add(None) if is_missing(value) else given.append(value)
+    found, kinds = {path: levels}, set(map(type, given))
+    if kinds == {dict}:
+        for key in given[0]:
+            found |= _extents([each.get(key) for each in given], (*path, key))
+    elif kinds == {np.ndarray}:
+        sizes = map(set, zip(*{each.shape for each in given}, strict=False))
+        return join_extents([found, {path: list(sizes)}])
+    while given and kinds <= {list, tuple}:
+        levels[-1] |= set(map(len, given))
+        first = next(chain.from_iterable(given), None)
+        # Numbers and texts in lists have no lengths of their own, and may be many.
+        given = list(chain.from_iterable(given)) if isinstance(first, (list, tuple)) else []
+        levels.append(set())
+        kinds = set(map(type, given))
+    return found
 
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -110,10 +129,15 @@ def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
         frame = getattr(given, method)() if method else given
         if _library(frame) in ("pandas", "polars"):
             return {name: frame[name] for name in _chosen(names, list(frame.columns))}
-        table = _tables().arrow_table(frame)
+        table = _tables().pa.table(frame)
         return {name: table.column(name) for name in _chosen(names, table.column_names)}
     if is_dict_of_splits(given):
         raise TypeError(f"columns: {way_out(given)}")
+    if isinstance(given, Dataset) or _library(given) == "datasets":
+        raise TypeError(
+            f"columns: {with_article(type(given).__name__)} has rows already: give it in place of"
+            " the ColumnDataset"
+        )
     if isinstance(given, Mapping):
         return {name: given[name] for name in _chosen(given if names is None else names, [*given])}
     raise TypeError(
@@ -190,15 +214,11 @@ def _list_to_numpy(values: Sequence[Any]) -> Any:
     except ValueError:  # They differ in length.
         array = np.empty(0, object)
     # An array of text would make text of numbers, and cut off zeros at the end.
-    return array if array.dtype.kind in "biufc" else object_array(values)
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """An array with one object for each value, also where these are lists of one length."""
-    objects = np.empty(len(values), object)
-    for index, value in enumerate(values):
-        objects[index] = value
-    return objects
+    return (
+        array
+        if array.dtype.kind in "biufc" and array.size
+        else np.fromiter(values, object, len(values))
+    )
 
 
 def _length(name: str, column: Any) -> int:
@@ -221,15 +241,17 @@ def is_array_like(values: Any) -> bool:
     return isinstance(dtype, np.dtype) and len(getattr(values, "shape", ())) > 0
 
 
+def _classes(value: Any) -> list[tuple[str, str]]:
+    """The library and the name of the class of a value, and of those that it is derived from."""
+    return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
+
+
 def _library(value: Any) -> str:
-    """The library that a value is of, also where its class is derived from one of it."""
-    modules = [kind.__module__.partition(".")[0] for kind in type(value).__mro__]
-    return next((name for name in modules if name in ("pandas", "polars", "pyarrow")), "")
+    return next((name for name, _ in _classes(value) if name in _LIBRARIES), "")
 
 
 def _method_of(value: Any) -> str | None:
-    names = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
-    return next((_LATER[name] for name in names if name in _LATER), None)
+    return next((_LATER[each] for each in _classes(value) if each in _LATER), None)
 
 
 def is_frame(value: Any) -> bool:

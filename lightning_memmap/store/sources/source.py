@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 from torch.nn import Parameter
@@ -227,10 +226,6 @@ class _ArrayRows(Column):
     @override
     def __len__(self) -> int:
         return len(self.rows)
-
-    @override
-    def given(self) -> NDArray[np.bool_]:
-        return np.ones(len(self.rows), np.bool_)
 
     @override
     def leaves(self, field: Field) -> Values:

@@ -29,7 +29,8 @@ from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import Extents, TableColumn, by_piece, join_extents
 from lightning_memmap.store.workers import RowNumbers
 
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_VIEWS = (pa.ListViewType, pa.LargeListViewType)
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, *_VIEWS)
 _TEXTS = {
     **dict.fromkeys((pa.string(), pa.large_string()), Text()),
     **dict.fromkeys((pa.binary(), pa.large_binary()), Bytes()),
@@ -108,14 +109,12 @@ class ArrowRows(Column):
 
 
 def _is_list(kind: Any) -> bool:
-    return any(is_kind(kind) for is_kind in _LISTS)
+    return isinstance(kind, _LISTS)
 
 
 def _one(column: Any) -> Any:
     """One array of a column in pieces, with the values that an encoding stands for."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # As of no pieces, or too many bytes for one.
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     if isinstance(array, pa.DictionaryArray):
         return array.dictionary_decode()
     if isinstance(array, pa.RunEndEncodedArray):
@@ -131,10 +130,19 @@ def _numbers(array: Any) -> np.ndarray | None:
     if not pa.types.is_primitive(array.type) or pa.types.is_time(array.type):
         return None
     if array.null_count:
-        zero = pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(bytes(16))])[0]
-        array = array.fill_null(zero)
+        array = array.fill_null(_zero(array.type))
     numbers: np.ndarray = array.to_numpy(zero_copy_only=False)
     return numbers
+
+
+def _zero(kind: Any) -> Any:
+    """Zero of a type of numbers or times, as a scalar."""
+    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(bytes(16))])[0]
+
+
+def _filler(kind: Any) -> str:
+    """What may take the place of None among numbers or times, for messages."""
+    return "NaN" if pa.types.is_floating(kind) else str(_zero(kind))
 
 
 def _numbers_of_lists(array: Any) -> np.ndarray | None:
@@ -150,7 +158,7 @@ def _numbers_of_lists(array: Any) -> np.ndarray | None:
     if numbers is not None and has_none:
         raise SchemaError(
             f"the table has None within a list of {items.type}, which is given as an array: fill"
-            " it in the table, such as with NaN, or leave it out there"
+            f" it in the table, such as with {_filler(items.type)}, or leave it out there"
         )
     return None if numbers is None else numbers.reshape(-1, *shape)
 
@@ -227,7 +235,7 @@ class ArrowColumn(TableColumn):
 def _extents(column: Any, path: Keys = ()) -> Extents:
     """What all rows of a column have, and of structs their parts."""
     items, levels = column, [set[int | None]()]
-    while pa.types.is_list(items.type) or pa.types.is_large_list(items.type):
+    while _is_list(items.type) and not pa.types.is_fixed_size_list(items.type):
         levels[-1] |= {*pc.min_max(pc.list_value_length(items)).as_py().values()} - {None}
         items = pc.list_flatten(items)
         levels.append(set())
@@ -240,11 +248,6 @@ def _extents(column: Any, path: Keys = ()) -> Extents:
             part = pa.chunked_array([chunk.field(index) for chunk in given.chunks], field.type)
             found |= _extents(part, (*path, field.name))
     return found
-
-
-def arrow_table(given: Any) -> Any:
-    """A table of any library that speaks Arrow as one of pyarrow."""
-    return given if isinstance(given, pa.Table) else pa.table(given)
 
 
 def arrow_column(name: str, column: Any) -> Any:
@@ -295,7 +298,8 @@ def _plain_type(kind: Any) -> Any:
         return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
     if types.is_struct(kind):
         return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
-    if not _is_list(kind):
+    # A cast of views of lists takes no notice of the sizes of these.
+    if not _is_list(kind) or isinstance(kind, _VIEWS):
         return kind
     item = kind.value_field.with_type(_plain_type(kind.value_type))
     if types.is_fixed_size_list(kind):
@@ -467,6 +471,8 @@ def hugging_face_extents(dataset: Any) -> Extents:
     """What is known of all rows of a dataset, and of those of its table that it does not have."""
     form, found = dataset.format, Extents()
     for name in form["columns"] if form["type"] in _FORMATS else ():
+        if form["type"] is not None:
+            _check_format(dataset, name)
         is_as_in_table = _is_as_in_table(dataset.features[name])
         for path, levels in _extents(dataset.data.column(name), (name,)).items():
             # In a format, samples have NaN for None, and one tensor or array for lists in lists.
@@ -475,6 +481,23 @@ def hugging_face_extents(dataset: Any) -> Extents:
             elif form["type"] is None and (is_as_in_table or len(path) == 1):
                 found[path] = levels if is_as_in_table else [levels[0] & {None}]
     return found
+
+
+def _check_format(dataset: Any, name: str) -> None:
+    """Refuse None where a format gives NaN of another dtype in its place."""
+    form, column = dataset.format["type"], dataset.data.column(name)
+    kind, is_double = column.type, form == "numpy" and pa.types.is_float64(column.type)
+    is_time = pa.types.is_temporal(kind) and not pa.types.is_time(kind)
+    if not column.null_count or not (is_double or is_time or pa.types.is_integer(kind)):
+        return
+    rows = dataset.select_columns([name]).with_format("arrow")[:].column(0).is_null()
+    if (row := rows.index(True).as_py()) >= 0:
+        raise SchemaError(
+            f"row {row}, field {field_name((name,))!r}: it is None, for which the format {form!r}"
+            f" gives NaN or NaT of another dtype than other rows of {kind} have: fill it, such as"
+            f" with {_filler(kind)}, or give the dataset without a format, with_format(None), where"
+            " rows may be None"
+        )
 
 
 def hugging_face_columns(

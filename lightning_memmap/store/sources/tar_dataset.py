@@ -157,16 +157,11 @@ class TarDataset(IterableDataset[dict[str, Any]]):
             raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
 
 
-def _array(data: bytes) -> np.ndarray:
-    array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
-    return array
-
-
 _READERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     **dict.fromkeys(("json", "jsn"), json.loads),
-    "npy": _array,
+    "npy": lambda data: np.load(io.BytesIO(data), allow_pickle=False),
 }
 
 

@@ -51,9 +51,10 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         row_tokens: int = 2**20,
     ) -> None:
         stride = length if stride is None else stride
-        for name, number in (("length", length), ("stride", stride), ("row_tokens", row_tokens)):
+        length, stride, row_tokens = (
             check_integer(f"TokenStream: {name}", number, 1, "at least 1 token")
-        length, stride, row_tokens = int(length), int(stride), int(row_tokens)
+            for name, number in (("length", length), ("stride", stride), ("row_tokens", row_tokens))
+        )
         for name, share in (("start", start), ("stop", stop)):
             check_number(f"TokenStream: {name}", share)
         if not 0 <= start < stop <= 1:

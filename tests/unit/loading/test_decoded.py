@@ -187,7 +187,7 @@ def test_first_row_that_is_no_image_is_named_at_set_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        ({"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}, "stored decoded: leave it out"),
+        ({"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}, "stored decoded, leave it out"),
         ({"image": "a.png"}, "give bytes in the dataset"),
         ({"image": 5}, "give bytes in the dataset"),
     ],

@@ -665,6 +665,13 @@ def test_what_is_no_dataset_is_refused_with_the_way_out(
         ({"x": np.zeros(3)}, ["x", "x"], ValueError, "column 'x': it is there twice"),
         ({"x": np.zeros(3)}, "x", TypeError, "names='x': give a list"),
         (np.zeros(3), None, TypeError, "columns: found a ndarray"),
+        (TensorDataset(torch.zeros(3)), None, TypeError, "has rows already: give it in place"),
+        (
+            import_module("datasets").Dataset.from_dict({"x": [1]}),
+            None,
+            TypeError,
+            "columns: a Dataset has rows already: give it in place",
+        ),
         ({"x": {"y": np.zeros(3)}}, None, TypeError, "column 'x': found a dict, which has no rows"),
         ({"x": "abc"}, None, TypeError, "column 'x': found a str, which has no rows"),
         (

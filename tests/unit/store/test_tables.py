@@ -1,11 +1,13 @@
 """Tables of any library: the dtypes and names of their columns, whatever is missing, and files that
 are read piece by piece."""
 
+import datetime
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from decimal import Decimal
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,8 @@ def arrow_types(children: Any) -> Any:
     return (
         st.builds(arrow.list_, children)
         | st.builds(arrow.large_list, children)
+        | st.builds(arrow.list_view, children)
+        | st.builds(arrow.large_list_view, children)
         | st.builds(lambda kind: arrow.list_(kind, 2), children)
         | st.builds(lambda a, b: arrow.struct([("a", a), ("b", b)]), children, children)
     )
@@ -136,7 +140,7 @@ def values_of(kind: Any, in_list: bool = False) -> Any:
         found = st.fixed_dictionaries({field.name: values_of(field.type) for field in kind})
     elif types.is_fixed_size_list(kind):
         found = st.lists(values_of(kind.value_type, True), min_size=2, max_size=2)
-    elif types.is_list(kind) or types.is_large_list(kind):
+    elif types.is_nested(kind):
         found = st.lists(values_of(kind.value_type, True), max_size=3)
     elif types.is_floating(kind):
         found = st.integers(-9, 9).map(float)
@@ -201,6 +205,117 @@ def test_none_in_a_list_of_numbers_is_refused_at_its_row(tmp_path: Path, kind: A
 
 
 @pytest.mark.parametrize(
+    ("kind", "value", "filler"),
+    [
+        (arrow.float32(), 1.0, "NaN"),
+        (arrow.uint8(), 1, "0"),
+        (arrow.bool_(), True, "False"),
+        (arrow.timestamp("us"), 1, "1970-01-01 00:00:00"),
+        (arrow.duration("s"), 1, "0:00:00"),
+    ],
+    ids=str,
+)
+def test_what_is_to_take_the_place_of_none_is_of_its_type(
+    tmp_path: Path, kind: Any, value: Any, filler: str
+) -> None:
+    lists = arrow.array([[value, None]] * 12, arrow.list_(kind))
+    with pytest.raises(SchemaError, match=rf"'s': .*such as with {filler}, or"):
+        build(tmp_path / "s", ColumnDataset({"s": lists}))
+    with pytest.raises(SchemaError, match=r"'s' is None in each of the 12 rows"):
+        build(tmp_path / "s", ColumnDataset({"s": arrow.array([None] * 12, kind), "i": range(12)}))
+
+
+@pytest.mark.parametrize("kind", ["ListView", "LargeListView"])
+def test_views_of_lists_are_lists_of_their_dtype(tmp_path: Path, kind: str) -> None:
+    # They overlap, go backwards, and what is behind a null is no value.
+    offsets, sizes = [4, 0, 2, 5, 0, 1], [2, 3, 0, 1, 6, 4]
+    mask = arrow.array([False, False, False, False, True, False])
+    make = getattr(arrow, f"{kind}Array").from_arrays
+    values = arrow.array(np.arange(6, dtype=np.float32))
+    views = make(offsets, sizes, values, mask=mask)
+    column = arrow.chunked_array([views[:2], views, views[3:]])
+    parts = [arrow.StructArray.from_arrays([each], ["x"]) for each in column.chunks]
+    for name, table in {
+        "column": arrow.table({"x": column}),
+        "part": arrow.table({"s": arrow.chunked_array(parts)}),
+    }.items():
+        variable = {"s.x": "nullable"} if name == "part" else {}
+        store = build(tmp_path / name, ColumnDataset(table), variable=variable)
+        assert store.schema.fields[0].dtype == torch.float32
+        for row, expected in enumerate(column.to_pylist()):
+            found = store[row]["x"] if name == "column" else store[row]["s"]["x"]
+            assert (None if found is None else found.tolist()) == expected
+
+
+def empty_lists(dtype: str | None) -> dict[str, Any]:
+    pandas, datasets = import_module("pandas"), import_module("datasets")
+    rows: list[Any] = [[]] * NUM_ROWS
+    kind = arrow.list_(arrow.null() if dtype is None else arrow.from_numpy_dtype(dtype))
+    table = arrow.table({"x": arrow.array(rows, kind), "i": range(NUM_ROWS)})
+    if dtype is None:
+        return {
+            "list": ColumnDataset({"x": rows, "i": range(NUM_ROWS)}),
+            "items": [{"x": [], "i": row} for row in range(NUM_ROWS)],
+            "pandas": ColumnDataset(pandas.DataFrame({"x": rows, "i": range(NUM_ROWS)})),
+            "polars": ColumnDataset(polars.DataFrame({"x": rows, "i": range(NUM_ROWS)})),
+            "arrow": ColumnDataset(table),
+            "library": datasets.Dataset(table),
+        }
+    return {
+        "list": ColumnDataset({"x": [np.empty(0, dtype)] * NUM_ROWS, "i": range(NUM_ROWS)}),
+        "pandas": ColumnDataset(table.to_pandas(types_mapper=pandas.ArrowDtype)),
+        "polars": ColumnDataset(polars.DataFrame(table)),
+        "arrow": ColumnDataset(table),
+        "library": datasets.Dataset(table).with_format("numpy"),
+    }
+
+
+def test_lists_that_are_all_empty_have_their_dtype_or_none(tmp_path: Path) -> None:
+    for name, dataset in empty_lists("float32").items():
+        field = build(tmp_path / name, dataset).schema.fields[0]
+        assert (name, field.name, field.dtype) == (name, "x", torch.float32)
+    for name, dataset in empty_lists(None).items():
+        with pytest.raises(SchemaError, match=r"'x' is an empty list in each .*\{'x': 'list'\}"):
+            build(tmp_path / f"no {name}", dataset)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Decimal("1.5"), r"Decimal.*float64.*polars.Float64.*pyarrow.float64\(\).*cast_column"),
+        (datetime.time(1), r"time.*to_timedelta.*polars.Duration.*pyarrow.int64\(\).*cast_column"),
+        (import_module("pandas").Period("2020-01"), r"Period.*to_timestamp"),
+    ],
+)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_values_that_no_tensor_has_name_what_converts_them(
+    tmp_path: Path, value: Any, words: str, in_list: bool
+) -> None:
+    rows = [[value]] * 9 if in_list else [value] * 9
+    given: dict[str, Any] = {"pandas": import_module("pandas").Series(rows, dtype=object)}
+    if "Period" not in words:
+        given |= {"polars": polars.Series(rows), "arrow": arrow.array(rows)}
+    for column in given.values():
+        with pytest.raises(SchemaError, match=f"row 0, field 'x.*': found {words}"):
+            build(tmp_path / "s", ColumnDataset({"x": column}))
+
+
+@pytest.mark.parametrize("kind", [arrow.int32(), arrow.float64(), arrow.timestamp("us")], ids=str)
+@pytest.mark.parametrize("row", [0, 3, NUM_ROWS - 1])
+def test_none_that_a_format_gives_another_dtype_is_refused_at_its_row(
+    tmp_path: Path, kind: Any, row: int
+) -> None:
+    column = arrow.array(with_none([1] * NUM_ROWS, {row}), kind)
+    rows = import_module("datasets").Dataset(arrow.table({"x": column})).with_format("numpy")
+    with pytest.raises(SchemaError, match=rf"row {row}, field 'x': it is None.*with_format\(None"):
+        build(tmp_path / "s", rows)
+    assert build(tmp_path / "s", rows.with_format(None))[row]["x"] is None
+    if kind != arrow.timestamp("us"):
+        others = [other for other in range(NUM_ROWS) if other != row]
+        assert build(tmp_path / "t", rows.select(others))[0]["x"] == 1
+
+
+@pytest.mark.parametrize(
     "column",
     [
         polars.Series([object()] * 3, dtype=polars.Object),
@@ -262,8 +377,11 @@ def test_lists_that_differ_in_rows_that_are_not_read_first_are_stored(tmp_path: 
     ]
     table = arrow.Table.from_pylist(rows)
     import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=8)
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
     for name, dataset in {
         "arrow": ColumnDataset(table),
+        "pandas": ColumnDataset(import_module("pandas").DataFrame(columns)),
+        "lists": ColumnDataset(columns),
         "parquet": Subset(ColumnDataset(tmp_path / "a.parquet"), range(NUM_ROWS)),
         "joined": ConcatDataset([ColumnDataset(table.slice(0, 1)), ColumnDataset(table.slice(1))]),
         "library": import_module("datasets").Dataset(table),
