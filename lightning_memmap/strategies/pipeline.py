@@ -67,9 +67,9 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         process_group_backend: As for Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: ``data_parallel_size``, ``num_microbatches`` or the schedule is out of range; at
-            set-up, they or the stages do not match the processes, or an option of the Trainer is
-            not supported.
+        ValueError: ``data_parallel_size``, ``num_microbatches`` or the schedule is out of range, or
+            does not match the processes; at set-up, the stages do not match them, or an option of
+            the Trainer is not supported.
         UnsuitableModuleError: At set-up, the module has no ``stages`` or no ``loss``.
     """
 
@@ -133,11 +133,13 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         return {"num_replicas": self.sizes[0], "rank": self._ranks[0]}
 
     @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        check_schedule(self._schedule, self._num, self.sizes[1])
+
+    @override
     def setup_environment(self) -> None:
         self._pipeline = None
-        self.set_world_ranks()
-        # Wrong options are refused before the processes wait for each other.
-        check_schedule(self._schedule, self._num, self.sizes[1])
         super().setup_environment()
         self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
