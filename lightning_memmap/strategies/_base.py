@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -268,8 +269,9 @@ class OneProcess(SuperBatchMixin, OneNode):
             raise ValueError(
                 f"strategy={self.strategy_name!r} is one process, and this program was started in"
                 " several, by torchrun, srun or another Trainer: each would train all rows by"
-                " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
-                " model in all of them"
+                " itself. Start it once; use strategy='memmap_superbatch_ddp', which trains one"
+                " model in all of them; or, after the other Trainer, call"
+                " torch.distributed.destroy_process_group() and go on with rank 0 alone"
             )
         super()._configure_launcher()
 
@@ -286,6 +288,9 @@ class OneProcess(SuperBatchMixin, OneNode):
 
 def started_in_several(environment: ClusterEnvironment) -> bool:
     """Whether this process is one of several that were started to train together."""
+    # An earlier Trainer has left its process group, in which this process would wait for others.
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return True
     if not isinstance(environment, LightningEnvironment):
         # Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
         return environment.world_size() > 1
