@@ -3,11 +3,13 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from types import MethodType
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ from torchmetrics.wrappers import Running
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import current, send
-from lightning_memmap.strategies.microbatch import PartLog, logged_in
+from lightning_memmap.strategies._base import STEPS
+from lightning_memmap.strategies.microbatch import PartLog, logged_in, weighted_mean
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
@@ -30,7 +33,7 @@ _MAX_DEPTH = 4
 #: Most attributes are of these types, in which there are none.
 _PLAIN = {bool, int, float, str, type(None), set, OrderedDict}
 #: What Lightning compiles of a module.
-_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_COMPILED = ("forward", *STEPS)
 #: What a layer has, by name. Of a metric, its states are among them.
 _Attributes = dict[str, Any]
 
@@ -320,21 +323,18 @@ def _merge(metric: Metric, earlier: _Attributes, replicas: Sequence[_Attributes]
 def _set_states(target: Metric, parts: Sequence[_Attributes]) -> None:
     """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
     updated = [part for part in parts if part["_update_count"]]
-    total = sum(part["_update_count"] for part in updated)
+    counts = [part["_update_count"] for part in updated]
+    total = sum(counts)
     for name, reduction in target._reductions.items() if total else ():
-        values = [part[name] for part in updated]
-        device = target.device
+        values = [move_data_to_device(part[name], target.device) for part in updated]
+        merge: Any = reduction
         if isinstance(values[0], list):
-            merged: Any = [item.to(device) for value in values for item in value]
+            merged: Any = [*chain(*values)]
         elif reduction is dim_zero_cat:
-            merged = torch.cat([value.to(device) for value in values])
+            merged = torch.cat(values)
+        elif reduction is dim_zero_mean:
+            merged = weighted_mean(values, counts, target.device)
         else:
-            stacked = torch.stack([value.to(device) for value in values])
-            if reduction is dim_zero_mean:
-                shares = [part["_update_count"] / total for part in updated]
-                merged = torch.tensordot(torch.tensor(shares).to(stacked), stacked, dims=1)
-            else:
-                merge: Any = reduction
-                merged = merge(stacked)
+            merged = merge(torch.stack(values))
         setattr(target, name, merged)
     target._update_count, target._computed = total, None
