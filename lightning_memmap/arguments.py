@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
@@ -50,6 +51,24 @@ class BriefParser(ArgumentParser):
         words = sys.argv[1:] if given is None else given
         self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
         return super().parse_args(*args, **kwargs)
+
+    @override
+    def instantiate(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the objects of a config, or raise what a strategy raised."""
+        # The Trainer takes a name or a strategy, and jsonargparse says only that it is no name.
+        raised: list[Exception] = []
+
+        def make(kind: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
+            try:
+                return kind(*args, **kwargs)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        try:
+            return super().instantiate(*args, instantiators=[(make, Strategy, True)], **kwargs)
+        except ValueError as error:
+            raise (raised or [error])[0]  # noqa: B904
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -128,10 +147,11 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         return f"{message.partition(':')[0]}: there is no file {path!r}{nearest_file(path)}"
     elif match := _WRONG_CLASS.search(message):
         module, _, name = (match[1] or match[2]).rpartition(".")
-        names = [path.rpartition(".")[2] for path in known_classes(parser)]
+        paths = {path.rpartition(".")[2]: path for path in known_classes(parser)}
         members = vars(sys.modules.get(module, object)).items()
-        names += [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
-        near = nearest(name, names)
+        names = [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
+        # Of the right name in the wrong module, the whole path.
+        near = nearest(name, [*paths, *names], lambda each: {name: paths.get(name)}.get(each, each))
     elif match := _NO_DATASET.search(message):
         near = ": let its class inherit from torch.utils.data.Dataset"
     if not near or match is None or near in message:

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import ArgumentError
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +16,7 @@ from lightning_memmap.arguments import BriefParser, print_error, read_config, re
 from lightning_memmap.commands.store_page import Section, values_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
@@ -48,13 +47,17 @@ class RowsOptions:
     """
 
     config: str
-    epoch: NonNegativeInt = 0
-    step: NonNegativeInt = 0
-    devices: PositiveInt | None = None
+    epoch: int = 0
+    step: int = 0
+    devices: int | None = None
     json: bool = False
     show: str | None = None
 
     def __post_init__(self) -> None:
+        check_integer("epoch", self.epoch, 0)
+        check_integer("step", self.step, 0)
+        if self.devices is not None:
+            check_integer("devices", self.devices, 1)
         if self.show is not None and self.json:
             raise ValueError(f"show={self.show!r} with json=True: give one of the two")
 

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat
-
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
@@ -54,7 +52,13 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
     if not found:
         names = ", ".join(variant.name for variant in all_variants())
         raise ValueError(f"variants={text!r}: name at least one, such as {names}")
-    return tuple(dict.fromkeys(found))
+    for variant in found:
+        if found.count(variant) > 1:
+            raise ValueError(
+                f"variants={text!r}: {variant.name} is there {found.count(variant)} times; name it"
+                " once, and choose by --repeats how often each is timed"
+            )
+    return tuple(found)
 
 
 def all_variants() -> tuple[Variant, ...]:
@@ -72,7 +76,9 @@ def all_variants() -> tuple[Variant, ...]:
 def _parse(name: str) -> Variant:
     strategy, plus, loader = name.partition("+")
     if strategy not in _NAMES or (plus and not _LOADER.fullmatch(loader)):
-        names = [start + end for start in _NAMES for end in ("", "+ideal", "+workers0")]
+        workers = "+workers" + (re.sub("[^0-9]", "", loader) or "0")
+        ends = ("", "+ideal", "+first_epoch", workers)
+        names = [start + end for start in _NAMES for end in ends]
         raise ValueError(
             f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
             f" A variant is a strategy ({', '.join(_NAMES)}),"
@@ -136,13 +142,19 @@ class ComparisonOptions:
     steps: int = 100
     warmup_steps: int = 10
     check_steps: int = 10
-    tolerance: NonNegativeFloat | None = None
-    timeout_s: PositiveFloat = 1800.0
+    tolerance: float | None = None
+    timeout_s: float = 1800.0
     out: str = "runs/compare"
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least)
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise ValueError(
+                f"tolerance={self.tolerance}: give a relative difference of at least 0, or omit it"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s}: give more than 0 seconds")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -32,12 +31,13 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.placement import data_parallel_rank
 
+#: By whose they are and their name, the actions of the Trainer that are parts of a step.
 _ACTIONS = {
-    r"\[\w+\]\.train_dataloader_next": "data",
-    r"\[Strategy\]\w+\.batch_to_device": "transfer",
-    r"\[Strategy\]\w+\.training_step": "forward",
-    r"\[Strategy\]\w+\.backward": "backward",
-    r"\[LightningModule\]\w+\.optimizer_step": "optimizer",
+    ("[_TrainingEpochLoop", "train_dataloader_next"): "data",
+    ("[Strategy", "batch_to_device"): "transfer",
+    ("[Strategy", "training_step"): "forward",
+    ("[Strategy", "backward"): "backward",
+    ("[LightningModule", "optimizer_step"): "optimizer",
 }
 #: An event in the compute stream, or seconds of `time.perf_counter`, whose zero has no meaning.
 Moment: TypeAlias = torch.Event | float
@@ -59,7 +59,6 @@ class StepClock(Profiler):
         super().__init__()
         self.is_on = False
         self._device = device
-        self._parts: dict[str, str | None] = {}
         self._open: list[tuple[str, Moment]] = []
         self._spans: list[_Span] = []
         self._ends: list[Moment] = []
@@ -67,12 +66,12 @@ class StepClock(Profiler):
 
     @override
     def start(self, action_name: str) -> None:
-        if self.is_on and (part := self._part(action_name)):
+        if self.is_on and (part := _part_of(action_name)):
             self._open.append((part, self.now()))
 
     @override
     def stop(self, action_name: str) -> None:
-        part = self._part(action_name)
+        part = _part_of(action_name)
         if self._open and self._open[-1][0] == part:
             _, begin = self._open.pop()
             outer = self._open[-1][0] if self._open else "other"
@@ -108,11 +107,10 @@ class StepClock(Profiler):
             found.append(parts)
         return found
 
-    def _part(self, action: str) -> str | None:
-        if action not in self._parts:
-            found = (part for pattern, part in _ACTIONS.items() if re.fullmatch(pattern, action))
-            self._parts[action] = next(found, None)
-        return self._parts[action]
+
+def _part_of(action: str) -> str | None:
+    owner, _, name = action.partition("]")
+    return _ACTIONS.get((owner, name.rpartition(".")[2]))
 
 
 def _seconds(begin: Any, end: Any) -> float:

@@ -3,7 +3,6 @@
 Hashes of rows add up from data devices to processes to the global batch.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
@@ -73,6 +72,7 @@ class HashedTransform(nn.Module):
         super().__init__()
         # As an attribute, a module is copied to the data device with this one.
         self.transform = transform
+        # All copies of this bound method, one for each data device, append to one list.
         self._note = hashes.append
         self._takes_generator = takes_generator(transform)
 
@@ -82,12 +82,6 @@ class HashedTransform(nn.Module):
         if self._takes_generator:
             return self.transform(batch, generator=generator)
         return self.transform(batch)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HashedTransform":
-        # All copies, one for each data device, append to one list.
-        other = HashedTransform(copy.deepcopy(self.transform, memo), [])
-        other._note = self._note
-        return other
 
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ

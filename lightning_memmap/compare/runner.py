@@ -125,42 +125,19 @@ class Comparison:
     """A comparison that is under way."""
 
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
-        self._options, self._console = options, console
-        self._config, self._trainer, left_out = shared_config(read_config(options.config))
-        is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-        accelerator = "cuda" if is_asked and torch.cuda.is_available() else "cpu"
-        precision = str(self._trainer.get("precision", "32-true"))
-        given = options.tolerance
+        self._options, self._console, self._command = options, console, command
+        self._config, self._trainer, self._left_out = shared_config(read_config(options.config))
         self._runs = Path(options.out).resolve() / "variants"
         self._results = {
             each: VariantResult(each.name) for each in parse_variants(options.variants)
         }
-        self._report = Report(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=command,
-            environment={},
-            settings={
-                **asdict(options),
-                "accelerator": accelerator,
-                "tolerance": default_tolerance(precision) if given is None else given,
-                "precision": precision,
-                "seed": self._config["seed_everything"],
-                "global_batch": 0,  # Known once the data is.
-            },
-            data={},
-            model={},
-            reference="",
-            variants=[*self._results.values()],
-            left_out=left_out,
-        )
-        self._expected: list[int] = []
         #: What the others are compared with.
         self._reference: CheckedRun | None = None
 
     def run(self) -> Report:
         """Do all runs. After Ctrl-C, the report, which is not written yet, has what is finished."""
+        self._report, self._expected = self._prepare()
         try:
-            self._prepare()
             # The single device with the store is the reference; without it, the first that runs.
             first = sorted(self._results, key=lambda each: each != Variant("auto"))
             # An ideal loader gives one batch again and again: there is nothing to check.
@@ -169,30 +146,46 @@ class Comparison:
             for repeat in range(1, self._options.repeats + 1):
                 self._do([*self._results], f"timed{repeat}")
         except KeyboardInterrupt:
-            if not self._report.data:
-                raise
             self._report.interrupted = True
             self._note("[yellow]interrupted: the report has what is finished[/]")
         self._finish()
         return self._report
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> tuple[Report, list[int]]:
         """Build the store, learn what all variants need, and remove an earlier comparison."""
-        report, out, started_s = self._report, self._runs.parent, monotonic()
+        options, out, started_s = self._options, self._runs.parent, monotonic()
         is_ours = (out / "report.json").exists() or self._runs.is_dir()
         if out.is_dir() and any(out.iterdir()) and not is_ours:
             raise ValueError(
-                f"out={self._options.out!r} holds something other than a comparison: choose"
+                f"out={options.out!r} holds something other than a comparison: choose"
                 " another folder"
             )
-        facts = prepare(self._config, self._options.devices, self._options.check_steps)
-        report.environment, report.data = facts["environment"], facts["data"]
-        report.model, self._expected = facts["model"], facts["expected"]
-        report.settings["global_batch"] = report.data["batch_size"] * self._options.devices
+        is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        precision = str(self._trainer.get("precision", "32-true"))
+        given = options.tolerance
+        facts = prepare(self._config, options.devices, options.check_steps)
+        expected = facts.pop("expected")
+        report = Report(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=self._command,
+            settings={
+                **asdict(options),
+                "accelerator": "cuda" if is_asked and torch.cuda.is_available() else "cpu",
+                "tolerance": default_tolerance(precision) if given is None else given,
+                "precision": precision,
+                "seed": self._config["seed_everything"],
+                "global_batch": facts["data"]["batch_size"] * options.devices,
+            },
+            reference="",
+            variants=[*self._results.values()],
+            left_out=self._left_out,
+            **facts,
+        )
         shutil.rmtree(self._runs, ignore_errors=True)
         for name in ("report.json", "report.html"):
             (out / name).unlink(missing_ok=True)
         self._note_run("store, model and data", "done", started_s)
+        return report, expected
 
     def _spec(self, kind: RunKind, folder: str, variant: Variant) -> RunSpec:
         options, settings, is_timed = self._options, self._report.settings, kind == "timed"

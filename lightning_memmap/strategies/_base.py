@@ -3,9 +3,10 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,6 +40,8 @@ from lightning_memmap.placement import (
 )
 from lightning_memmap.schema import Masked
 
+#: The methods of a module in which it computes.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Steps that are prepared ahead on a device that works asynchronously.
 _PREFETCH = 2
 
@@ -55,22 +58,16 @@ class SuperBatchMixin(Strategy):
             check_integer("prefetch", prefetch, 0, "steps to prefetch, 0 for none")
         self._prefetch = prefetch
 
-    if TYPE_CHECKING:
-
-        @property
-        def data_devices(self) -> tuple[torch.device, ...]:
-            """The devices of this process that hold shards and serve batches."""
+    @property
+    def data_devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process that hold shards and serve batches."""
+        return (self.root_device,)
 
     @property
     def module(self) -> LightningModule:
         """The module that is trained."""
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError(
-                f"strategy={self.strategy_name!r} is not set up: call fit, validate, test or"
-                " predict of a Trainer that has it"
-            )
-        return module
+        assert self.lightning_module is not None, "the Trainer has not set up this strategy"
+        return self.lightning_module
 
     @property
     def data_topology(self) -> DataTopology:
@@ -150,11 +147,6 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
     _row_weight = 1.0
     _fetcher: Any = None
 
-    @property
-    def data_devices(self) -> tuple[torch.device, ...]:
-        """The devices of this process that hold shards and serve batches."""
-        return (self.root_device,)
-
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -215,8 +207,9 @@ class OneNode(SingleDeviceStrategy):
     """A strategy on one machine, one of whose devices is the root device of this process."""
 
     strategy_name: str
-    #: What an error says of several machines; ``{}`` stands for the name of the strategy.
+    #: What errors say of several machines and processes, after the name of the strategy.
     several_nodes: ClassVar[str]
+    several_processes: ClassVar[str]
     # The Trainer sets these.
     cluster_environment: ClusterEnvironment | None = None
     parallel_devices: Sequence[torch.device] = ()
@@ -235,18 +228,42 @@ class OneNode(SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes != 1:
             raise ValueError(
-                f"num_nodes={self.num_nodes}: {self.several_nodes.format(self.strategy_name)}"
+                f"num_nodes={self.num_nodes}: {self.strategy_name} {self.several_nodes}"
             )
+        if self.is_one_of_several():
+            raise ValueError(f"strategy={self.strategy_name!r} {self.several_processes}")
         self.check_devices()
         super()._configure_launcher()
+
+    def is_one_of_several(self) -> bool:
+        """Whether this process is one of several that were started to train together."""
+        environment = self.cluster_environment
+        assert environment is not None
+        # An earlier Trainer has left its process group, where this process would wait for others.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return True
+        if not isinstance(environment, LightningEnvironment):
+            # Lightning finds the environment: an interactive shell of Slurm is not Slurm's.
+            return environment.world_size() > 1
+        # This one counts only the processes that it starts itself; those that others started show
+        # in its rank. A Trainer that has started processes removes their number at its end, but not
+        # the rank.
+        return environment.creates_processes_externally and (
+            environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+        )
 
 
 class OneProcess(SuperBatchMixin, OneNode):
     """One process on one machine, with the Trainer's devices as data devices, or devices given."""
 
     several_nodes = (
-        "{} is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for"
-        " several"
+        "is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for several"
+    )
+    several_processes = (
+        "is one process, and this program was started in several, by torchrun, srun or another"
+        " Trainer: each would train all rows by itself. Start it once; use"
+        " strategy='memmap_superbatch_ddp', which trains one model in all of them; or, after the"
+        " other Trainer, call torch.distributed.destroy_process_group() and go on with rank 0 alone"
     )
 
     def __init__(
@@ -262,39 +279,10 @@ class OneProcess(SuperBatchMixin, OneNode):
             )
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
 
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and started_in_several(self.cluster_environment):
-            raise ValueError(
-                f"strategy={self.strategy_name!r} is one process, and this program was started in"
-                " several, by torchrun, srun or another Trainer: each would train all rows by"
-                " itself. Start it once, or use strategy='memmap_superbatch_ddp', which trains one"
-                " model in all of them"
-            )
-        super()._configure_launcher()
-
-    @override
-    def check_devices(self) -> None:
-        for device in self.data_devices:
-            check_device(device)
-
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that hold shards and serve batches."""
         return tuple(self.parallel_devices if self._explicit is None else self._explicit)
-
-
-def started_in_several(environment: ClusterEnvironment) -> bool:
-    """Whether this process is one of several that were started to train together."""
-    if not isinstance(environment, LightningEnvironment):
-        # Lightning finds the environment: an interactive shell of Slurm, for one, is not Slurm's.
-        return environment.world_size() > 1
-    # This one counts only the processes that it starts itself; those that others started show in
-    # its rank. A Trainer that has started processes removes their number at its end, but not the
-    # rank.
-    return environment.creates_processes_externally and (
-        environment.local_rank() > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    )
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -305,6 +293,7 @@ def _device(name: str | torch.device) -> torch.device:
     # "cuda" and "cuda:0" are one device, and are compared.
     if device.type not in ("cpu", "meta") and device.index is None:
         device = torch.device(device.type, 0)
+    check_device(device)
     return device
 
 
@@ -334,17 +323,13 @@ def parameters_by_stage(
 ) -> list[tuple[int | None, str, nn.Parameter]]:
     """The stage, None outside of all, and the name of each parameter; two cannot share one."""
     names = {child: f"{name}." for name, child in module.named_modules()}
-    places: dict[nn.Module, int | None] = dict.fromkeys(module.modules())
-    found: list[tuple[int | None, str, nn.Parameter]] = []
-    for index, stage in enumerate(stages):
-        places |= dict.fromkeys(stage.modules(), index)
-        for child in stage.modules():
-            own = child.named_parameters(recurse=False)
-            found += [(index, names.get(child, "(no attribute).") + name, p) for name, p in own]
-    for child, place in places.items():
-        if place is None:
-            own = child.named_parameters(recurse=False)
-            found += [(None, (names[child] + name).lstrip("."), p) for name, p in own]
+    staged = [(index, child) for index, stage in enumerate(stages) for child in stage.modules()]
+    outside = names.keys() - {child for _, child in staged}
+    found = [
+        (place, (names.get(child, "(no attribute).") + name).lstrip("."), parameter)
+        for place, child in (*staged, *((None, child) for child in names if child in outside))
+        for name, parameter in child.named_parameters(recurse=False)
+    ]
     first: dict[nn.Parameter, tuple[int | None, str]] = {}
     for place, name, parameter in found:
         other, other_name = first.setdefault(parameter, (place, name))

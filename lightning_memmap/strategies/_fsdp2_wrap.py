@@ -1,13 +1,14 @@
-"""Sharding a module with FSDP2: units, the values to begin with, checkpoints."""
+"""Sharding a module with FSDP2: values to begin with, units, checkpoints."""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.init import _has_meta_device_parameters_or_buffers, _materialize
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -23,14 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
+from lightning_memmap.strategies._base import STEPS
 
 #: They are never called themselves: their items are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 #: Their running statistics stay float32 in mixed precision, which requires float32 parameters.
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+@torch.no_grad()
 def shard_module(
     module: L.LightningModule,
     units: Sequence[nn.Module],
@@ -40,12 +42,17 @@ def shard_module(
     reshard_after_forward: bool | int | None,
     **options: Any,
 ) -> None:
-    """Shard units, and then the module, over the processes of a mesh; all of them must call it."""
-    for name, parameter in module.named_parameters():
+    """Give a module the values of rank 0 on a device, and shard its units, and then itself."""
+    for parameter, tied in _names(module).items():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor already: memmap_fsdp2 shards the module itself; omit that"
+                f"{tied[0]} is a DTensor already: memmap_fsdp2 shards the module itself; omit that"
                 " from configure_model, or use Lightning's ModelParallelStrategy"
+            )
+        if parameter.is_meta and len(tied) > 1:
+            raise UnsuitableModuleError(
+                f"{' and '.join(tied)}: one parameter on the meta device, which would become"
+                f" {len(tied)}; build the modules that share it on the CPU"
             )
     roots = [module] if module.automatic_optimization else _roots_by_hand(module)
     policies = dict.fromkeys([*units, *roots], policy)
@@ -54,16 +61,18 @@ def shard_module(
         normed = [each for each in module.modules() if isinstance(each, _STATISTICS)]
         policies |= dict.fromkeys(filter(_has_parameters, normed), exact)
 
-    def shard(unit: nn.Module) -> None:
-        if unit in policies:
-            own = policies[unit]
+    for each in dict.fromkeys(_post_order(module)):
+        if _has_meta_device_parameters_or_buffers(each, recurse=False):
+            _materialize(each, device)
+        for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
+            tensor.data = tensor.data.to(device)
+            broadcast(tensor, 0)
+        if (own := policies.get(each)) is not None:
             # By default FSDP2 keeps what the root gathered, and frees all else.
             reshard = False if own is exact else reshard_after_forward
-            fully_shard(unit, reshard_after_forward=reshard, mp_policy=own, **options)
-
-    _initialise(module, device, shard)
+            fully_shard(each, reshard_after_forward=reshard, mp_policy=own, **options)
     if module in policies:
-        for name in _STEPS:
+        for name in STEPS:
             register_fsdp_forward_method(module, name)
 
 
@@ -82,26 +91,25 @@ def choose_units(
 
 
 def default_units(root: nn.Module, min_parameters: int) -> list[nn.Module]:
-    """The items of the largest ``ModuleList`` or ``Sequential``, if large enough; bottom up."""
+    """The items of the largest ``ModuleList`` or ``Sequential``, if large enough."""
     # And other modules of the same classes, unless these are torch's own. The largest is the one
     # whose items have the most parameters, without the largest item: around a list of blocks there
     # may be another list, with little beside them.
     best: list[nn.Module] = []
-    most = 0
-    for child in _post_order(root):
-        if child is root or not isinstance(child, (nn.ModuleList, nn.Sequential)):
+    most = -1
+    _, *below = root.modules()
+    for child in below:
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
             continue
         sizes = sorted(map(_num_parameters, child))
-        # Of equals the outer one, which comes later.
-        if sizes and sum(sizes[:-1]) >= most:
+        # Of equals the outer one, which comes first.
+        if sizes and sum(sizes[:-1]) > most:
             best, most = _called(child), sum(sizes[:-1])
     classes = {type(item) for item in best if not type(item).__module__.startswith("torch.nn.")}
     return [
         unit
-        for unit in _post_order(root)
-        if unit is not root
-        and (unit in best or type(unit) in classes)
-        and _num_parameters(unit) >= min_parameters
+        for unit in below
+        if (unit in best or type(unit) in classes) and _num_parameters(unit) >= min_parameters
     ]
 
 
@@ -121,23 +129,9 @@ def _called(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _post_order(root: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, children before their parents, in the order of registration."""
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                yield from visit(child)
-            yield module
-
-    return visit(root)
-
-
 def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
-    """The modules below ``root`` of classes, or of their names; subclasses count. Bottom up."""
-    below = [module for module in _post_order(root) if module is not root]
+    """The modules below ``root`` of classes, or of their names; subclasses count."""
+    _, *below = root.modules()
     found = set()
     for wanted in classes:
         matches = [module for module in below if _is_of(module, wanted)]
@@ -210,49 +204,11 @@ def recompute(module: nn.Module, units: Sequence[nn.Module]) -> None:
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
-# Values to begin with
-
-
-def _check_materialisable(root: nn.Module) -> None:
-    missing = sorted(
-        {
-            type(module).__name__
-            for module in root.modules()
-            if any(tensor.is_meta for tensor in _own_tensors(module))
-            and not callable(getattr(module, "reset_parameters", None))
-        }
-    )
-    if missing:
-        raise UnsuitableModuleError(
-            f"{', '.join(missing)}: on the meta device, and without a method reset_parameters()"
-            " that initialises the module's own parameters and buffers; define it, or build the"
-            " module on the CPU"
-        )
-    for parameter, tied in _names(root).items():
-        if parameter.is_meta and len(tied) > 1:
-            raise UnsuitableModuleError(
-                f"{' and '.join(tied)}: one parameter on the meta device, which would become"
-                f" {len(tied)}; build the modules that share it on the CPU"
-            )
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-
-
-@torch.no_grad()
-def _initialise(root: nn.Module, device: torch.device, shard: Callable[[nn.Module], None]) -> None:
-    """Give each module the values of rank 0 on a device, and shard it, children before parents."""
-    _check_materialisable(root)
-    for module in _post_order(root):
-        if any(tensor.is_meta for tensor in _own_tensors(module)):
-            module.to_empty(device=device, recurse=False)
-            reset: Any = module.reset_parameters
-            reset()
-        for tensor in _own_tensors(module):
-            tensor.data = tensor.data.to(device)
-            broadcast(tensor, 0)
-        shard(module)
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    """Children before their parents, in the order of registration: that in which they were made."""
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
 
 
 # Checkpoints

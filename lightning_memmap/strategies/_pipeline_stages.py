@@ -1,8 +1,7 @@
 """The stages of a pipeline, how batches go through them, and what processes exchange."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning_utilities.core.apply_func import apply_to_collection
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -28,6 +26,7 @@ from lightning_memmap.strategies._base import (
     parameters_by_stage,
     stages_given_by,
 )
+from lightning_memmap.strategies.microbatch import WITH_ROWS
 
 #: By name, the schedules of torch.
 SCHEDULES: dict[str, Any] = {
@@ -38,7 +37,6 @@ SCHEDULES: dict[str, Any] = {
 #: Number of schedules that are kept, each with buffers for all of its micro-batches. One is enough
 #: unless shapes differ by more than rows, as of padded text, or parameters are frozen in turn.
 _MAX_KEPT = 4
-_WITH_ROWS = (Tensor, TensorDictBase)
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
 #: Many small tensors as few large ones; torch has no public names for these functions.
@@ -116,10 +114,9 @@ def keep_local(
             # If a tensor of it is on the meta device, all are reset by reset_parameters.
             _materialize_distributed_module(stage, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
-        with _same_parameters():
-            for index, stage in enumerate(stages):
-                if index not in local:
-                    stage._apply(lambda t: t if id(t) in kept else t.to("meta"))
+        for tensor in [tensor for stage in stages for tensor in module_tensors(stage)]:
+            if id(tensor) not in kept:
+                _forget(tensor)
     module.pipeline_split = split
     for each in (module, *local.values()):
         # What `to` is made of, which would refuse what is on the meta device.
@@ -129,15 +126,12 @@ def keep_local(
     return local
 
 
-@contextmanager
-def _same_parameters() -> Iterator[None]:
-    """Let `Module._apply` keep parameters the same objects, and tied ones tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+def _forget(tensor: Tensor) -> None:
+    """Move a tensor to the meta device, where it stays the same object for all that have it."""
+    empty = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:
@@ -177,6 +171,7 @@ class StagePipeline:
 
     def __init__(
         self,
+        module: nn.Module,
         stages: Mapping[int, nn.Module],
         num_stages: int,
         schedule: str,
@@ -184,6 +179,7 @@ class StagePipeline:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
+        self._module = module
         self._stages = stages
         self._num_stages = num_stages
         self._schedule = schedule
@@ -206,10 +202,9 @@ class StagePipeline:
         num_rows: int,
         batch: Any,
         loss: Callable[[Any, Any], Tensor],
-        frozen: Hashable,
     ) -> Tensor:
         """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
-        schedule, length = self._run(args, num_rows, frozen)
+        schedule, length = self._run(args, num_rows)
         losses: list[Tensor] = []
         if self._has_last:
             _check_rows(batch, num_rows)
@@ -239,9 +234,9 @@ class StagePipeline:
         dist.broadcast(total, self._last, group=self._group)
         return total
 
-    def evaluate(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> Any:
+    def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""
-        schedule, length = self._run(args, num_rows, frozen)
+        schedule, length = self._run(args, num_rows)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             output = schedule.eval(*self._padded(args, num_rows, length), target=self._numbers)
@@ -253,10 +248,6 @@ class StagePipeline:
                 output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
             return broadcast_nested(output, self._last, self._group, self._device)
 
-    def close(self) -> None:
-        """Drop all schedules and their buffers."""
-        self._runs.clear()
-
     def _padded(self, args: Sequence[Tensor], num_rows: int, length: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
         if 0 not in self._stages:
@@ -267,13 +258,14 @@ class StagePipeline:
             rows += first + first[-1:] * (length - len(first))
         return [arg[rows] for arg in args] if len(rows) > num_rows else list(args)
 
-    def _run(self, args: Sequence[Tensor], num_rows: int, frozen: Hashable) -> tuple[Any, int]:
+    def _run(self, args: Sequence[Tensor], num_rows: int) -> tuple[Any, int]:
         """The schedule of a batch, and the rows of its micro-batches."""
         key = (
             tuple((arg.shape[1:], arg.dtype) for arg in args),
             torch.is_autocast_enabled(self._device.type),
             torch.get_default_dtype(),
-            frozen,
+            # Of all stages: the processes make their schedules together.
+            tuple(parameter.requires_grad for parameter in self._module.parameters()),
         )
         size = -(-num_rows // self._num)
         if key not in self._runs or self._runs[key][1] < size:
@@ -338,7 +330,7 @@ def _rows_of(batch: Any, rows: range) -> Any:
     def part(leaf: Any) -> Any:
         return leaf[rows.start : rows.stop] if leaf.ndim else leaf
 
-    return apply_to_collection(batch, _WITH_ROWS, part)
+    return apply_to_collection(batch, WITH_ROWS, part)
 
 
 def _check_rows(batch: Any, num_rows: int) -> None:
@@ -350,7 +342,7 @@ def _check_rows(batch: Any, num_rows: int) -> None:
                 " others from the batch"
             )
 
-    apply_to_collection(batch, _WITH_ROWS, check)
+    apply_to_collection(batch, WITH_ROWS, check)
 
 
 # What processes exchange outside of a schedule
@@ -358,10 +350,9 @@ def _check_rows(batch: Any, num_rows: int) -> None:
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Broadcast tensors in place from the first process of a group to the others."""
-    if dist.get_world_size(group) > 1:
-        source = dist.get_global_rank(group, 0)
-        for tensor in tensors:
-            broadcast(tensor, source, group)
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        broadcast(tensor, source, group)
 
 
 def broadcast_nested(

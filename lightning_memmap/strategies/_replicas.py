@@ -3,12 +3,13 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from types import MethodType
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torchmetrics.wrappers import Running
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import current, send
-from lightning_memmap.strategies.microbatch import PartLog, logged_in
+from lightning_memmap.strategies._base import STEPS
+from lightning_memmap.strategies.microbatch import PartLog, logged_in, weighted_mean
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
@@ -31,7 +33,7 @@ _MAX_DEPTH = 4
 #: Most attributes are of these types, in which there are none.
 _PLAIN = {bool, int, float, str, type(None), set, OrderedDict}
 #: What Lightning compiles of a module.
-_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_COMPILED = ("forward", *STEPS)
 #: What a layer has, by name. Of a metric, its states are among them.
 _Attributes = dict[str, Any]
 
@@ -53,6 +55,8 @@ class Replicas(nn.Module):
         others = dict.fromkeys(device for device in devices if device != devices[0])
         self.copies = {device: _Copy(module, device) for device in others}
         self._layers: list[Any] = []
+        #: Of the last step, the layers, and what their parameters and buffers were.
+        self._known: tuple[list[Any], list[Any]] = [], []
         #: All that metrics consist of, with which the replicas of all devices take turns.
         self._metrics: list[Any] = []
 
@@ -68,9 +72,11 @@ class Replicas(nn.Module):
             for part, log, device, (layers, attributes) in zip(
                 parts, self.logs, self.devices, turns, strict=False
             ):
-                with _given(layers, attributes), current(device), logged_in(layers[0], log):
+                _give(layers, attributes)
+                with current(device), logged_in(layers[0], log):
                     results.append(getattr(layers[0], name)(part, *args, **kwargs))
         finally:
+            _give(*turns[0])
             counts = zip(*(own[len(self._layers) :] for _, own in turns), strict=True)
             with torch.inference_mode(False), torch.no_grad():
                 for metric, before, counted in zip(self._metrics, earlier, counts, strict=True):
@@ -85,12 +91,18 @@ class Replicas(nn.Module):
         layers = self._layers if copy is None else [*copy.layers.values()]
         attributes = [vars(each) for each in layers]
         if device in self.devices[:index]:
-            buffers = [b for each in layers for b in each._buffers.values() if b is not None]
-            own = {each: each.clone() for each in buffers}
-            attributes = [_apart(each, own) for each in attributes]
+            attributes = [each.copy() for each in attributes]
+            clones: dict[Any, Any] = {None: None}
+            for each in attributes:
+                if buffers := each["_buffers"]:
+                    clones |= {b: b.clone() for b in buffers.values() if b not in clones}
+                    each["_buffers"] = {name: clones[b] for name, b in buffers.items()}
         metrics = [vars(each) for each in self._metrics]
         if index:
-            metrics = [each.copy() if copy is None else copy.mapped(each) for each in metrics]
+            metrics = [
+                each.copy() if copy is None else copy.mapped(each, _references(each))
+                for each in metrics
+            ]
         for metric, counted in zip(self._metrics, metrics, strict=True):
             if isinstance(metric, Metric):
                 _count_from_nothing(counted, device)
@@ -104,10 +116,15 @@ class Replicas(nn.Module):
         every = [*self._layers, *self._metrics]
         registered = (own.values() for e in every for own in (e._parameters, e._buffers))
         tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
+        kinds = [(id(each), each.shape, each.dtype, each.requires_grad) for each in tensors]
+        is_new, self._known = self._known != (self._layers, kinds), (self._layers, kinds)
+        references = [_references(vars(each)) for each in self._layers]
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             for each in self.copies.values():
-                each.follow(self._layers, tensors)
+                if is_new:
+                    each.renew(self._layers, tensors)
+                each.follow(self._layers, references, is_new)
             for some in _in_buckets(tensors) if with_values else ():
                 flat = _utils._flatten_dense_tensors(some)
                 for device, copy in self.copies.items():
@@ -136,28 +153,19 @@ class Replicas(nn.Module):
                 torch._foreach_add_([totals[grad] for grad in some], sent)
 
 
-@contextmanager
-def _given(layers: Sequence[nn.Module], attributes: Sequence[_Attributes]) -> Iterator[None]:
-    """Let layers have other attributes within the context."""
-    before = [vars(each) for each in layers]
-    try:
-        _give(layers, attributes)
-        yield
-    finally:
-        _give(layers, before)
-
-
 def _give(layers: Iterable[nn.Module], attributes: Iterable[_Attributes]) -> None:
+    """Let layers have other attributes."""
     for each, own in zip(layers, attributes, strict=True):
         object.__setattr__(each, "__dict__", own)
 
 
-def _apart(attributes: _Attributes, buffers: Mapping[Any, Tensor]) -> _Attributes:
-    """A copy of the attributes of a layer, with other buffers."""
-    own = attributes.copy()
-    if own["_buffers"]:
-        own["_buffers"] = {name: buffers.get(b, b) for name, b in own["_buffers"].items()}
-    return own
+def _references(attributes: _Attributes) -> _Attributes:
+    """The attributes of a layer in which there may be others, parameters or buffers."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if type(value) not in _PLAIN and not (type(value) is dict and not value)
+    }
 
 
 class _Copy:
@@ -179,28 +187,32 @@ class _Copy:
                 original = MethodType(original.__func__, self.layers[module])
             self._compiled[name] = context["dynamo_ctx"](original)
 
-    def follow(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor]) -> None:
-        """Make copies of what is new, and give all layers the attributes of the module's."""
+    def renew(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor]) -> None:
+        """Make copies of what is new, and forget those of what is gone."""
         known = self.layers
         self.layers = {each: known[each] if each in known else _alike(each) for each in layers}
-        before, self.tensors = self.tensors, {each: self._copy_of(each) for each in tensors}
+        self.tensors = {each: self._copy_of(each) for each in tensors}
         copies = (*self.layers.items(), *self.tensors.items())
         self._own = {id(each): own for each, own in copies}
-        _give(self.layers.values(), [self.mapped(vars(each)) for each in layers])
+
+    def follow(
+        self, layers: Sequence[nn.Module], references: Sequence[_Attributes], is_new: bool
+    ) -> None:
+        """Give all layers the attributes of the module's."""
+        pairs = zip(layers, references, strict=True)
+        _give(self.layers.values(), [self.mapped(vars(each), found) for each, found in pairs])
         vars(self.layers[layers[0]]).update(self._compiled)
         for own in self.layers.values():
             if isinstance(own, _DeviceDtypeModuleMixin):
                 vars(own)["_device"] = self._device
-            if isinstance(own, nn.RNNBase) and before.keys() != self.tensors.keys():
+            if isinstance(own, nn.RNNBase) and is_new:
                 # Otherwise cuDNN copies all weights in each step, and warns.
                 own.flatten_parameters()
 
-    def mapped(self, attributes: _Attributes) -> _Attributes:
+    def mapped(self, attributes: _Attributes, references: _Attributes) -> _Attributes:
         """A copy of the attributes of a layer, which leads to the layers of this device."""
-        return {
-            name: value if type(value) in _PLAIN else _mapped(value, self._own)
-            for name, value in attributes.items()
-        }
+        own = self._own
+        return attributes | {name: _mapped(value, own) for name, value in references.items()}
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
         mine = self.tensors.get(tensor)
@@ -311,21 +323,18 @@ def _merge(metric: Metric, earlier: _Attributes, replicas: Sequence[_Attributes]
 def _set_states(target: Metric, parts: Sequence[_Attributes]) -> None:
     """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
     updated = [part for part in parts if part["_update_count"]]
-    total = sum(part["_update_count"] for part in updated)
+    counts = [part["_update_count"] for part in updated]
+    total = sum(counts)
     for name, reduction in target._reductions.items() if total else ():
-        values = [part[name] for part in updated]
-        device = target.device
+        values = [move_data_to_device(part[name], target.device) for part in updated]
+        merge: Any = reduction
         if isinstance(values[0], list):
-            merged: Any = [item.to(device) for value in values for item in value]
+            merged: Any = [*chain(*values)]
         elif reduction is dim_zero_cat:
-            merged = torch.cat([value.to(device) for value in values])
+            merged = torch.cat(values)
+        elif reduction is dim_zero_mean:
+            merged = weighted_mean(values, counts, target.device)
         else:
-            stacked = torch.stack([value.to(device) for value in values])
-            if reduction is dim_zero_mean:
-                shares = [part["_update_count"] / total for part in updated]
-                merged = torch.tensordot(torch.tensor(shares).to(stacked), stacked, dims=1)
-            else:
-                merge: Any = reduction
-                merged = merge(stacked)
+            merged = merge(torch.stack(values))
         setattr(target, name, merged)
     target._update_count, target._computed = total, None

@@ -48,13 +48,11 @@ class DataParallelStrategy(OneProcess):
 
     #: Of ``Trainer(sync_batchnorm=True)``, which sets it.
     _layer_sync: Any = None
-    _replicas: Replicas | None = None
     # The name of the last step; "" before the first.
     _last = ""
 
     @override
     def check_devices(self) -> None:
-        super().check_devices()
         if self.data_devices[0] != self.root_device:
             raise ValueError(
                 f"data_devices={[str(device) for device in self.data_devices]}: the first must be"
@@ -101,17 +99,17 @@ class DataParallelStrategy(OneProcess):
             return batch if isinstance(batch, SuperBatch) else own(module, batch, dataloader_idx)
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
-        self._replicas, self._last = Replicas(module, self.data_devices), ""
+        self._last = ""
         if not self._is_alone:
             # By this, Lightning runs the steps of a module that is wrapped.
-            self.model, self._forward_redirection = self._replicas, self._step  # type: ignore[assignment]
+            self.model = Replicas(module, self.data_devices)
+            self._forward_redirection = self._step  # type: ignore[assignment]
 
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("_on_before_batch_transfer", None)
             self.model = self.lightning_module
-        self._replicas = None
         super().teardown()
 
     @override
@@ -129,6 +127,10 @@ class DataParallelStrategy(OneProcess):
             batches.append(super().batch_to_device(own, own_device, dataloader_idx))
         return MicroBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
 
+    def _scheduler_steps(self) -> set[tuple[Any, int]]:
+        found = (each.scheduler for each in self.lr_scheduler_configs)
+        return {(each, getattr(each, "last_epoch", 0)) for each in found}
+
     def _step(
         self, replicas: Replicas, module: Any, name: str, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -139,16 +141,14 @@ class DataParallelStrategy(OneProcess):
         # announces all of these changes: while it trains, the replicas always follow.
         replicas.pull(with_values=name == "training_step" or name != self._last)
         self._last = name
-        schedulers: list[Any] = [config.scheduler for config in self.lr_scheduler_configs]
-        counts = [getattr(scheduler, "last_epoch", 0) for scheduler in schedulers]
+        before = self._scheduler_steps()
         outputs = replicas.run(name, batch.parts, *args, **kwargs)
-        for scheduler, before in zip(schedulers, counts, strict=True):
-            if getattr(scheduler, "last_epoch", 0) != before:
-                raise RuntimeError(
-                    f"a step of the module steps the {type(scheduler).__name__}, which every"
-                    " replica under memmap_dp does: leave it to automatic optimization, or train"
-                    " with memmap_superbatch, memmap_superbatch_ddp or ddp"
-                )
+        for scheduler, _ in self._scheduler_steps() - before:
+            raise RuntimeError(
+                f"a step of the module steps the {type(scheduler).__name__}, which every replica"
+                " under memmap_dp does: leave it to automatic optimization, or train with"
+                " memmap_superbatch, memmap_superbatch_ddp or ddp"
+            )
         merge_logs(replicas.logs, batch, module)
         if name != "training_step":
             return batch.merge(outputs)

@@ -11,7 +11,6 @@ import lightning as L
 import torch
 import torchmetrics
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -29,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
@@ -86,7 +84,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         ValueError: An option is out of range, does not match the number of processes, or excludes
             another one or the Trainer's precision; at set-up, a class of ``wrap_classes`` is not
             in the module, or the module cannot be sharded as it is.
-        UnsuitableModuleError: At set-up, a module on the meta device cannot be initialised.
+        TypeError: At set-up, a module on the meta device cannot be initialised.
     """
 
     strategy_name = "memmap_fsdp2"
@@ -112,7 +110,15 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self._replicate_size = replicate_size
         self._reshard_after_forward = reshard_after_forward
         self._cpu_offload = cpu_offload
-        self._reduce_dtype = _floating_dtype("reduce_dtype", reduce_dtype)
+        dtype = (
+            getattr(torch, reduce_dtype, None) if isinstance(reduce_dtype, str) else reduce_dtype
+        )
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if reduce_dtype is not None and not is_float:
+            raise ValueError(
+                f"reduce_dtype={reduce_dtype!r}: give a floating-point dtype, such as 'bfloat16'"
+            )
+        self._reduce_dtype: torch.dtype | None = dtype
         self._activation_checkpointing = activation_checkpointing
         self._is_save_sharded = save_distributed_checkpoint
         if cpu_offload and process_group_backend is None:
@@ -128,13 +134,12 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        for device in self.parallel_devices or ():
-            check_device(device)
-            if self._cpu_offload and device.type != "cuda":
-                raise ValueError(
-                    f"cpu_offload=True with accelerator={device.type!r}: the shards are in host"
-                    " memory anyway; use GPUs, or omit it"
-                )
+        kind = self.root_device.type
+        if self._cpu_offload and kind != "cuda":
+            raise ValueError(
+                f"cpu_offload=True with accelerator={kind!r}: the shards are in host memory anyway;"
+                " use GPUs, or omit it"
+            )
         num, replicas = self.num_nodes * self.num_processes, self._replicate_size
         if num % replicas:
             raise ValueError(
@@ -246,8 +251,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
         With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         if self._is_save_sharded:
             is_new = not optimizer.state
             state = super().optimizer_state(optimizer)
@@ -308,10 +311,3 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(shard_state(state, optimizer))
-
-
-def _floating_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name}={value!r}: give a floating-point dtype, such as 'bfloat16'")
-    return dtype

@@ -17,7 +17,6 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -28,8 +27,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
-from lightning_memmap.placement import check_device
-from lightning_memmap.strategies._base import OneNode, started_in_several
+from lightning_memmap.strategies._base import OneNode
 from lightning_memmap.tables import BAD, TitledTable, make_table, text
 
 #: Which member a process trains. A user who sets it trains this one alone.
@@ -205,7 +203,8 @@ class IndependentStrategy(OneNode):
     Raises:
         ValueError: ``num_members`` is below 1 or below the number of devices, the environment
             variable ``LIGHTNING_MEMMAP_MEMBER`` is not a member, the Trainer asks for more than
-            one node, the program was started in several processes, or it is a notebook.
+            one node, or the program was started in several processes.
+        MisconfigurationException: The program is a notebook, and there are several members.
         MemberError: With ``raise_on_failure``, at the end of a stage in which a member failed.
     """
 
@@ -213,8 +212,14 @@ class IndependentStrategy(OneNode):
     #: Members have no common result that could be compared with that of another strategy.
     trains_one_model = False
     several_nodes = (
-        "members exchange nothing, so each machine can run some of them by itself: start the"
-        f" program there with {MEMBER_VARIABLE}=<member> for each"
+        "has members that exchange nothing, so each machine can run some of them by itself: start"
+        f" the program there with {MEMBER_VARIABLE}=<member> for each"
+    )
+    several_processes = (
+        "starts the processes of its members itself, and this program was already started in"
+        " several (by torchrun, srun or another Trainer): start it once, or once for each member"
+        f" with {MEMBER_VARIABLE}=<member>; to train one model in all of them, use"
+        " strategy='memmap_superbatch_ddp'"
     )
 
     def __init__(
@@ -240,14 +245,12 @@ class IndependentStrategy(OneNode):
         return _member_of_this_process() or 0
 
     @property
-    def num_processes(self) -> int:
-        """Processes of the run on this machine."""
-        return self.num_members
-
-    @property
     def num_members(self) -> int:
         """Members of the run: as given, or else the Trainer's devices."""
         return self._count or len(self.parallel_devices) or 1
+
+    # Processes of the run on this machine.
+    num_processes = num_members
 
     @property
     def results(self) -> MemberResults | None:
@@ -276,29 +279,20 @@ class IndependentStrategy(OneNode):
                 f"{MEMBER_VARIABLE}={self.member}: there are {self.num_members} members, counted"
                 " from 0"
             )
-        check_device(self.root_device)
+
+    @override
+    def is_one_of_several(self) -> bool:
+        environment = self.cluster_environment
+        # An earlier Trainer may have set a rank, which processes started from here would inherit.
+        is_ranked = (
+            isinstance(environment, LightningEnvironment)
+            and environment.creates_processes_externally
+        )
+        return is_ranked or super().is_one_of_several()
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        environment = self.cluster_environment
-        # An earlier Trainer may have set a rank, which processes started from here would inherit.
-        has_rank = isinstance(environment, LightningEnvironment) and (
-            environment.creates_processes_externally
-        )
-        if has_rank or (environment is not None and started_in_several(environment)):
-            raise ValueError(
-                "strategy='memmap_independent' starts the processes of its members itself, and this"
-                " program was already started in several (by torchrun, srun or another Trainer):"
-                f" start it once, or once for each member with {MEMBER_VARIABLE}=<member>; to train"
-                " one model in all of them, use strategy='memmap_superbatch_ddp'"
-            )
-        if _IS_INTERACTIVE and self.num_members > 1 and _member_of_this_process() is None:
-            raise ValueError(
-                "strategy='memmap_independent' runs the program again in a process for each member,"
-                " and a notebook cannot be run again: train them in a loop, with"
-                " MemmapDataModule(member=m) and a Trainer for each, or start a script"
-            )
         self._members = _Members(self.num_members, self._raise_on_failure)
         self._launcher = self._members
 
@@ -331,8 +325,6 @@ class IndependentStrategy(OneNode):
 class _Members(_SubprocessScriptLauncher):
     """Runs the stages of one member; in the process of member 0, starts the others before."""
 
-    #: `IndependentStrategy` has an error of its own for notebooks.
-    is_interactive_compatible = True
     # Of the whole program, however many Trainers it makes.
     _others: ClassVar[dict[int, Launched]] = {}
     _first_root: ClassVar[Path | None] = None
@@ -349,6 +341,12 @@ class _Members(_SubprocessScriptLauncher):
         self._raise_on_failure = raise_on_failure
         self._stage = ""
         self._call = 0
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        # A notebook cannot be run again by the other members.
+        return self._num_members == 1 or not self._is_first
 
     @override
     def launch(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
 
-_WITH_ROWS = (Tensor, TensorDictBase)
+#: What may have rows: its first dimension.
+WITH_ROWS = (Tensor, TensorDictBase)
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -54,7 +55,7 @@ class MicroBatches:
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
         """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
         # A TensorDict is indexed as a whole, though it is a mapping.
-        is_leaf = isinstance(batch, _WITH_ROWS)
+        is_leaf = isinstance(batch, WITH_ROWS)
         leaves = [batch] if is_leaf else [leaf for _, leaf in named_leaves(batch)]
         lengths = {-1 if is_variable(leaf) else _row_count(leaf) for leaf in leaves}
         num_rows = lengths.pop() if len(lengths) == 1 else -1
@@ -162,9 +163,7 @@ class MicroBatches:
         return None
 
     def _move(self, value: Any) -> Any:
-        if isinstance(value, _WITH_ROWS):
-            return value.detach().to(self.device)
-        return apply_to_collection(value, Tensor, lambda leaf: leaf.detach().to(self.device))
+        return apply_to_collection(value, WITH_ROWS, lambda leaf: leaf.detach().to(self.device))
 
 
 def _is_float(value: Any) -> bool:
@@ -173,7 +172,7 @@ def _is_float(value: Any) -> bool:
 
 def _row_count(value: Any) -> int:
     """Rows of a tensor or TensorDict; -1 for anything else."""
-    return value.shape[0] if isinstance(value, _WITH_ROWS) and len(value.shape) > 0 else -1
+    return value.shape[0] if isinstance(value, WITH_ROWS) and len(value.shape) > 0 else -1
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], device: torch.device) -> Tensor:

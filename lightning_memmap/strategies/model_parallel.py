@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import (
     module_tensors,
     parameters_by_stage,
@@ -72,8 +71,6 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        for device in self.parallel_devices:
-            check_device(device)
         plugin = self.precision_plugin
         is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
         by_hand = not self.module.automatic_optimization

@@ -10,7 +10,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +20,12 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks, module_tensors
+from lightning_memmap.strategies._base import (
+    STEPS,
+    RowWeighted,
+    SplitModuleChecks,
+    module_tensors,
+)
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
@@ -36,9 +40,6 @@ from lightning_memmap.strategies._pipeline_stages import (
     module_state,
 )
 from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
-
-#: The methods of a module in which it may be called.
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
@@ -67,9 +68,9 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         process_group_backend: As for Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: ``data_parallel_size``, ``num_microbatches`` or the schedule is out of range; at
-            set-up, they or the stages do not match the processes, or an option of the Trainer is
-            not supported.
+        ValueError: ``data_parallel_size``, ``num_microbatches`` or the schedule is out of range, or
+            does not match the processes; at set-up, the stages do not match them, or an option of
+            the Trainer is not supported.
         UnsuitableModuleError: At set-up, the module has no ``stages`` or no ``loss``.
     """
 
@@ -100,8 +101,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._pipeline: StagePipeline | None = None
         self._own_loss: Any = None
         self._averages = True
-        # The parameters of this process that losses were computed with since the last average.
-        self._trained: dict[nn.Parameter, None] = {}
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -133,11 +132,12 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         return {"num_replicas": self.sizes[0], "rank": self._ranks[0]}
 
     @override
-    def setup_environment(self) -> None:
-        self._pipeline = None
-        self.set_world_ranks()
-        # Wrong options are refused before the processes wait for each other.
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
         check_schedule(self._schedule, self._num, self.sizes[1])
+
+    @override
+    def setup_environment(self) -> None:
         super().setup_environment()
         self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
@@ -197,6 +197,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
         broadcast_tensors(tensors, self._group_of("dp"))
         self._pipeline = StagePipeline(
+            module,
             local,
             len(stages),
             self._schedule,
@@ -254,7 +255,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if self._pipeline is not None:
             for name in ("forward", "loss"):
                 vars(self.module).pop(name, None)
-            self._pipeline.close()
+            self._pipeline = None
             self._regroup_metrics(self._group_of("dp"), None)
         # The parent would also move the module to the CPU, and some of it has no memory.
         for each in (self.cluster_environment, self.precision_plugin, self.accelerator):
@@ -274,7 +275,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     def _forward(self, *args: Any) -> Any:
         """What ``self(inputs)`` of the module calls."""
         # Lightning notes here which method of the module it calls.
-        if self.module._current_fx_name not in _STEPS:
+        if self.module._current_fx_name not in STEPS:
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
                 " processes of its pipeline that may not call it: call it in training_step,"
@@ -284,25 +285,15 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if torch.is_grad_enabled():
             return _PendingOutput(args, num_rows)
         assert self._pipeline is not None
-        return self._pipeline.evaluate(args, num_rows, self._frozen)
-
-    @property
-    def _frozen(self) -> tuple[int, ...]:
-        """The parameters of the whole module that are not trained now."""
-        every = enumerate(self.module.parameters())
-        return tuple(index for index, each in every if not each.requires_grad)
+        return self._pipeline.evaluate(args, num_rows)
 
     def _loss(self, output: Any, batch: Any) -> Any:
         """What ``self.loss(output, batch)`` of the module calls."""
         if not isinstance(output, _PendingOutput):
             return self._own_loss(output, batch)
         assert self._pipeline is not None
-        local = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
-        with gradients_apart(local) as grads:
-            mean = self._pipeline.train(
-                output.args, output.num_rows, batch, self._micro_loss, self._frozen
-            )
-        self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
+        with gradients_apart(self._local_parameters()) as grads:
+            mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
         return loss_of(mean.to(self.module.dtype), grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
@@ -316,6 +307,9 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         return loss
 
     # Gradients
+
+    def _local_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if not parameter.is_meta]
 
     @contextmanager
     @override
@@ -331,9 +325,9 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         super().post_backward(closure_loss)
         if self._averages:
             # Not during the backward pass of the stages, as DDP would: what scales the loss after
-            # it, such as its weight, may differ between pipelines.
-            average_gradients(list(self._trained), self._group_of("dp"))
-            self._trained.clear()
+            # it, such as its weight, may differ between pipelines. What is averaged already stays.
+            trained = [each for each in self._local_parameters() if each.requires_grad]
+            average_gradients(trained, self._group_of("dp"))
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
@@ -363,8 +357,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
         Other ranks return that of their own stages. All ranks must call it.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         whole = optimizer.state_dict()
         whole["state"] = own = local_state(optimizer, whole["state"])
         if self._ranks[0] == 0:

@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
-from lightning_memmap.placement import check_device
 from lightning_memmap.strategies._base import RowWeighted
 
 
@@ -33,7 +32,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     Raises:
         ValueError: ``data_devices_per_process`` is below 1, does not divide the devices, or leaves
-            no device to hold data; ``prefetch`` is below 0; or a device does not exist.
+            no device to hold data; or ``prefetch`` is below 0.
     """
 
     strategy_name = "memmap_superbatch_ddp"
@@ -63,8 +62,6 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
                 "root_holds_data=False with 1 device per process: no device is left to hold data;"
                 " use at least data_devices_per_process=2"
             )
-        for device in devices:
-            check_device(device)
         super().set_world_ranks()
 
     @property

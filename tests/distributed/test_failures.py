@@ -1,4 +1,4 @@
-"""A process that dies ends all the others, soon and with a message."""
+"""A process that dies ends all the others; one that would wait for them says so instead."""
 
 from pathlib import Path
 
@@ -31,3 +31,18 @@ def test_rank_that_dies_in_training_ends_all_processes(
     assert 0 not in outcome.codes
     assert rank != 0 or outcome.codes == [-9]
     assert "Connection closed by peer" in outcome.report or "reset by peer" in outcome.report
+
+
+@pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_dp"])
+def test_one_process_after_two_is_refused_until_their_group_is_left(
+    tmp_path: Path, strategy: str
+) -> None:
+    outcome = launch_any(
+        "failing.go_on_alone", tmp_path, processes=2, timeout_s=SOON_S, strategy=strategy
+    )
+    assert outcome.codes == [0], outcome.report
+    for rank in range(2):
+        refusal = (tmp_path / f"refused{rank}").read_text()
+        assert f"strategy='{strategy}'" in refusal
+        assert "destroy_process_group()" in refusal
+    assert (tmp_path / "rank0.pt").exists()

@@ -104,7 +104,6 @@ def test_devices_are_divided_into_groups(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memmap.strategies.superbatch_ddp.check_device", lambda _: None)
     strategy = SuperBatchDDPStrategy(3, root_holds_data=False)
     strategy.parallel_devices = [torch.device("cuda", index) for index in range(6)]
     groups = []

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
@@ -167,7 +168,6 @@ def test_failure_is_recorded_and_raised(tmp_path: Path, member: int) -> None:
 
 
 def test_members_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memmap.strategies.independent.check_device", lambda _: None)
     found = []
     for member in range(5):
         monkeypatch.setenv(MEMBER_VARIABLE, str(member))
@@ -185,7 +185,7 @@ def test_members_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"num_members": 0}, {}, "num_members=0: at least 1"),
         ({"num_members": 2}, {"devices": 4}, "num_members=2 with Trainer(devices=4): some devices"),
-        ({}, {"devices": 2, "num_nodes": 2}, "num_nodes=2: members exchange nothing"),
+        ({}, {"devices": 2, "num_nodes": 2}, "num_nodes=2: memmap_independent"),
     ],
 )
 def test_members_that_cannot_be_are_refused(
@@ -214,6 +214,18 @@ def test_processes_that_cannot_be_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, strategy="memmap_independent", devices=2)
+
+
+def test_notebook_trains_one_member_but_not_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = "lightning.pytorch.trainer.connectors.accelerator_connector"
+    monkeypatch.setattr(f"{connector}._IS_INTERACTIVE", True)
+    make_trainer(tmp_path, strategy="memmap_independent", devices=1)
+    with pytest.raises(MisconfigurationException, match="'memmap_independent'"):
+        make_trainer(tmp_path, strategy="memmap_independent", devices=2)
+    monkeypatch.setenv(MEMBER_VARIABLE, "1")
+    make_trainer(tmp_path, strategy="memmap_independent", devices=2)
 
 
 def test_remote_directory_is_refused(tmp_path: Path, member: int) -> None:

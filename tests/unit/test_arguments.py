@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lightning_memmap.cli import main
+from lightning_memmap.strategies import SuperBatchStrategy
 from tests.command_line import CommandLine
 
 pytestmark = [
@@ -298,6 +299,52 @@ def test_value_that_its_type_allows_is_refused_without_a_traceback(
     assert words in last_line(command)
 
 
+def strategy(kind: str, **arguments: Any) -> dict[str, Any]:
+    """A strategy of this package in a config."""
+    return {"class_path": f"lightning_memmap.strategies.{kind}", "init_args": arguments}
+
+
+class Broken(SuperBatchStrategy):
+    """A strategy with a bug."""
+
+    def __init__(self, prefetch: int | None = None) -> None:
+        raise KeyError(prefetch)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (strategy("SuperBatchStrategy", data_devices=[]), "data_devices=[]"),
+        (strategy("SuperBatchStrategy", prefetch=-1), "prefetch=-1"),
+        ({"class_path": "DataParallelStrategy", "init_args": {"prefetch": -1}}, "prefetch=-1"),
+        (strategy("PipelineStrategy", data_parallel_size=0), "data_parallel_size=0"),
+        (strategy("PipelineStrategy", data_parallel_size=3), "data_parallel_size=3"),
+        (strategy("PipelineStrategy", num_microbatches=1), "num_microbatches=1"),
+        (strategy("FSDP2Strategy", replicate_size=0), "replicate_size=0"),
+        (strategy("FSDP2Strategy", replicate_size=3), "replicate_size=3"),
+        (strategy("FSDP2Strategy", reduce_dtype="bfloat"), "reduce_dtype='bfloat'"),
+        (strategy("IndependentStrategy", num_members=1), "num_members=1"),
+    ],
+)
+def test_wrong_option_of_a_strategy_is_refused_by_the_strategy(
+    command: Command, given: Any, words: str
+) -> None:
+    assert command("fit", "--config", command.config("trainer", strategy=given, devices=2)) == 2
+    assert last_line(command).startswith(f"error: {words}")
+
+
+def test_bug_of_a_strategy_keeps_its_traceback(command: Command) -> None:
+    given = {"class_path": f"{__name__}.Broken"}
+    with pytest.raises(KeyError):
+        command("fit", "--config", command.config("trainer", strategy=given))
+
+
+def test_right_class_in_the_wrong_module_suggests_its_path(command: Command) -> None:
+    given = {"class_path": "lightning_memmap.PipelineStrategy"}
+    assert command("fit", "--config", command.config("trainer", strategy=given)) == 2
+    assert "did you mean 'lightning_memmap.strategies.PipelineStrategy'?" in command.err
+
+
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
@@ -363,3 +410,23 @@ def test_closed_output_ends_the_command(
                 main(arguments)
         assert end.value.code == 1
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("compare", "--tolerance", "-1"), "tolerance=-1"),
+        (("compare", "--tolerance", ".nan"), "tolerance=nan"),
+        (("compare", "--timeout_s", "0"), "timeout_s=0"),
+        (("compare", "--repeats", "0"), "repeats=0"),
+        (("rows", "--epoch", "-1"), "epoch=-1"),
+        (("rows", "--step", "-1"), "step=-1"),
+        (("rows", "--devices", "0"), "devices=0"),
+    ],
+)
+def test_number_out_of_range_is_named(
+    command: Command, arguments: tuple[str, ...], words: str
+) -> None:
+    assert command(*arguments, "--config", command.config()) == 2
+    assert command.err.startswith(f"error: {words}")
+    assert command.err.count("\n") == 1

@@ -1,10 +1,12 @@
-"""A training in which a rank dies."""
+"""A training in which a rank dies, and one in one process after one in two."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
@@ -31,4 +33,20 @@ def die(out: Path, rank: int, strategy: str) -> dict[str, Any]:
     data = MemmapDataModule(Points(160), store_dir=out / "stores", batch_size=8)
     trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=1000)
     trainer.fit(Dying(rank, out / "died"), data)
+    return {}
+
+
+def go_on_alone(out: Path, strategy: str) -> dict[str, Any]:
+    """Train in two processes, and then in the first of them, once their group is left."""
+    data = MemmapDataModule(Points(40), store_dir=out / "stores", batch_size=4)
+    make_trainer(out, strategy="memmap_superbatch_ddp", devices=2).fit(Regression(), data)
+    rank = dist.get_rank()
+    try:
+        make_trainer(out, strategy=strategy, devices=2)
+    except ValueError as error:
+        (out / f"refused{rank}").write_text(str(error))
+    dist.destroy_process_group()
+    if rank:
+        sys.exit(0)
+    make_trainer(out, strategy=strategy, devices=2).fit(Regression(), data.with_options())
     return {}

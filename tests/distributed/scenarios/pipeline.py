@@ -376,9 +376,9 @@ def refused(runs: Runs) -> dict[str, str]:
     report = {}
     for name, (make, strategy, options) in cases.items():
         with_options = Runs(runs.out, {**(runs.options or {}), **strategy}, runs.processes)
-        trainer, data = with_options.make(max_epochs=1, **options)
-        data.batch_size = GLOBAL_BATCH
         try:
+            trainer, data = with_options.make(max_epochs=1, **options)
+            data.batch_size = GLOBAL_BATCH
             trainer.fit(make(), data)
         except Exception as error:
             report[name] = f"{type(error).__name__}: {error}"

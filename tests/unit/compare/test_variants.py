@@ -1,13 +1,15 @@
 """Variants: their names, what they are made of, and why they cannot run."""
 
+import re
+
 import pytest
 
 from lightning_memmap.compare.config import Variant, all_variants, parse_variants
 from lightning_memmap.strategies import STRATEGIES
 
 
-def test_parse_gives_the_variants_in_order_and_once() -> None:
-    found = parse_variants("ddp, auto+workers3,memmap_superbatch,auto+ideal,ddp,auto+memmap")
+def test_parse_gives_the_variants_in_order() -> None:
+    found = parse_variants("ddp, auto+workers3,memmap_superbatch,auto+ideal,auto+memmap")
     assert found == (
         Variant("ddp"),
         Variant("auto", "workers3"),
@@ -33,4 +35,28 @@ def test_all_has_every_strategy_of_the_pack() -> None:
 )
 def test_parse_of_an_unknown_variant_says_what_is_known(text: str) -> None:
     with pytest.raises(ValueError, match="memmap_superbatch"):
+        parse_variants(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("auto,ddp,auto", "auto"), ("ddp,ddp+memmap", "ddp"), ("all,auto+ideal", "auto\\+ideal")],
+)
+def test_repeated_variant_is_refused(text: str, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"variants='.*': {name} "):
+        parse_variants(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("auto+worker2", "auto+workers2"),
+        ("auto+wokers12", "auto+workers12"),
+        ("ddp+workers", "ddp+workers0"),
+        ("auto+frist_epoch", "auto+first_epoch"),
+        ("memmap_dpp+ideal", "memmap_dp+ideal"),
+    ],
+)
+def test_misspelt_variant_suggests_the_nearest(text: str, near: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is unknown; did you mean {near!r}?")):
         parse_variants(text)
