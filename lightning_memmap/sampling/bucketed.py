@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import Described, check_integer
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
@@ -22,7 +22,8 @@ _GROUP = 4
 _DEAL, _STRATA = 2, 3
 
 
-class Bucketed(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Bucketed(Described, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch all rows come exactly once. Those of a window, that is about ``num_buckets *
@@ -45,15 +46,13 @@ class Bucketed(SamplerFactory):
         ValueError: A number is below 1.
     """
 
-    def __init__(self, lengths: Any, bucket_size: int, num_buckets: int = 100) -> None:
-        self.lengths = lengths
-        self.bucket_size = check_integer("bucket_size", bucket_size, 1)
-        self.num_buckets = check_integer("num_buckets", num_buckets, 1)
+    lengths: Any
+    bucket_size: int
+    num_buckets: int = 100
 
-    @override
-    def __repr__(self) -> str:
-        counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
-        return call_text("Bucketed", lengths=self.lengths, **counts)
+    def __post_init__(self) -> None:
+        self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
+        self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "BucketedSampler":

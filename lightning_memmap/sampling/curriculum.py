@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import call_text
+from lightning_memmap.errors import Described
 from lightning_memmap.sampling.pool import Pool, united
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import (
@@ -24,7 +24,8 @@ from lightning_memmap.sampling.sampler import (
 Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sampler]
 
 
-class Curriculum(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Curriculum(Described, SamplerFactory):
     """Changes the order from given epochs on, for ``MemmapDataModule(sampler=...)``.
 
     The rows of all the orders are held from the beginning.
@@ -39,7 +40,10 @@ class Curriculum(SamplerFactory):
         ValueError: There is none for epoch 0, or they mix different training sets.
     """
 
-    def __init__(self, stages: dict[int, Stage]) -> None:
+    stages: dict[int, Stage]
+
+    def __post_init__(self) -> None:
+        stages = self.stages
         example = "Curriculum({0: Weighted('label'), 5: None})"
         if not isinstance(stages, Mapping) or not all(type(epoch) is int for epoch in stages):
             raise TypeError(f"Curriculum: {stages!r}: give samplers by epoch, such as {example}")
@@ -62,15 +66,7 @@ class Curriculum(SamplerFactory):
                 " all, which may be 0"
             )
         self.stores = mixed[0]
-
-    @override
-    def __repr__(self) -> str:
-        return call_text("Curriculum", stages=self.stages)
-
-    @property
-    def by_batch(self) -> bool:  # type: ignore[override]
-        """Whether one of the orders depends on the rows of a global batch."""
-        return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
+        self.by_batch = any(getattr(stage, "by_batch", False) for stage in stages.values())
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":

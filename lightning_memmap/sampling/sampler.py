@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import is_refused_call
+from lightning_memmap.errors import check_integer, is_refused_call
 from lightning_memmap.sampling.identity import Identified, identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
@@ -416,8 +416,15 @@ def _identifying(sampler: Sampler) -> list[Any]:
 
 def check_seed(seed: int) -> None:
     """Check a seed of an order."""
-    if not 0 <= seed <= MAX_SEED:
+    if not 0 <= check_integer("seed", seed) <= MAX_SEED:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
+
+
+def checked_positions(num_samples: int | None) -> int | None:
+    """The positions of an epoch that a user asks for; None for as many as there are rows."""
+    if num_samples is None:
+        return None
+    return check_integer("num_samples", num_samples, 1, "at least 1 position of an epoch")
 
 
 class Fields(Protocol):

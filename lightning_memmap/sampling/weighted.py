@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
@@ -18,7 +18,14 @@ from lightning_memmap.sampling.permutations import (
 )
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import Integers, firsts_of, shard_rows
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    checked_positions,
+    kept,
+    one_by_row,
+)
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
@@ -28,7 +35,8 @@ _LINE_BITS = 62
 _MAX_POSITIONS = 2**40
 
 
-class Weighted(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Weighted(Described, SamplerFactory):
     """Draws rows by weight, again in each epoch, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
@@ -48,15 +56,11 @@ class Weighted(SamplerFactory):
         ValueError: ``num_samples`` is below 1.
     """
 
-    def __init__(self, weights: Any, num_samples: int | None = None) -> None:
-        if num_samples is not None:
-            reason = "at least 1 position of an epoch"
-            num_samples = check_integer("num_samples", num_samples, 1, reason)
-        self.weights, self.num_samples = weights, num_samples
+    weights: Any
+    num_samples: int | None = None
 
-    @override
-    def __repr__(self) -> str:
-        return call_text("Weighted", weights=self.weights, num_samples=self.num_samples)
+    def __post_init__(self) -> None:
+        self.num_samples = checked_positions(self.num_samples)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
