@@ -67,7 +67,7 @@ class Bucketed(Described, SamplerFactory):
         lengths = found.astype(np.min_scalar_type(int(found.max(initial=0))))
         if pool.is_striped:
             pool = _dealt(pool, lengths, seed)
-        lengths = lengths[pool.dataset_rows(*pool.all_offsets())]
+        lengths = lengths[pool.dataset_rows(pool.index())]
         counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
         return BucketedSampler(pool, seed, lengths=Numbers(lengths), **counts)
 
@@ -120,8 +120,8 @@ class BucketedSampler(Sampler):
             return replace(self, shuffle_window=block)
         pool = Pool.of(self.pool.rows, self.num_shards)
         lengths = np.empty_like(self.lengths.array)
-        lengths[self.pool.numbers(*self.pool.all_offsets())] = self.lengths.array
-        lengths = lengths[pool.numbers(*pool.all_offsets())]
+        lengths[self.pool.numbers(self.pool.index())] = self.lengths.array
+        lengths = lengths[pool.numbers(pool.index())]
         return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
 
     @override

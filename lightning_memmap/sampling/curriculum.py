@@ -120,8 +120,8 @@ class CurriculumSampler(Sampler):
         if held is not None and used is not None:
             shifted: Integers = offsets + (used[shard] - held[shard])
             return shifted
-        line = self.pool.line(*self.pool.offsets_of(shard))
-        at = np.searchsorted(line, order.pool.line(*order.pool.offsets_of(shard)))
+        line = self.pool.line(self.pool.index(shard))
+        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
         found: Integers = at[offsets]
         return found
 

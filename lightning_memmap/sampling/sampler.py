@@ -325,7 +325,7 @@ class Sampler(Identified):
         Raises:
             ValueError: As for `at`.
         """
-        return self.pool.dataset_rows(*self.at(epoch, positions))
+        return self.pool.dataset_rows(self.row_offsets(epoch, positions, self.pool.starts))
 
     def _grid_of(
         self, epoch: int, positions: range, starts: Integers | None

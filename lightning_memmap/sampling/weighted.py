@@ -71,7 +71,7 @@ class Weighted(Described, SamplerFactory):
             ValueError: There is not one weight for each row; one is negative, not finite or None;
                 all are zero; or ``num_samples`` is out of range.
         """
-        weights = self._weights(pool.dataset_rows(*pool.all_offsets()), fields)
+        weights = self._weights(pool.dataset_rows(pool.index()), fields)
         if not weights.any():
             raise ValueError("Weighted: all weights of the training rows are 0")
         count = pool.num_rows if self.num_samples is None else self.num_samples
@@ -157,7 +157,7 @@ class WeightedSampler(Sampler):
     def _pieces(self, _: int) -> Integers:
         """How much of each row is in each shard, in units, shard after shard."""
         pool = self.pool
-        ends = self.lengths.array.cumsum()[pool.whole(np.arange(pool.num_rows, dtype=np.int64))]
+        ends = self.lengths.array.cumsum()[pool.whole(pool.index())]
         cuts = np.repeat(pool.counts.cumsum() << _unit_bits(self.num_positions), pool.sizes)
         pieces: Integers = np.diff(np.minimum(ends, cuts), prepend=0)
         return pieces

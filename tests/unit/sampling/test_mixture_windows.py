@@ -79,11 +79,11 @@ def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch:
         used |= set(range(first, first + size)) if count else set()
         first += size
     if pool.begins is not None:
-        assert (pool.places(homes, offsets) == pool.begins[homes] + offsets).all()
+        assert (pool.places(pool.starts[homes] + offsets) == pool.begins[homes] + offsets).all()
     # Shards are pieces of the files, unless a set without a share lies in between.
     assert pool.begins is not None or 0 in sets.counts
     # The rows that its shards have are those that they may need, and no others.
-    assert set(pool.dataset_rows(*pool.all_offsets()).tolist()) == used
+    assert set(pool.dataset_rows(pool.index()).tolist()) == used
 
 
 def test_rows_of_an_epoch_follow_those_of_the_epoch_before() -> None:
