@@ -67,11 +67,11 @@ class Places:
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions."""
         if self.starts is not None:
-            return sampler.row_offsets(epoch, positions, self.starts)
+            return sampler.index(epoch, positions, self.starts)
         begins, is_large = self.pool.begins, self.pool.num_rows > TABLE_ROWS
         if begins is not None and (is_large or self.is_cheap):
-            return self.moved(sampler.row_offsets(epoch, positions, begins))
-        rows = sampler.row_offsets(epoch, positions, self.pool.starts)
+            return self.moved(sampler.index(epoch, positions, begins))
+        rows = sampler.index(epoch, positions)
         if is_large:
             return self.of(rows)
         # No row is outside: "wrap" is the fastest mode.

@@ -112,18 +112,10 @@ class CurriculumSampler(Sampler):
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order = self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
-        count, column, zero = int(self.pool.counts[shard]), np.array([shard]), np.zeros(1, np.int64)
-        if not count:
-            return np.zeros(0, np.int64)
-        offsets = order.grid(epoch, 0, count - 1, column, zero)
-        held, used = self.pool.begins, order.pool.begins
-        if held is not None and used is not None:
-            shifted: Integers = offsets + (used[shard] - held[shard])
-            return shifted
-        line = self.pool.line(self.pool.index(shard))
-        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
-        found: Integers = at[offsets]
-        return found
+        index = order.index(epoch, range(shard, self.num_positions, self.num_shards))
+        wanted, held = order.pool.line(index), self.pool.line(self.pool.index(shard))
+        is_one_run = len(held) > 0 and held[-1] - held[0] == len(held) - 1
+        return wanted - held[0] if is_one_run else np.searchsorted(held, wanted)
 
     @property
     @override

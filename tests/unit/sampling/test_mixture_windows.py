@@ -24,7 +24,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.mixture import MixtureSampler
 from lightning_memmap.sampling.sampler import made_sampler
-from tests.rows import pool_of
+from tests.rows import at, pool_of
 
 FIELDS: Any = None
 
@@ -68,7 +68,7 @@ def rows_of(sampler: Sampler, epoch: int) -> np.ndarray:
 @settings(deadline=None, max_examples=40)
 def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch: int) -> None:
     pool, sets = sampler.pool, sampler.sets
-    homes, offsets = sampler.at(epoch, range(sampler.num_positions))
+    homes, offsets = at(sampler, epoch, range(sampler.num_positions))
     counts = Counter(rows_of(sampler, epoch).tolist())
     first, used = 0, set[int]()
     for size, count in zip(sets.sizes, sets.counts, strict=True):
