@@ -7,7 +7,7 @@ a window. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -98,7 +98,7 @@ class Ragged:
         """The rows in some slots."""
         starts, sizes = self.at(slots)
         rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
-        return rows if self.allocate is None else replace(rows, allocate=self.allocate).copied()
+        return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
 
 
 @dataclass(frozen=True, eq=False)
