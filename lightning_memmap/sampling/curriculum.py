@@ -109,13 +109,27 @@ class CurriculumSampler(Sampler):
 
     stages: EpochOrders
 
+    def _order(self, epoch: int) -> Sampler:
+        return self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
+
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
-        order = self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
-        index = order.index(epoch, range(shard, self.num_positions, self.num_shards))
-        wanted, held = order.pool.line(index), self.pool.line(self.pool.index(shard))
-        is_one_run = len(held) > 0 and held[-1] - held[0] == len(held) - 1
-        return wanted - held[0] if is_one_run else np.searchsorted(held, wanted)
+        order, positions = self._order(epoch), range(shard, self.num_positions, self.num_shards)
+        line = self.pool.line(self.pool.index(shard))
+        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
+        found: Integers = at[order.index(epoch, positions, np.zeros_like(self.pool.starts))]
+        return found
+
+    @override
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        order = self._order(epoch)
+        held, used = self.pool.begins, order.pool.begins
+        if held is None or used is None:
+            return super().grid(epoch, first, last, shards, starts)
+        # The rows of a shard lie one after the other, in both pools: no table is needed.
+        return order.grid(epoch, first, last, shards, starts + (used - held)[shards])
 
     @property
     @override
