@@ -392,10 +392,11 @@ def _identifying(sampler: Sampler) -> list[Any]:
     return [each for each in fields(sampler) if each.init][: 1 if sampler.is_sequential else None]
 
 
-def check_seed(seed: int) -> None:
+def check_seed(seed: int) -> int:
     """Check a seed of an order."""
     if not 0 <= check_integer("seed", seed) <= MAX_SEED:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
+    return int(seed)
 
 
 def checked_positions(num_samples: int | None) -> int | None:

@@ -208,7 +208,7 @@ class RandomSplit(Described, _HoldingOut):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        self.seed = check_seed(self.seed)
         if self.stratify is not None and self.group is not None:
             raise ValueError(
                 f"RandomSplit: stratify={self.stratify!r} with group={self.group!r}: leave one of"
@@ -217,17 +217,19 @@ class RandomSplit(Described, _HoldingOut):
         given = self.validation
         if isinstance(given, bool) or not isinstance(given, Real):
             raise TypeError(f"validation={given!r}: give a share or a number of rows")
-        if not (given >= 1 if isinstance(given, Integral) else 0 < given < 1):
+        given = int(given) if isinstance(given, Integral) else float(given)
+        if not (given >= 1 if isinstance(given, int) else 0 < given < 1):
             raise ValueError(
                 f"validation={given}: give a share of the rows, such as 0.1, or a number of them,"
                 " such as 5000"
             )
+        self.validation = given
 
     @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
         given, num_rows = self.validation, fields.num_rows
         share = max(1, min(round(given * num_rows), num_rows - 1))
-        count = int(given) if isinstance(given, Integral) else share
+        count = given if isinstance(given, int) else share
         if count >= num_rows:
             raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
         if self.group is not None:
@@ -297,7 +299,7 @@ class KFold(Described, _HoldingOut):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        self.seed = check_seed(self.seed)
         reason = "at least 2, one of which is held out"
         self.num_folds = check_integer("num_folds", self.num_folds, 2, reason)
         if not isinstance(self.shuffle, bool):
