@@ -93,7 +93,7 @@ def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
     numbers = numbers[np.lexsort((ties, lengths[pool.rows.dataset_rows(numbers)]))]
     shards = [numbers[shard :: pool.num_shards] for shard in range(pool.num_shards)]
     index = Shards(pool.num_rows, pool.num_shards).locate(np.concatenate(shards))
-    return pool.drawing(pool.sizes, pool.counts, index.astype(np.min_scalar_type(pool.num_rows)))
+    return pool.drawing(pool.sizes, pool.counts, index)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,8 @@ class Pool:
             counts: As there.
             chosen: Which rows, counted as in this pool.
         """
+        if isinstance(chosen, np.ndarray):
+            chosen = chosen.astype(np.min_scalar_type(self.num_rows))
         return replace(self, sizes=sizes, counts=counts, chosen=chosen)
 
     @property
@@ -212,8 +214,7 @@ def united(pools: Sequence[Pool]) -> Pool:
     if (lasts - firsts + 1 == sizes).all():
         starts, kept = firsts_of(sizes), sizes > 0
         return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
-    dtype = np.min_scalar_type(first.rows.num_rows)
-    return whole.drawing(sizes, first.counts, np.concatenate(each).astype(dtype))
+    return whole.drawing(sizes, first.counts, np.concatenate(each))
 
 
 def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:

@@ -122,9 +122,8 @@ class Sampler:
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        zero = np.zeros(1, np.int64)
-        index = self._permutation(epoch).grid(0, len(drawn) - 1, zero + shard, zero)
-        permuted: Integers = drawn[index]
+        found = columns_of(self._permutation(epoch), np.array([shard]), len(drawn))
+        permuted: Integers = drawn[found[0]]
         return permuted
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:

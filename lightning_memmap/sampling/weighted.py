@@ -182,8 +182,7 @@ def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
     runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
     if kept is None:
         return pool.drawing(sizes, counts, runs)
-    rows = kept[runs.at(np.arange(int(sizes.sum()), dtype=np.int64))]
-    return pool.drawing(sizes, counts, rows.astype(np.min_scalar_type(pool.num_rows)))
+    return pool.drawing(sizes, counts, kept[runs.at(np.arange(int(sizes.sum())))])
 
 
 def _unit_bits(num_positions: int) -> int:
