@@ -51,6 +51,12 @@ def whole_epoch(sampler: Sampler, epoch: int) -> list[int]:
 
 
 @given(st.integers(1, 500), st.integers(1, 60))
+def test_rows_at_places_are_those_that_were_located(num_rows: int, num_shards: int) -> None:
+    shards, rows = Shards(num_rows, num_shards), np.arange(num_rows)
+    assert shards.rows_at(shards.locate(rows)).tolist() == rows.tolist()
+
+
+@given(st.integers(1, 500), st.integers(1, 60))
 def test_shard_rows_any_counts_match_dealing_row_by_row(num_rows: int, num_shards: int) -> None:
     dealt = Counter(row % num_shards for row in range(num_rows))
     rows = shard_rows(num_rows, num_shards).tolist()
