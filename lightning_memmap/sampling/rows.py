@@ -85,11 +85,7 @@ class Shards:
 
     def rows_at(self, places: Integers) -> Integers:
         """The rows at places: the inverse of `locate`."""
-        # The first shards may have one row more.
-        size, num_longer = divmod(self.num_rows, self.num_shards)
-        shards = np.minimum(places // (size + 1), num_longer)
-        if size:
-            shards = np.where(shards < num_longer, shards, (places - num_longer) // size)
+        shards = np.searchsorted(self.starts, places, side="right") - 1
         return (places - self.starts[shards]) * self.num_shards + shards
 
 

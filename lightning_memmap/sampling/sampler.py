@@ -318,7 +318,13 @@ class Sampler:
         Raises:
             ValueError: As for `index`.
         """
-        return self.pool.dataset_rows(self.index(epoch, positions))
+        pool = self.pool
+        if pool.chosen is not None or not pool.is_striped:
+            return pool.dataset_rows(self.index(epoch, positions))
+        # Row i is in shard i % C: no shard is searched for.
+        offsets = self.index(epoch, positions, np.zeros_like(pool.starts))
+        shards = np.arange(positions.start, positions.stop, positions.step) % pool.num_shards
+        return pool.rows.dataset_rows(offsets * pool.num_shards + shards)
 
 
 @dataclass(frozen=True)
