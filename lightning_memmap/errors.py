@@ -6,9 +6,11 @@ call is wrong: the dataset, the store on disk, or the memory of the devices.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from reprlib import repr as short_repr
+from typing import Any, cast
 
 #: The largest integer that the order of rows, tensors and files can hold.
 MAX_INTEGER = 2**63 - 1
@@ -60,10 +62,13 @@ def with_article(name: str) -> str:
     return f"an {name}" if name[:1].lower() in {"a", "e", "i", "o"} else f"a {name}"
 
 
-def call_text(kind: str, **arguments: object) -> str:
-    """A call with the arguments that are not None, for messages."""
-    given = [f"{key}={short_repr(each)}" for key, each in arguments.items() if each is not None]
-    return f"{kind}({', '.join(given)})"
+class Described:
+    """Options in a dataclass. Messages show the call that makes them."""
+
+    def __repr__(self) -> str:
+        named = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
+        given = [f"{key}={short_repr(each)}" for key, each in named.items() if each is not None]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 class MemmapError(Exception):

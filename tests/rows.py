@@ -53,6 +53,12 @@ CPU = torch.device("cpu")
 Loader: TypeAlias = SuperBatchLoader
 
 
+def at(sampler: Sampler, epoch: int, positions: range) -> tuple[Integers, Integers]:
+    """The shard and the offset within it of the rows that supply positions."""
+    shards = np.array(positions, np.int64) % sampler.num_shards
+    return shards, sampler.index(epoch, positions) - sampler.pool.starts[shards]
+
+
 @dataclass(frozen=True)
 class StridedRows:
     """Every ``count``-th row of a dataset from ``index`` on, or all rows but those."""

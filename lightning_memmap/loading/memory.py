@@ -7,7 +7,7 @@ a window. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -56,9 +56,9 @@ class Places:
         slots = store.in_memory if store.has_gaps else None
         return cls(pool, pool.begins if slots is None else None, slots)
 
-    def of(self, shards: Integers, offsets: Integers) -> Integers:
-        """The slots of rows, by their shards and their offsets within these."""
-        return self.moved(self.pool.places(shards, offsets))
+    def of(self, index: Integers) -> Integers:
+        """The slots of rows, by their index in the pool."""
+        return self.moved(self.pool.places(index))
 
     def moved(self, places: Integers) -> Integers:
         """The slots of places in the files."""
@@ -67,21 +67,20 @@ class Places:
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions."""
         if self.starts is not None:
-            return sampler.row_offsets(epoch, positions, self.starts)
+            return sampler.index(epoch, positions, self.starts)
         begins, is_large = self.pool.begins, self.pool.num_rows > TABLE_ROWS
         if begins is not None and (is_large or self.is_cheap):
-            return self.moved(sampler.row_offsets(epoch, positions, begins))
+            return self.moved(sampler.index(epoch, positions, begins))
+        rows = sampler.index(epoch, positions)
         if is_large:
-            return self.of(*sampler.at(epoch, positions))
-        rows = sampler.row_offsets(epoch, positions, self.pool.starts)
+            return self.of(rows)
         # No row is outside: "wrap" is the fastest mode.
         return self._table.take(rows, mode="wrap").astype(np.int64)
 
     @cached_property
     def _table(self) -> NDArray[np.unsignedinteger[Any]]:
         """The slot of each row, shard after shard, of shape (rows of all shards,)."""
-        sizes = self.pool.sizes.tolist()
-        located = [self.of(np.full(n, c), np.arange(n)) for c, n in enumerate(sizes)]
+        located = [self.of(self.pool.index(shard)) for shard in range(self.pool.num_shards)]
         dtype = np.min_scalar_type(max(int(each.max(initial=0)) for each in located))
         return np.concatenate(located, dtype=dtype, casting="unsafe")
 
@@ -99,7 +98,7 @@ class Ragged:
         """The rows in some slots."""
         starts, sizes = self.at(slots)
         rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
-        return rows if self.allocate is None else replace(rows, allocate=self.allocate).copied()
+        return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,10 +287,9 @@ def copied_rows(
     starts[shards] = np.cumsum(sizes) - sizes
 
     def slots() -> Iterator[Integers]:
-        for shard, size in zip(shards, sizes.tolist(), strict=True):
-            for first in range(0, size, _LOOKUP_ROWS):
-                offsets = np.arange(first, min(first + _LOOKUP_ROWS, size), dtype=np.int64)
-                yield places.of(np.full_like(offsets, shard), offsets)
+        for index in map(pool.index, shards):
+            for first in range(0, len(index), _LOOKUP_ROWS):
+                yield places.of(index[first : first + _LOOKUP_ROWS])
 
     count = int(sizes.sum())
     found = [_copied_column(column, slots(), count, device) for _, column in columns]

@@ -138,7 +138,7 @@ class StreamLayout:
             counts = np.maximum(0, ends - begins).ravel()
             firsts = (starts[self._held, None] + begins).ravel()
             return Located(firsts[counts > 0], counts[counts > 0, None])
-        rows = distinct(self._places.of(*windows.offsets(epoch, number, self._held)))
+        rows = distinct(self._places.of(windows.index(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
 
@@ -162,7 +162,7 @@ def located_steps(
             found = line.stretches(num_shards, edges, None)
         numbers, firsts, counts = found
     else:
-        firsts = distinct(pool.places(*windows.offsets(epoch, number, held)))
+        firsts = distinct(pool.places(windows.index(epoch, number, held)))
         numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
@@ -187,7 +187,7 @@ def largest_window(
         size = int(edges[-1])
         if not size:
             return np.zeros_like(edges)
-        found = rows.at(places.of(np.full(len(edges), shard), np.minimum(edges, size - 1)))
+        found = rows.at(places.of(places.pool.starts[shard] + np.minimum(edges, size - 1)))
         return np.where(edges < size, found.starts, found.starts + found.sizes.prod(axis=1))
 
     def apart(shard: int, edges: Integers) -> Integers:
@@ -210,10 +210,9 @@ def _longest(rows: ItemRows, places: Places, shard: int, count: int) -> int:
 
 def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:
     """The items of each row of a shard, some rows at a time."""
-    size = int(places.pool.sizes[shard])
-    for first in range(0, size, _LOOKUP_ROWS):
-        some = np.arange(first, min(first + _LOOKUP_ROWS, size))
-        yield rows.at(places.of(np.full(len(some), shard), some)).sizes.prod(axis=1)
+    index = places.pool.index(shard)
+    for first in range(0, len(index), _LOOKUP_ROWS):
+        yield rows.at(places.of(index[first : first + _LOOKUP_ROWS])).sizes.prod(axis=1)
 
 
 def most_items(

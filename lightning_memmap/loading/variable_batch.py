@@ -1,7 +1,6 @@
 """What a batch has for fields whose rows differ in length, and how it is put together."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -57,7 +56,7 @@ class FormedCollate:
                 continue
             form, allocate = formed
             if isinstance(leaf, VariableRows):
-                made.append(form.batch(replace(leaf, allocate=allocate)))
+                made.append(form.batch(leaf.but(allocate=allocate)))
             elif isinstance(form, Decode) and form.with_scale:
                 made.append(Scaled.of(leaf, next(others)))
             else:

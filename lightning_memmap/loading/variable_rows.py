@@ -7,7 +7,7 @@ padded rows are written once, straight to where they stay, and only bare rows cr
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -98,13 +98,19 @@ class VariableRows:
         """The memory of the items, uint8 of shape (bytes,)."""
         return self.items.view(-1).view(torch.uint8).numpy()
 
+    def but(self, **values: Any) -> "VariableRows":
+        """The same rows with other values, in a quarter of the time of `replace`."""
+        rows = object.__new__(VariableRows)
+        vars(rows).update(vars(self), **values)
+        return rows
+
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, rows: slice | Integers) -> "VariableRows":
         starts, sizes = self.starts[rows], self.sizes[rows]
         is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
-        return replace(self, starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
+        return self.but(starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
 
     def contiguous(self) -> "VariableRows":
         """These rows: they are copied later."""
@@ -125,8 +131,7 @@ class VariableRows:
         fetch = Fetch(self, edges, [*map(tuple, widths.tolist())])
         pieces = zip(pairwise(edges.tolist()), fetch.widths, strict=True)
         return [
-            replace(
-                self,
+            self.but(
                 starts=self.starts[begin:end],
                 sizes=self.sizes[begin:end],
                 widths=width,
@@ -141,14 +146,14 @@ class VariableRows:
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
-        rows = replace(self, allocate=_pinned_memory if pin else fresh_memory).copied()
-        return replace(rows, items=send(rows.items, device))
+        rows = self.but(allocate=_pinned_memory if pin else fresh_memory).copied()
+        return rows.but(items=send(rows.items, device))
 
     def copied(self) -> "VariableRows":
         """The rows in memory of their own, one after the other."""
         lengths, items = self.lengths, self.packed()
         starts = np.cumsum(lengths) - lengths
-        return replace(self, items=items, starts=starts, is_packed=True, fetch=None)
+        return self.but(items=items, starts=starts, is_packed=True, fetch=None)
 
     def packed(self) -> Tensor:
         """The items of the rows, one row after the other, in memory of their own."""
@@ -276,7 +281,7 @@ class Fetch:
             end = max(step + 1, bisect_right(self._ends, limit) - 1)
             # The memory of the steps before may be used again, while it is in the caches.
             self._made, self._end = torch.empty(0), self._first
-            some = replace(rows[edges[step] : edges[end]], allocate=allocate)
+            some = rows[edges[step] : edges[end]].but(allocate=allocate)
             # Ordinary tensors in inference mode too: it may be over before the last of the steps.
             with torch.inference_mode(False):
                 if pad is None:
@@ -361,7 +366,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     items, sizes, _ = Values.of_rows(field, rows)
     assert sizes is not None
     # The memory may be that of the dataset.
-    return replace(_packed_rows(field, items, sizes), is_packed=False)
+    return _packed_rows(field, items, sizes).but(is_packed=False)
 
 
 def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
@@ -380,7 +385,7 @@ def share_widths(
             parts = [rows for each in found if isinstance(rows := each[index], VariableRows)]
             widths = largest(np.concatenate([part.sizes for part in parts]))
             for each, rows in zip(found, parts, strict=True):
-                each[index] = replace(rows, widths=widths)
+                each[index] = rows.but(widths=widths)
     return found
 
 

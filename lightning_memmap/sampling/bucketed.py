@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import Described, check_integer
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import permutation, random_bits
 from lightning_memmap.sampling.pool import Pool
@@ -22,7 +22,8 @@ _GROUP = 4
 _DEAL, _STRATA = 2, 3
 
 
-class Bucketed(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Bucketed(Described, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch all rows come exactly once. Those of a window, that is about ``num_buckets *
@@ -45,15 +46,13 @@ class Bucketed(SamplerFactory):
         ValueError: A number is below 1.
     """
 
-    def __init__(self, lengths: Any, bucket_size: int, num_buckets: int = 100) -> None:
-        self.lengths = lengths
-        self.bucket_size = check_integer("bucket_size", bucket_size, 1)
-        self.num_buckets = check_integer("num_buckets", num_buckets, 1)
+    lengths: Any
+    bucket_size: int
+    num_buckets: int = 100
 
-    @override
-    def __repr__(self) -> str:
-        counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
-        return call_text("Bucketed", lengths=self.lengths, **counts)
+    def __post_init__(self) -> None:
+        self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
+        self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "BucketedSampler":
@@ -68,7 +67,7 @@ class Bucketed(SamplerFactory):
         lengths = found.astype(np.min_scalar_type(int(found.max(initial=0))))
         if pool.is_striped:
             pool = _dealt(pool, lengths, seed)
-        lengths = lengths[pool.dataset_rows(*pool.all_offsets())]
+        lengths = lengths[pool.dataset_rows(pool.index())]
         counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
         return BucketedSampler(pool, seed, lengths=Numbers(lengths), **counts)
 
@@ -94,7 +93,7 @@ def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
     numbers = numbers[np.lexsort((ties, lengths[pool.rows.dataset_rows(numbers)]))]
     shards = [numbers[shard :: pool.num_shards] for shard in range(pool.num_shards)]
     index = Shards(pool.num_rows, pool.num_shards).locate(np.concatenate(shards))
-    return pool.drawing(pool.sizes, pool.counts, index.astype(np.min_scalar_type(pool.num_rows)))
+    return pool.drawing(pool.sizes, pool.counts, index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +120,8 @@ class BucketedSampler(Sampler):
             return replace(self, shuffle_window=block)
         pool = Pool.of(self.pool.rows, self.num_shards)
         lengths = np.empty_like(self.lengths.array)
-        lengths[self.pool.numbers(*self.pool.all_offsets())] = self.lengths.array
-        lengths = lengths[pool.numbers(*pool.all_offsets())]
+        lengths[self.pool.numbers(self.pool.index())] = self.lengths.array
+        lengths = lengths[pool.numbers(pool.index())]
         return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
 
     @override

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import call_text
+from lightning_memmap.errors import Described
 from lightning_memmap.sampling.pool import Pool, united
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import (
@@ -24,7 +24,8 @@ from lightning_memmap.sampling.sampler import (
 Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sampler]
 
 
-class Curriculum(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Curriculum(Described, SamplerFactory):
     """Changes the order from given epochs on, for ``MemmapDataModule(sampler=...)``.
 
     The rows of all the orders are held from the beginning.
@@ -39,7 +40,10 @@ class Curriculum(SamplerFactory):
         ValueError: There is none for epoch 0, or they mix different training sets.
     """
 
-    def __init__(self, stages: dict[int, Stage]) -> None:
+    stages: dict[int, Stage]
+
+    def __post_init__(self) -> None:
+        stages = self.stages
         example = "Curriculum({0: Weighted('label'), 5: None})"
         if not isinstance(stages, Mapping) or not all(type(epoch) is int for epoch in stages):
             raise TypeError(f"Curriculum: {stages!r}: give samplers by epoch, such as {example}")
@@ -62,15 +66,7 @@ class Curriculum(SamplerFactory):
                 " all, which may be 0"
             )
         self.stores = mixed[0]
-
-    @override
-    def __repr__(self) -> str:
-        return call_text("Curriculum", stages=self.stages)
-
-    @property
-    def by_batch(self) -> bool:  # type: ignore[override]
-        """Whether one of the orders depends on the rows of a global batch."""
-        return any(getattr(stage, "by_batch", False) for stage in self.stages.values())
+        self.by_batch = any(getattr(stage, "by_batch", False) for stage in stages.values())
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "CurriculumSampler":
@@ -113,21 +109,27 @@ class CurriculumSampler(Sampler):
 
     stages: EpochOrders
 
+    def _order(self, epoch: int) -> Sampler:
+        return self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
+
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
-        order = self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
-        count, column, zero = int(self.pool.counts[shard]), np.array([shard]), np.zeros(1, np.int64)
-        if not count:
-            return np.zeros(0, np.int64)
-        offsets = order.grid(epoch, 0, count - 1, column, zero)
-        held, used = self.pool.begins, order.pool.begins
-        if held is not None and used is not None:
-            shifted: Integers = offsets + (used[shard] - held[shard])
-            return shifted
-        line = self.pool.line(*self.pool.offsets_of(shard))
-        at = np.searchsorted(line, order.pool.line(*order.pool.offsets_of(shard)))
-        found: Integers = at[offsets]
+        order, positions = self._order(epoch), range(shard, self.num_positions, self.num_shards)
+        line = self.pool.line(self.pool.index(shard))
+        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
+        found: Integers = at[order.index(epoch, positions, np.zeros_like(self.pool.starts))]
         return found
+
+    @override
+    def grid(
+        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+    ) -> Integers:
+        order = self._order(epoch)
+        held, used = self.pool.begins, order.pool.begins
+        if held is None or used is None:
+            return super().grid(epoch, first, last, shards, starts)
+        # The rows of a shard lie one after the other, in both pools: no table is needed.
+        return order.grid(epoch, first, last, shards, starts + (used - held)[shards])
 
     @property
     @override

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,15 +25,6 @@ _REMEDIES = {
 _LACKING = "nothing"
 #: Digits of a digest that are shown.
 _DIGITS = 8
-
-
-@runtime_checkable
-class Identified(Protocol):
-    """A value that a checkpoint cannot hold as it is."""
-
-    @property
-    def identity(self) -> Any:
-        """What tells it from others, as JSON values; equal values have the same."""
 
 
 class Numbers:
@@ -65,8 +56,8 @@ class Numbers:
 
 
 def identity_of(value: Any) -> Any:
-    """A value as a checkpoint holds it."""
-    return value.identity if isinstance(value, Identified) else value
+    """A value as a checkpoint holds it: JSON values, which tell it from others."""
+    return getattr(value, "identity", value)
 
 
 def difference_of(

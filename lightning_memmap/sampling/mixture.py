@@ -9,17 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import call_text, check_integer, check_number
+from lightning_memmap.errors import Described, check_number
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import Integers, JoinedRows, WindowedRows, firsts_of, shard_rows
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    checked_positions,
+    kept,
+)
 
 #: The fractions of its multiples are spread evenly, however many of them follow one another.
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-class Mixture(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Mixture(Described, SamplerFactory):
     """Draws from several training sets in given shares, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a set has exactly its share of the positions, and a row of it comes as often as
@@ -41,35 +48,29 @@ class Mixture(SamplerFactory):
         ValueError: A share is negative or not finite, all are 0, or ``num_samples`` is below 1.
     """
 
-    def __init__(
-        self, shares: dict[str, float], num_samples: int | None = None, by_batch: bool = False
-    ) -> None:
-        if not isinstance(shares, Mapping) or not all(isinstance(name, str) for name in shares):
+    shares: dict[str, float]
+    num_samples: int | None = None
+    by_batch: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.shares
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise TypeError(
-                f"Mixture: shares={short_repr(shares)}: give a dict of shares by the name of the"
+                f"Mixture: shares={short_repr(given)}: give a dict of shares by the name of the"
                 " training set, such as {'a': 0.7, 'b': 0.3}"
             )
-        shares = {
-            name: check_number(f"Mixture: shares[{name!r}]", share)
-            for name, share in shares.items()
+        self.shares = {
+            n: check_number(f"Mixture: shares[{n!r}]", each) for n, each in given.items()
         }
-        for name, share in shares.items():
+        for name, share in self.shares.items():
             if not 0 <= share < float("inf"):
                 raise ValueError(f"Mixture: shares[{name!r}]={share}: shares are 0 or more")
-        if not any(shares.values()):
-            raise ValueError(f"Mixture: shares={shares}: no set has a share")
-        if num_samples is not None:
-            reason = "at least 1 position of an epoch"
-            num_samples = check_integer("num_samples", num_samples, 1, reason)
-        if not isinstance(by_batch, bool):
-            raise TypeError(f"by_batch={by_batch!r}: give True or False")
-        self.shares, self.num_samples, self.by_batch = shares, num_samples, by_batch
-        self.stores = tuple(shares)
-
-    @override
-    def __repr__(self) -> str:
-        counts = {"shares": self.shares, "num_samples": self.num_samples}
-        return call_text("Mixture", **counts, by_batch=self.by_batch or None)
+        if not any(self.shares.values()):
+            raise ValueError(f"Mixture: shares={self.shares}: no set has a share")
+        self.num_samples = checked_positions(self.num_samples)
+        if not isinstance(self.by_batch, bool):
+            raise TypeError(f"by_batch={self.by_batch!r}: give True or False")
+        self.stores = tuple(self.shares)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "MixtureSampler":

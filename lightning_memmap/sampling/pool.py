@@ -88,6 +88,8 @@ class Pool:
             counts: As there.
             chosen: Which rows, counted as in this pool.
         """
+        if isinstance(chosen, np.ndarray):
+            chosen = chosen.astype(np.min_scalar_type(self.num_rows))
         return replace(self, sizes=sizes, counts=counts, chosen=chosen)
 
     @property
@@ -138,15 +140,19 @@ class Pool:
         return Shards(self.rows.num_rows, self.num_shards)
 
     @cached_property
+    def _are_files(self) -> bool:
+        """Whether the pool that has all rows once is the files: index 0 lies at place 0."""
+        if self.is_striped:
+            return self.rows == StoreRows(self._striping)
+        return self.rows.is_in_files
+
+    @cached_property
     def begins(self) -> Integers | None:
         """Where the rows of each shard begin in the files, int64 of shape (C,).
 
         None where the rows of a shard do not lie there one after the other.
         """
-        are_files = (
-            self.rows == StoreRows(self._striping) if self.is_striped else self.rows.is_in_files
-        )
-        if not are_files or isinstance(self.chosen, np.ndarray):
+        if not self._are_files or isinstance(self.chosen, np.ndarray):
             return None
         if self.chosen is None:
             return self.starts
@@ -157,45 +163,32 @@ class Pool:
             return None
         return self.chosen.at(np.minimum(self.starts, max(0, self.num_rows - 1)))
 
-    def numbers(self, shards: Integers, offsets: Integers) -> Integers:
-        """The rows at offsets of shards, by their numbers: all int64 of shape (B,)."""
-        if self.chosen is None and self.is_striped:
-            return offsets * self.num_shards + shards
-        index = self.whole(self.starts[shards] + offsets)
-        return self._striping.rows_at(index) if self.is_striped else self.rows.on_line(index)
+    def index(self, shard: int | None = None) -> Integers:
+        """The rows of one shard, or of all, as they are counted here: shard after shard."""
+        if shard is None:
+            return np.arange(self.num_rows, dtype=np.int64)
+        return np.arange(self.starts[shard], self.starts[shard] + self.sizes[shard])
 
-    def places(self, shards: Integers, offsets: Integers) -> Integers:
-        """Where the rows at offsets of shards lie in the files: all int64 of shape (B,)."""
-        if self.begins is not None:
-            found: Integers = self.begins[shards] + offsets
-            return found
-        if not self.is_striped and self.rows.is_in_files:
-            return self.whole(self.starts[shards] + offsets)
-        return self.rows.places(self.numbers(shards, offsets))
+    def numbers(self, index: Integers) -> Integers:
+        """The numbers of rows, int64 of shape (B,) like the index."""
+        whole = self.whole(index)
+        return self._striping.rows_at(whole) if self.is_striped else self.rows.on_line(whole)
 
-    def line(self, shards: Integers, offsets: Integers) -> Integers:
-        """Where the rows at offsets of shards are on the line of all rows."""
-        if not self.is_striped:
-            return self.whole(self.starts[shards] + offsets)
-        return self.rows.line(self.numbers(shards, offsets))
+    def places(self, index: Integers) -> Integers:
+        """Where rows lie in the files."""
+        return self.whole(index) if self._are_files else self.rows.places(self.numbers(index))
 
-    def dataset_rows(self, shards: Integers, offsets: Integers) -> Integers:
-        """The same as numbers in the whole dataset."""
-        return self.rows.dataset_rows(self.numbers(shards, offsets))
+    def line(self, index: Integers) -> Integers:
+        """Where rows are on the line of all rows."""
+        return self.rows.line(self.numbers(index)) if self.is_striped else self.whole(index)
+
+    def dataset_rows(self, index: Integers) -> Integers:
+        """The numbers of rows in the whole dataset."""
+        return self.rows.dataset_rows(self.numbers(index))
 
     def rows_of(self, shard: int) -> Integers:
         """The dataset rows of one shard, in its order."""
-        return self.dataset_rows(*self.offsets_of(shard))
-
-    def offsets_of(self, shard: int) -> tuple[Integers, Integers]:
-        """The shard of each row of a shard, and its offset, int64 of shape (rows,)."""
-        offsets = np.arange(self.sizes[shard], dtype=np.int64)
-        return np.full_like(offsets, shard), offsets
-
-    def all_offsets(self) -> tuple[Integers, Integers]:
-        """The same for the rows of all shards, shard after shard."""
-        homes = np.repeat(np.arange(self.num_shards), self.sizes)
-        return homes, np.arange(self.num_rows) - self.starts[homes]
+        return self.dataset_rows(self.index(shard))
 
     def whole(self, index: Integers) -> Integers:
         """The index in the pool of all rows."""
@@ -209,7 +202,7 @@ def united(pools: Sequence[Pool]) -> Pool:
     first = pools[0]
     each = []
     for shard in range(first.num_shards):
-        found = np.concatenate([pool.line(*pool.offsets_of(shard)) for pool in pools])
+        found = np.concatenate([pool.line(pool.index(shard)) for pool in pools])
         found = np.sort(found)
         each.append(found[np.diff(found, prepend=-1) > 0])
     sizes = np.array([len(found) for found in each], np.int64)
@@ -221,8 +214,7 @@ def united(pools: Sequence[Pool]) -> Pool:
     if (lasts - firsts + 1 == sizes).all():
         starts, kept = firsts_of(sizes), sizes > 0
         return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
-    dtype = np.min_scalar_type(first.rows.num_rows)
-    return whole.drawing(sizes, first.counts, np.concatenate(each).astype(dtype))
+    return whole.drawing(sizes, first.counts, np.concatenate(each))
 
 
 def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:
@@ -244,9 +236,10 @@ def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:
             lasts[begin:end] = line.counts[begin:end] - 1
             lasts[end] = max(int(lasts[end]), int(last))
             continue
-        for offset in range(0, size, _BLOCK_WINDOWS):
-            offsets = np.arange(offset, min(size, offset + _BLOCK_WINDOWS), dtype=np.int64)
-            series, windows = line.in_series(pool.places(np.full_like(offsets, shard), offsets))
+        index = pool.index(shard)
+        for first in range(0, size, _BLOCK_WINDOWS):
+            places = pool.places(index[first : first + _BLOCK_WINDOWS])
+            series, windows = line.in_series(places)
             np.minimum.at(firsts, series, windows)
             np.maximum.at(lasts, series, windows)
     return firsts, np.maximum(0, lasts + 1 - firsts)

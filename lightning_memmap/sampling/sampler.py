@@ -7,7 +7,7 @@ rows of the shard, permutes them, and arranges them. All tables are the order's 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, wraps
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_memmap.errors import is_refused_call
-from lightning_memmap.sampling.identity import Identified, identity_of
+from lightning_memmap.errors import check_integer, is_refused_call
+from lightning_memmap.sampling.identity import identity_of
 from lightning_memmap.sampling.permutations import (
     BlockPermutation,
     Permutation,
@@ -67,7 +67,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True)
-class Sampler(Identified):
+class Sampler:
     """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
     As it stands, the rows of each shard come once, permuted. A subclass is a frozen dataclass that
@@ -122,9 +122,8 @@ class Sampler(Identified):
         """The same in random order, block by block where there are blocks."""
         if not len(drawn):
             return drawn
-        zero = np.zeros(1, np.int64)
-        index = self._permutation(epoch).grid(0, len(drawn) - 1, zero + shard, zero)
-        permuted: Integers = drawn[index]
+        found = columns_of(self._permutation(epoch), np.array([shard]), len(drawn))
+        permuted: Integers = drawn[found[0]]
         return permuted
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
@@ -277,71 +276,55 @@ class Sampler(Identified):
             found["num_positions"] = self.num_positions
         return {**found, **values}
 
-    def at(self, epoch: int, positions: range) -> tuple[Integers, Integers]:
-        """Which rows supply these positions.
+    def index(self, epoch: int, positions: range, starts: Integers | None = None) -> Integers:
+        """Which rows of the pool supply these positions.
 
         Args:
             epoch: Epoch, counted from 0.
             positions: Ascending positions in ``[0, num_positions)``; the step of the range must
                 be 1 or divide the number of shards.
+            starts: Where the rows of each shard begin, int64 of shape (C,); by default as in the
+                pool, which counts rows shard after shard.
 
         Returns:
-            The shard and the offset within the shard of each position, both int64 of shape
+            The offset of each row within its shard, plus the start of the shard: int64 of shape
             (len(positions),).
 
         Raises:
             ValueError: The step does not divide the number of shards.
         """
-        shards, kept, grid = self._grid_of(epoch, positions, None)
-        return np.tile(shards, len(grid) // len(shards))[kept], grid[kept]
-
-    def row_offsets(self, epoch: int, positions: range, starts: Integers) -> Integers:
-        """The same as ``starts[shards] + offsets`` with what `at` returns, in less time.
-
-        Args:
-            epoch: Epoch, counted from 0.
-            positions: As for `at`.
-            starts: Where each shard starts, int64 of shape (C,).
-
-        Returns:
-            int64 of shape (len(positions),).
-
-        Raises:
-            ValueError: As for `at`.
-        """
-        _, kept, grid = self._grid_of(epoch, positions, starts)
-        return grid[kept]
+        num, step = self.num_shards, positions.step
+        if step != 1 and num % step:
+            raise ValueError(f"positions={positions}: a step of {step} does not divide {num}")
+        if not positions:
+            return np.empty(0, np.int64)
+        # The smallest grid around the positions, so that no element is ever divided.
+        shards = np.arange(positions[0] % step, num, step, dtype=np.int64)
+        starts = self.pool.starts if starts is None else starts
+        first, last = positions[0] // num, positions[-1] // num
+        skip = (positions[0] - first * num) // step
+        return self.grid(epoch, first, last, shards, starts[shards])[skip : skip + len(positions)]
 
     def dataset_rows(self, epoch: int, positions: range) -> Integers:
         """The dataset rows that supply these positions.
 
         Args:
             epoch: Epoch, counted from 0.
-            positions: As for `at`.
+            positions: As for `index`.
 
         Returns:
             Rows of the dataset, int64 of shape (len(positions),).
 
         Raises:
-            ValueError: As for `at`.
+            ValueError: As for `index`.
         """
-        return self.pool.dataset_rows(*self.at(epoch, positions))
-
-    def _grid_of(
-        self, epoch: int, positions: range, starts: Integers | None
-    ) -> tuple[Integers, slice, Integers]:
-        """The smallest grid around positions, so that no element is ever divided."""
-        num, step = self.num_shards, positions.step
-        if step != 1 and num % step:
-            raise ValueError(f"positions={positions}: a step of {step} does not divide {num}")
-        if not positions:
-            return np.zeros(1, np.int64), slice(0, 0), np.empty(0, np.int64)
-        shards = np.arange(positions[0] % step, num, step, dtype=np.int64)
-        starts = np.zeros_like(shards) if starts is None else starts[shards]
-        first, last = positions[0] // num, positions[-1] // num
-        skip = (positions[0] - first * num) // step
-        kept = slice(skip, skip + len(positions))
-        return shards, kept, self.grid(epoch, first, last, shards, starts)
+        pool = self.pool
+        if pool.chosen is not None or not pool.is_striped:
+            return pool.dataset_rows(self.index(epoch, positions))
+        # Row i is in shard i % C: no shard is searched for.
+        offsets = self.index(epoch, positions, np.zeros_like(pool.starts))
+        shards = np.arange(positions.start, positions.stop, positions.step) % pool.num_shards
+        return pool.rows.dataset_rows(offsets * pool.num_shards + shards)
 
 
 @dataclass(frozen=True)
@@ -414,10 +397,18 @@ def _identifying(sampler: Sampler) -> list[Any]:
     return [each for each in fields(sampler) if each.init][: 1 if sampler.is_sequential else None]
 
 
-def check_seed(seed: int) -> None:
+def check_seed(seed: int) -> int:
     """Check a seed of an order."""
-    if not 0 <= seed <= MAX_SEED:
+    if not 0 <= check_integer("seed", seed) <= MAX_SEED:
         raise ValueError(f"seed={seed}: choose a seed from 0 to 2**63 - 1")
+    return int(seed)
+
+
+def checked_positions(num_samples: int | None) -> int | None:
+    """The positions of an epoch that a user asks for; None for as many as there are rows."""
+    if num_samples is None:
+        return None
+    return check_integer("num_samples", num_samples, 1, "at least 1 position of an epoch")
 
 
 class Fields(Protocol):
@@ -552,7 +543,7 @@ def _check_sampler(sampler: object, pool: Pool) -> None:
         )
     for each in _identifying(sampler):
         value = getattr(sampler, each.name)
-        if not isinstance(value, (int, str, type(None), Identified)):
+        if not isinstance(identity_of(value), (int, str, Mapping, type(None))):
             raise TypeError(
                 f"sampler: {name}.{each.name}={value!r}; fields are ints, strings, bools or None,"
                 " which checkpoints hold, or have an identity of these"

@@ -271,12 +271,12 @@ class ReadWindows:
             return runs
         return [range(number * self.rows, min((number + 1) * self.rows, self.sampler.pool.longest))]
 
-    def offsets(self, epoch: int, number: int, held: Integers) -> tuple[Integers, Integers]:
-        """The rows that a window has of some shards, for any sampler."""
+    def index(self, epoch: int, number: int, held: Integers) -> Integers:
+        """The rows that a window has of some shards, by their index in the pool."""
         first = number * self.rows
         last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
-        found = self.sampler.grid(epoch, first, last - 1, held, np.zeros_like(held))
-        grid = found.reshape(-1, len(held))
+        found = self.sampler.grid(epoch, first, last - 1, held, self.sampler.pool.starts[held])
         rounds = np.arange(first, last, dtype=np.int64)[:, None]
         wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
-        return np.broadcast_to(held, grid.shape)[wanted], grid[wanted]
+        index: Integers = found[wanted.ravel()]
+        return index

@@ -5,6 +5,7 @@ They are index views: several splits may share one store, and no row is copied.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import Described, check_integer
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Fields, check_seed
@@ -54,7 +55,48 @@ class Selection(ABC):
         """
 
 
-class Subset(Selection):
+@dataclass(eq=False, repr=False)
+class _Named(Described, Selection):
+    """Names rows: by their numbers, by a mask, or by a field."""
+
+    rows: Any = None
+    _: KW_ONLY
+    field: str | None = None
+    values: Sequence[Any] | None = None
+    where: Callable[[NDArray[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if (self.rows is None) == (self.field is None):
+            raise TypeError(
+                f"{name}: give the rows, as numbers or as a mask, or a field that chooses them:"
+                f" {name}([0, 1, 2]) or {name}(field='label', values=[0, 1])"
+            )
+        num_given = (self.values is not None) + (self.where is not None)
+        if num_given != (self.field is not None):
+            raise TypeError(
+                f"{name}: field={self.field!r}, values={self.values!r}, where={self.where!r}: a"
+                " field needs either its values or a function of them, and these need a field"
+            )
+        if self.where is not None and not callable(self.where):
+            raise TypeError(f"{name}: where={self.where!r}: give a function of the field's values")
+
+    def _named(self, split: str, fields: Fields) -> Integers:
+        what = f"subset of {split}"
+        if self.field is None:
+            return chosen_rows(self.rows, fields.num_rows, what)
+        given = fields.given(self.field)
+        rows = np.flatnonzero(given)
+        known = fields.values(self.field, rows)
+        if self.where is not None:
+            return rows[chosen_rows(self.where(known), len(rows), what)]
+        values = np.ravel(np.asarray(self.values)).tolist()
+        found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
+        found[rows] = np.isin(known, [value for value in values if value is not None])
+        return chosen_rows(found, fields.num_rows, what)
+
+
+class Subset(_Named):
     """Uses some rows of a store, like `torch.utils.data.Subset`.
 
     Args:
@@ -71,51 +113,13 @@ class Subset(Selection):
             or ``where``, or with both; or ``where`` cannot be called.
     """
 
-    def __init__(
-        self,
-        rows: Any = None,
-        *,
-        field: str | None = None,
-        values: Sequence[Any] | None = None,
-        where: Callable[[NDArray[Any]], Any] | None = None,
-    ) -> None:
-        if (rows is None) == (field is None):
-            raise TypeError(
-                "Subset: give the rows, as numbers or as a mask, or a field that chooses them:"
-                " Subset([0, 1, 2]) or Subset(field='label', values=[0, 1])"
-            )
-        num_given = (values is not None) + (where is not None)
-        if num_given != (field is not None):
-            raise TypeError(
-                f"Subset: field={field!r}, values={values!r}, where={where!r}: a field needs"
-                " either its values or a function of them, and these need a field"
-            )
-        if where is not None and not callable(where):
-            raise TypeError(f"Subset: where={where!r}: give a function of the field's values")
-        self._rows, self._field, self._values, self._where = rows, field, values, where
-
-    @override
-    def __repr__(self) -> str:
-        found = {"rows": self._rows, "field": self._field, "values": self._values}
-        return call_text("Subset", **found, where=self._where)
-
     @override
     def subset(self, split: str, member: int, fields: Fields) -> Integers:
-        what = f"subset of {split}"
-        if self._field is None:
-            return chosen_rows(self._rows, fields.num_rows, what)
-        given = fields.given(self._field)
-        rows = np.flatnonzero(given)
-        known = fields.values(self._field, rows)
-        if self._where is not None:
-            return rows[chosen_rows(self._where(known), len(rows), what)]
-        values = np.ravel(np.asarray(self._values)).tolist()
-        found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
-        found[rows] = np.isin(known, [value for value in values if value is not None])
-        return chosen_rows(found, fields.num_rows, what)
+        return self._named(split, fields)
 
 
-class Parts(Selection):
+@dataclass(eq=False, repr=False)
+class Parts(Described, Selection):
     """Trains each member on every ``num_parts``-th row: the rows ``i`` with ``i % M == member``.
 
     Args:
@@ -125,28 +129,24 @@ class Parts(Selection):
         ValueError: ``num_parts`` is below 1.
     """
 
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = check_integer("num_parts", num_parts, 1, "at least 1 part")
-        self.num_members = self._num_parts
+    num_parts: int
 
-    @override
-    def __repr__(self) -> str:
-        return call_text("Parts", num_parts=self.num_members)
+    def __post_init__(self) -> None:
+        self.num_parts = check_integer("num_parts", self.num_parts, 1, "at least 1 part")
+        self.num_members = self.num_parts
 
     @override
     def subset(self, split: str, member: int, fields: Fields) -> Integers:
-        rows = np.arange(member, fields.num_rows, self._num_parts)
+        rows = np.arange(member, fields.num_rows, self.num_parts)
         return chosen_rows(rows, fields.num_rows, f"subset of {split}")
 
 
 class _HoldingOut(Selection):
     """Validates on some rows of the training store, and trains on the others."""
 
-    def __init__(self, stratify: str | None, seed: int) -> None:
-        self._stratify, self._seed = stratify, check_integer("seed", seed)
-        check_seed(self._seed)
-
     splits = ("train", "val")
+    stratify: str | None = None
+    seed: int = 0
 
     @override
     def stored_split(self, split: str) -> str:
@@ -165,8 +165,8 @@ class _HoldingOut(Selection):
 
     def _dealt(self, fields: Fields, shuffle: bool = True) -> NDArray[np.int64]:
         """All rows in random order, those with one value of the field one after the other."""
-        count, field = fields.num_rows, self._stratify
-        bits = random_bits(self._seed, 0, _BITS)
+        count, field = fields.num_rows, self.stratify
+        bits = random_bits(self.seed, 0, _BITS)
         keys = bits.random_raw(count) if shuffle else np.zeros(count, np.uint64)
         by = () if field is None else (self._values("stratify", field, fields),)
         return np.lexsort((keys, *by))
@@ -183,7 +183,8 @@ class _HoldingOut(Selection):
         return fields.values(field)
 
 
-class RandomSplit(_HoldingOut):
+@dataclass(eq=False, repr=False)
+class RandomSplit(Described, _HoldingOut):
     """Holds out a random part of the training store, to validate on.
 
     Args:
@@ -200,45 +201,39 @@ class RandomSplit(_HoldingOut):
             given.
     """
 
-    def __init__(
-        self,
-        validation: int | float = 0.1,
-        *,
-        stratify: str | None = None,
-        group: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(stratify, seed)
-        if stratify is not None and group is not None:
-            raise ValueError(
-                f"RandomSplit: stratify={stratify!r} with group={group!r}: leave one of them out;"
-                " groups that stay whole cannot have their share of each value too"
-            )
-        self._group = group
-        if isinstance(validation, bool) or not isinstance(validation, Real):
-            raise TypeError(f"validation={validation!r}: give a share or a number of rows")
-        is_count = isinstance(validation, Integral)
-        if not (validation >= 1 if is_count else 0 < validation < 1):
-            raise ValueError(
-                f"validation={validation}: give a share of the rows, such as 0.1, or a number of"
-                " them, such as 5000"
-            )
-        self._validation: float = int(validation) if is_count else float(validation)
+    validation: int | float = 0.1
+    _: KW_ONLY
+    stratify: str | None = None
+    group: str | None = None
+    seed: int = 0
 
-    @override
-    def __repr__(self) -> str:
-        found = {"validation": self._validation, "stratify": self._stratify, "group": self._group}
-        return call_text("RandomSplit", **found, seed=self._seed)
+    def __post_init__(self) -> None:
+        self.seed = check_seed(self.seed)
+        if self.stratify is not None and self.group is not None:
+            raise ValueError(
+                f"RandomSplit: stratify={self.stratify!r} with group={self.group!r}: leave one of"
+                " them out; groups that stay whole cannot have their share of each value too"
+            )
+        given = self.validation
+        if isinstance(given, bool) or not isinstance(given, Real):
+            raise TypeError(f"validation={given!r}: give a share or a number of rows")
+        given = int(given) if isinstance(given, Integral) else float(given)
+        if not (given >= 1 if isinstance(given, int) else 0 < given < 1):
+            raise ValueError(
+                f"validation={given}: give a share of the rows, such as 0.1, or a number of them,"
+                " such as 5000"
+            )
+        self.validation = given
 
     @override
     def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
-        given, num_rows = self._validation, fields.num_rows
+        given, num_rows = self.validation, fields.num_rows
         share = max(1, min(round(given * num_rows), num_rows - 1))
         count = given if isinstance(given, int) else share
         if count >= num_rows:
             raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
-        if self._group is not None:
-            return self._held_out_groups(self._group, count, fields)
+        if self.group is not None:
+            return self._held_out_groups(self.group, count, fields)
         # Every value has its share of the evenly spaced ranks, up to one.
         ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
         held_out: Integers = self._dealt(fields)[np.diff(ranks) == 1]
@@ -253,13 +248,13 @@ class RandomSplit(_HoldingOut):
                 f"RandomSplit: group={field!r}: all rows have one value, and none would be trained"
                 " on or none held out"
             )
-        bits = random_bits(self._seed, 0, _BITS)
+        bits = random_bits(self.seed, 0, _BITS)
         order = np.argsort(bits.random_raw(len(sizes)), kind="stable")
         found = np.abs(np.cumsum(sizes[order])[:-1] - count)
         return np.isin(groups, order[: int(np.argmin(found)) + 1])
 
 
-class Holdout(_HoldingOut):
+class Holdout(_HoldingOut, _Named):
     """Validates on rows of the training store that are named, and trains on the others.
 
     Args:
@@ -272,27 +267,13 @@ class Holdout(_HoldingOut):
         TypeError: As there.
     """
 
-    def __init__(
-        self,
-        rows: Any = None,
-        *,
-        field: str | None = None,
-        values: Sequence[Any] | None = None,
-        where: Callable[[NDArray[Any]], Any] | None = None,
-    ) -> None:
-        super().__init__(None, 0)
-        self._subset = Subset(rows, field=field, values=values, where=where)
-
-    @override
-    def __repr__(self) -> str:
-        return repr(self._subset).replace("Subset", "Holdout", 1)
-
     @override
     def _held_out(self, member: int, fields: Fields) -> Integers:
-        return self._subset.subset("val", member, fields)
+        return self._named("val", fields)
 
 
-class KFold(_HoldingOut):
+@dataclass(eq=False, repr=False)
+class KFold(Described, _HoldingOut):
     """Holds out one of several folds of the training store, to validate on.
 
     Which one is ``member`` of the data module. Each row is in one fold, and the sizes of folds
@@ -311,24 +292,23 @@ class KFold(_HoldingOut):
         ValueError: ``num_folds`` or the seed is out of range.
     """
 
-    def __init__(
-        self, num_folds: int, *, shuffle: bool = True, stratify: str | None = None, seed: int = 0
-    ) -> None:
-        super().__init__(stratify, seed)
-        reason = "at least 2, one of which is held out"
-        self._num_folds = check_integer("num_folds", num_folds, 2, reason)
-        if not isinstance(shuffle, bool):
-            raise TypeError(f"shuffle={shuffle!r}: give True or False")
-        self.num_members, self._shuffle = self._num_folds, shuffle
+    num_folds: int
+    _: KW_ONLY
+    shuffle: bool = True
+    stratify: str | None = None
+    seed: int = 0
 
-    @override
-    def __repr__(self) -> str:
-        found = {"num_folds": self.num_members, "shuffle": self._shuffle}
-        return call_text("KFold", **found, stratify=self._stratify, seed=self._seed)
+    def __post_init__(self) -> None:
+        self.seed = check_seed(self.seed)
+        reason = "at least 2, one of which is held out"
+        self.num_folds = check_integer("num_folds", self.num_folds, 2, reason)
+        if not isinstance(self.shuffle, bool):
+            raise TypeError(f"shuffle={self.shuffle!r}: give True or False")
+        self.num_members = self.num_folds
 
     @override
     def _held_out(self, member: int, fields: Fields) -> Integers:
-        return self._dealt(fields, self._shuffle)[member :: self._num_folds]
+        return self._dealt(fields, self.shuffle)[member :: self.num_folds]
 
 
 def chosen_rows(given: Any, num_rows: int, what: str) -> Integers:

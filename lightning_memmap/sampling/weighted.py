@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import call_text, check_integer
+from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Permutation,
@@ -18,7 +18,14 @@ from lightning_memmap.sampling.permutations import (
 )
 from lightning_memmap.sampling.pool import Pool, Runs
 from lightning_memmap.sampling.rows import Integers, firsts_of, shard_rows
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    checked_positions,
+    kept,
+    one_by_row,
+)
 
 #: The part of an epoch's random bits for where its points lie, and the first of those for the
 #: orders of rows on the line. Part 0 is for the order of positions.
@@ -28,7 +35,8 @@ _LINE_BITS = 62
 _MAX_POSITIONS = 2**40
 
 
-class Weighted(SamplerFactory):
+@dataclass(eq=False, repr=False)
+class Weighted(Described, SamplerFactory):
     """Draws rows by weight, again in each epoch, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
@@ -48,15 +56,11 @@ class Weighted(SamplerFactory):
         ValueError: ``num_samples`` is below 1.
     """
 
-    def __init__(self, weights: Any, num_samples: int | None = None) -> None:
-        if num_samples is not None:
-            reason = "at least 1 position of an epoch"
-            num_samples = check_integer("num_samples", num_samples, 1, reason)
-        self.weights, self.num_samples = weights, num_samples
+    weights: Any
+    num_samples: int | None = None
 
-    @override
-    def __repr__(self) -> str:
-        return call_text("Weighted", weights=self.weights, num_samples=self.num_samples)
+    def __post_init__(self) -> None:
+        self.num_samples = checked_positions(self.num_samples)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
@@ -67,7 +71,7 @@ class Weighted(SamplerFactory):
             ValueError: There is not one weight for each row; one is negative, not finite or None;
                 all are zero; or ``num_samples`` is out of range.
         """
-        weights = self._weights(pool.dataset_rows(*pool.all_offsets()), fields)
+        weights = self._weights(pool.dataset_rows(pool.index()), fields)
         if not weights.any():
             raise ValueError("Weighted: all weights of the training rows are 0")
         count = pool.num_rows if self.num_samples is None else self.num_samples
@@ -153,7 +157,7 @@ class WeightedSampler(Sampler):
     def _pieces(self, _: int) -> Integers:
         """How much of each row is in each shard, in units, shard after shard."""
         pool = self.pool
-        ends = self.lengths.array.cumsum()[pool.whole(np.arange(pool.num_rows, dtype=np.int64))]
+        ends = self.lengths.array.cumsum()[pool.whole(pool.index())]
         cuts = np.repeat(pool.counts.cumsum() << _unit_bits(self.num_positions), pool.sizes)
         pieces: Integers = np.diff(np.minimum(ends, cuts), prepend=0)
         return pieces
@@ -178,8 +182,7 @@ def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
     runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
     if kept is None:
         return pool.drawing(sizes, counts, runs)
-    rows = kept[runs.at(np.arange(int(sizes.sum()), dtype=np.int64))]
-    return pool.drawing(sizes, counts, rows.astype(np.min_scalar_type(pool.num_rows)))
+    return pool.drawing(sizes, counts, kept[runs.at(np.arange(int(sizes.sum())))])
 
 
 def _unit_bits(num_positions: int) -> int:

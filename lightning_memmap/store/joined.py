@@ -175,7 +175,7 @@ class JoinedManifest(Manifest):
             return super().shard_bytes(pool, num_data_devices)
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
-            rows = pool.dataset_rows(*pool.offsets_of(shard))
+            rows = pool.rows_of(shard)
             for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
                 columns = self.parts[number].columns
                 sizes[shard] += sum(c.mean_bytes(count) for c in columns)

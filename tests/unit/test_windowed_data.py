@@ -95,11 +95,11 @@ def test_each_window_is_in_one_shard_and_found_again(
     assert line.on_line(line.places(numbers)).tolist() == numbers.tolist()
     for pool in (Pool.of(line, num_shards), Pool.of(line, num_shards, is_striped=True)):
         assert pool.is_striped is (pool.striped is pool)
-        found = [pool.numbers(*pool.offsets_of(shard)) for shard in range(num_shards)]
+        found = [pool.numbers(pool.index(shard)) for shard in range(num_shards)]
         assert [len(each) for each in found] == pool.sizes.tolist()
         assert sorted(np.concatenate(found).tolist()) == numbers.tolist()
         for shard, each in enumerate(found):
-            places = pool.places(*pool.offsets_of(shard))
+            places = pool.places(pool.index(shard))
             assert line.on_line(places).tolist() == each.tolist()
             at, windows = line.in_series(places)
             firsts, counts = spans_of(pool, [shard])

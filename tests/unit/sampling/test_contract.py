@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import Sampler
+from tests.rows import at
 from tests.unit.sampling import test_bucketed, test_weighted
 from tests.unit.sampling.test_mixture_windows import by_batch, mixtures
 from tests.unit.sampling.test_sampler import samplers
@@ -37,10 +38,13 @@ def test_positions_are_served_by_their_shards_in_any_division(
     stop = data.draw(st.integers(start, count))
     # As a process that has these shards alone finds them, in a sampler of its own.
     again = pickle.loads(pickle.dumps(sampler))
-    homes, offsets = again.at(epoch, range(start, stop, step))
+    homes, offsets = at(again, epoch, range(start, stop, step))
     assert homes.tolist() == [position % shards for position in range(start, stop, step)]
     assert ((offsets >= 0) & (offsets < again.pool.sizes[homes])).all()
-    assert again.pool.dataset_rows(homes, offsets).tolist() == whole[start:stop:step]
+    assert (
+        again.pool.dataset_rows(again.pool.starts[homes] + offsets).tolist()
+        == whole[start:stop:step]
+    )
     for shard in range(shards):
         mine = set(sampler.pool.rows_of(shard).tolist())
         assert set(whole[shard::shards]) <= mine

@@ -24,7 +24,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.mixture import MixtureSampler
 from lightning_memmap.sampling.sampler import made_sampler
-from tests.rows import pool_of
+from tests.rows import at, pool_of
 
 FIELDS: Any = None
 
@@ -68,7 +68,7 @@ def rows_of(sampler: Sampler, epoch: int) -> np.ndarray:
 @settings(deadline=None, max_examples=40)
 def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch: int) -> None:
     pool, sets = sampler.pool, sampler.sets
-    homes, offsets = sampler.at(epoch, range(sampler.num_positions))
+    homes, offsets = at(sampler, epoch, range(sampler.num_positions))
     counts = Counter(rows_of(sampler, epoch).tolist())
     first, used = 0, set[int]()
     for size, count in zip(sets.sizes, sets.counts, strict=True):
@@ -79,11 +79,11 @@ def test_each_row_comes_as_often_as_its_set_says(sampler: MixtureSampler, epoch:
         used |= set(range(first, first + size)) if count else set()
         first += size
     if pool.begins is not None:
-        assert (pool.places(homes, offsets) == pool.begins[homes] + offsets).all()
+        assert (pool.places(pool.starts[homes] + offsets) == pool.begins[homes] + offsets).all()
     # Shards are pieces of the files, unless a set without a share lies in between.
     assert pool.begins is not None or 0 in sets.counts
     # The rows that its shards have are those that they may need, and no others.
-    assert set(pool.dataset_rows(*pool.all_offsets()).tolist()) == used
+    assert set(pool.dataset_rows(pool.index()).tolist()) == used
 
 
 def test_rows_of_an_epoch_follow_those_of_the_epoch_before() -> None:

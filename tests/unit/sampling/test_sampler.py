@@ -18,7 +18,7 @@ from lightning_memmap.sampling import (
     striping,
 )
 from lightning_memmap.sampling import permutations as constructions
-from tests.rows import make_sampler
+from tests.rows import at, make_sampler
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 2**32)
@@ -37,7 +37,7 @@ def samplers(draw: st.DrawFn, shuffle: bool | None = None) -> Sampler:
 
 
 def rows_at(sampler: Sampler, epoch: int, positions: range) -> list[int]:
-    shards, offsets = sampler.at(epoch, positions)
+    shards, offsets = at(sampler, epoch, positions)
     assert shards.dtype == offsets.dtype == np.int64
     assert shards.shape == offsets.shape == (len(positions),)
     return (offsets * sampler.num_shards + shards).tolist()
@@ -48,6 +48,12 @@ def whole_epoch(sampler: Sampler, epoch: int) -> list[int]:
 
 
 # Shards
+
+
+@given(st.integers(1, 500), st.integers(1, 60))
+def test_rows_at_places_are_those_that_were_located(num_rows: int, num_shards: int) -> None:
+    shards, rows = Shards(num_rows, num_shards), np.arange(num_rows)
+    assert shards.rows_at(shards.locate(rows)).tolist() == rows.tolist()
 
 
 @given(st.integers(1, 500), st.integers(1, 60))
@@ -88,9 +94,9 @@ def test_sampler_any_range_is_a_slice_of_an_epoch_that_has_each_row_once(
     stop = data.draw(st.integers(start, num_rows))
     for positions in (range(start, stop), range(start, stop, step)):
         assert rows_at(sampler, epoch, positions) == [whole[p] for p in positions]
-        shards, offsets = sampler.at(epoch, positions)
+        shards, offsets = at(sampler, epoch, positions)
         starts = 1000 * np.arange(num_shards)
-        found = sampler.row_offsets(epoch, positions, starts)
+        found = sampler.index(epoch, positions, starts)
         assert (found == starts[shards] + offsets).all()
 
 
@@ -213,7 +219,7 @@ def test_shuffle_consecutive_seeds_and_epochs_are_independent() -> None:
 def test_shuffle_shards_are_independent_of_each_other() -> None:
     counts = np.zeros((20, 20))
     for seed in range(6_000):
-        _, offsets = make_sampler(40, 2, seed, True).at(0, range(2))
+        _, offsets = at(make_sampler(40, 2, seed, True), 0, range(2))
         counts[tuple(offsets)] += 1
     assert chi_square(counts, 15) < CHI_SQUARE_999[399]
 
@@ -241,7 +247,7 @@ def test_sampler_shards_about_the_length_of_another_construction_hold_each_row_o
     size: int, more: int
 ) -> None:
     num_rows = 3 * size + more
-    shards, offsets = make_sampler(num_rows, 3, seed=8, shuffle=True).at(4, range(num_rows))
+    shards, offsets = at(make_sampler(num_rows, 3, seed=8, shuffle=True), 4, range(num_rows))
     rows = offsets * 3 + shards
     assert (np.bincount(rows, minlength=num_rows) == 1).all()
 
@@ -268,7 +274,7 @@ def test_sampler_long_shards_any_range_equals_slice_of_whole(
 @pytest.mark.parametrize("size", [40, 1500, 2**16])
 def test_sampler_any_shards_give_the_orders_of_each(size: int) -> None:
     sampler = make_sampler(6 * size, 6, 3, shuffle=True)
-    _, whole = sampler.at(2, range(20 * 6))
+    _, whole = at(sampler, 2, range(20 * 6))
     for shards in ([0, 1], [4], [0, 1, 5], [2, 3, 4, 5], [0, 2, 4], [5, 0]):
         columns = np.array(shards)
         found = sampler.grid(2, 0, 19, columns, 10 * columns)
@@ -278,7 +284,7 @@ def test_sampler_any_shards_give_the_orders_of_each(size: int) -> None:
 def orders(size: int, num_shards: int, seed: int, epoch: int = 0) -> np.ndarray:
     """The offsets of each shard in its order, of shape (size, num_shards)."""
     sampler = make_sampler(size * num_shards, num_shards, seed, shuffle=True)
-    return sampler.at(epoch, range(sampler.num_positions))[1].reshape(size, num_shards)
+    return at(sampler, epoch, range(sampler.num_positions))[1].reshape(size, num_shards)
 
 
 def tenths(values: np.ndarray, size: int) -> np.ndarray:
@@ -390,7 +396,7 @@ def test_sampler_bad_argument_is_named(arguments: dict[str, int], named: str) ->
 
 def test_sampler_step_that_does_not_divide_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="a step of 5 does not divide 24"):
-        make_sampler(100, 24).at(0, range(0, 100, 5))
+        make_sampler(100, 24).index(0, range(0, 100, 5))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4, unique=True))

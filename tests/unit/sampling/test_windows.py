@@ -22,7 +22,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling.permutations import BlockPermutation
 from lightning_memmap.sampling.schedule import DEFAULT_WINDOW_BYTES
-from tests.rows import make_sampler
+from tests.rows import at, make_sampler
 from tests.unit.sampling.test_sampler import CHI_SQUARE_999, chi_square
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -46,7 +46,7 @@ def offsets_by_window(cut: ReadWindows, epoch: int) -> list[list[list[int]]]:
     sampler, size = cut.sampler, cut.rows * cut.sampler.num_shards
     found = []
     for first in range(0, sampler.num_positions, size):
-        shards, offsets = sampler.at(epoch, range(first, min(sampler.num_positions, first + size)))
+        shards, offsets = at(sampler, epoch, range(first, min(sampler.num_positions, first + size)))
         found.append([offsets[shards == shard].tolist() for shard in range(sampler.num_shards)])
     return found
 
@@ -93,7 +93,7 @@ def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
 def test_windows_known_seed_gives_known_rows() -> None:
     # Checkpoints stand for this order: it must never change.
     def rows(sampler: Sampler, epoch: int, positions: range) -> list[int]:
-        shards, offsets = sampler.at(epoch, positions)
+        shards, offsets = at(sampler, epoch, positions)
         return (offsets * sampler.num_shards + shards).tolist()
 
     assert rows(make_sampler(13, 3, 42, True, 2), 5, range(13)) == GOLDEN_SMALL
@@ -113,7 +113,7 @@ def test_windows_of_huge_dataset_are_small_in_memory() -> None:
     try:
         sampler = make_sampler(10**10, 24, 1, True, 20_000)
         for start in (0, 5 * 10**9, 10**10 - 50_000):
-            _, offsets = sampler.at(3, range(start, start + 50_000))
+            _, offsets = at(sampler, 3, range(start, start + 50_000))
             assert offsets.max() < 10**10 // 24 + 1
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
@@ -144,7 +144,7 @@ def test_each_row_is_equally_often_at_a_position(window: int) -> None:
     for seed in range(4000):
         sampler = make_sampler(20, 1, seed, True, window)
         for position in (0, 7, 10, 19):
-            _, offsets = sampler.at(0, range(position, position + 1))
+            _, offsets = at(sampler, 0, range(position, position + 1))
             counts[position, offsets] += 1
     for position in (0, 7, 10, 19):
         assert chi_square(counts[position], 200) < CHI_SQUARE_999[19]
@@ -152,13 +152,13 @@ def test_each_row_is_equally_often_at_a_position(window: int) -> None:
 
 def test_windows_and_epochs_have_orders_of_their_own() -> None:
     sampler = make_sampler(24 * 50, 1, 3, True, 50)
-    _, first = sampler.at(0, range(1200))
+    _, first = at(sampler, 0, range(1200))
     inside = [
         tuple((part - sampler.block_runs(0, number)[0].start) % 1200)
         for number, part in enumerate(first.reshape(24, 50))
     ]
     assert len(set(inside)) == 24
-    orders = [sampler.at(epoch, range(1200))[1].tolist() for epoch in range(4)]
+    orders = [at(sampler, epoch, range(1200))[1].tolist() for epoch in range(4)]
     assert all(one != other for one, other in pairwise(orders))
 
 
@@ -169,7 +169,7 @@ def test_other_rows_share_a_window_in_another_epoch() -> None:
     together = 0
     for epoch in range(1000):
         sampler = make_sampler(100, 1, 5, True, 4)
-        _, offsets = sampler.at(epoch, range(100))
+        _, offsets = at(sampler, epoch, range(100))
         numbers = np.argsort(offsets) // 4
         together += int(numbers[0] == numbers[1])
     assert abs(together - 750) < 4 * math.sqrt(1000 * 0.75 * 0.25)
