@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
-from lightning_memmap.data.first_epoch import _FIRST_STEPS
+from lightning_memmap.data.set_up import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted
@@ -202,7 +202,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     fit(tmp_path, module, Points(ROWS), "while_training", num_workers=1, batch_size=size)
     # A single row is what a set-up looks at.
     first, *later = [count for count in num_asked if count > 1]
-    assert first == _FIRST_STEPS * size
+    assert first == FIRST_STEPS * size
     assert max(later) == 5 * size
     read = [*map(int, (tmp_path / "while_training" / "rows.rows").read_text().split())]
     read = read[len(probe_rows(ROWS)) :]
