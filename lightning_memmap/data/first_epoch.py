@@ -81,19 +81,17 @@ def _asked(stores: SplitStores, split: str) -> Asked:
 
 
 class _ShowStored(L.Callback):
-    """Shows in the Trainer's progress bar how much of the training rows is there."""
-
-    _is_shown = False
+    """Shows in the Trainer's progress bar, and nowhere else, how much of the rows is there."""
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
         if store is not None and store.supply is not None:
-            pl_module.log("stored", store.supply.share, prog_bar=True, logger=False, batch_size=1)
-            self._is_shown = True
-        elif self._is_shown:
-            trainer.progress_bar_metrics.pop("stored", None)
-            self._is_shown = False
+            trainer.progress_bar_metrics["stored"] = store.supply.share
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.progress_bar_metrics.pop("stored", None)
 
 
 def show_stored(trainer: Any) -> None:
