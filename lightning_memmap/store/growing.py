@@ -299,25 +299,21 @@ class BackgroundBuild:
                 identities[name] = each.identity()
 
         self._workers.run(partial(_Each, probers), sizes(), found.append)
-        for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
-            dataset, path = asked[name].dataset, asked[name].directory.path
-            draft = asked[name].draft(dataset, probes, identities[name])
-            row_bytes = probes.typical_bytes
-            building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
+        for name, one in asked.items():
+            probes = dict(found)[name]
+            draft = one.draft(one.dataset, probes, identities[name])
+            path, size = one.directory.path, probes.typical_bytes
+            building = Building.begin(path, draft, resume=True, row_bytes=size)
             self._locks[name].enter_context(building)
-            pieces = source_of(dataset, draft.schema).pieces()
+            pieces = source_of(one.dataset, draft.schema).pieces()
             self._builds[name] = _Build(building, probes, pieces)
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
-        makers = {
-            name: writer_of(build.building, build.probes.row_bytes)
-            for name, build in self._builds.items()
-        }
+        makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
 
         def receive(outcome: tuple[str, tuple[RowNumbers, float]]) -> None:
-            name, done = outcome
-            self._builds[name].note(*done)
+            self._builds[outcome[0]].note(*outcome[1])
 
         try:
             buildings = [build.building for build in self._builds.values()]
