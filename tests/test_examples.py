@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,52 @@ def test_token_stream_script_learns_from_windows_that_are_stored_once(tmp_path: 
 
 def directory_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
+
+
+#: The example, which notes the rows of each step of a member in a file of it.
+NOTING = """
+from jsonargparse import auto_cli
+
+from examples import kfold
+
+rows = {tuple(each.tolist()): row for row, each in enumerate(kfold.BreastCancer("train").features)}
+assert len(rows) == 455
+
+
+class Noting(kfold.TableClassifier):
+    def note(self, stage, batch):
+        with open(f"../{stage}-{self.trainer.strategy.member}", "a") as file:
+            print(*(rows[tuple(each.tolist())] for each in batch["features"]), file=file)
+
+    def training_step(self, batch, batch_idx):
+        self.note("train", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.note("val", batch)
+        return super().validation_step(batch, batch_idx)
+
+
+kfold.TableClassifier = Noting
+auto_cli(kfold.main)
+"""
+
+
+@pytest.mark.slow
+def test_kfold_script_trains_each_member_on_the_other_folds(tmp_path: Path) -> None:
+    (program := tmp_path / "noting.py").write_text(NOTING)
+    (work := tmp_path / "work").mkdir()
+    run(work, str(program), "--num_folds", "3", "--max_epochs", "2")
+    rows = {
+        (stage, member): Counter(map(int, (tmp_path / f"{stage}-{member}").read_text().split()))
+        for stage in ("train", "val")
+        for member in range(3)
+    }
+    held_out = [*rows["val", 0], *rows["val", 1], *rows["val", 2]]
+    assert sorted(held_out) == [*range(455)]
+    for member in range(3):
+        others = {*range(455)} - rows["val", member].keys()
+        assert rows["train", member] == dict.fromkeys(others, 2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Training from stores whose rows are still to come: ``build="while_training"``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,14 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_memmap.data.set_up import Planner, SetUp
+from lightning_memmap.data.set_up import SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import argument_of
 from lightning_memmap.errors import with_article
-from lightning_memmap.placement import Placement
-from lightning_memmap.store import Store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.sources.stream import is_stream
-
-#: Steps whose rows are asked for before there is a loader.
-_FIRST_STEPS = 16
 
 
 class FirstEpoch:
@@ -86,34 +81,23 @@ def _asked(stores: SplitStores, split: str) -> Asked:
 
 
 class _ShowStored(L.Callback):
-    """Shows in the Trainer's progress bar how much of the training rows is there."""
-
-    _is_shown = False
+    """Shows in the Trainer's progress bar, and nowhere else, how much of the rows is there."""
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         store = getattr(trainer.datamodule, "stores", {}).get("train")  # type: ignore[attr-defined]
         if store is not None and store.supply is not None:
-            pl_module.log("stored", store.supply.share, prog_bar=True, logger=False, batch_size=1)
-            self._is_shown = True
-        elif self._is_shown:
-            trainer.progress_bar_metrics.pop("stored", None)
-            self._is_shown = False
+            trainer.progress_bar_metrics["stored"] = store.supply.share
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.progress_bar_metrics.pop("stored", None)
 
 
 def show_stored(trainer: Any) -> None:
     """Show in the progress bar how much of the training rows is there."""
     if not any(isinstance(each, _ShowStored) for each in trainer.callbacks):
         trainer.callbacks.append(_ShowStored())
-
-
-def ask_first(planner: Planner, opened: Mapping[str, Store], placement: Placement) -> None:
-    """Ask for the rows of the first steps where they are still to come: set-up takes a while."""
-    if "train" in opened and (supply := opened["train"].supply) is not None:
-        order = placement.splits["train"].size.order
-        num_rows = _FIRST_STEPS * planner.stores.options.batch_size
-        num_rows *= planner.topology.num_data_devices
-        supply.want(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
 
 
 def renewed(made: SetUp) -> SetUp:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, ask_first, renewed, show_stored
+from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -421,7 +421,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
-        ask_first(planner, opened, placement)
         # Until all rows are there, they are read from their files, wherever they will live.
         if all(store.supply is None for store in opened.values()):
             self._print_placement(placement)

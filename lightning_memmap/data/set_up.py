@@ -22,6 +22,9 @@ from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
+#: Steps whose rows are asked for before there is a loader.
+FIRST_STEPS = 16
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -33,9 +36,14 @@ class Planner:
     is_overfitting: bool = False
 
     def place(self, opened: Mapping[str, Store]) -> Placement:
-        """Plan where the shards live."""
+        """Plan where the shards live, and ask for the first rows where they are still to come."""
         options, topology = self.stores.options, self.topology
         sizes = {split: self.size(split, store) for split, store in opened.items()}
+        # Before all else: they take a while.
+        if "train" in opened and (supply := opened["train"].supply) is not None:
+            order = sizes["train"].order
+            num_rows = FIRST_STEPS * options.batch_size * topology.num_data_devices
+            supply.want(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )

@@ -46,7 +46,8 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     ]  # fmt: skip
     #: The key, name or position of each child, where it has one.
     keys: Path = ()
-    children: tuple["Node", ...] = ()
+    # Python 3.10 does not look for names within a type.
+    children: "tuple[Node, ...]" = ()
     #: Of the class of a named tuple or dataclass.
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
     #: The dimensions of the first field of a TensorDict that are not those of its batch_size.

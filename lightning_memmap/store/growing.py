@@ -26,7 +26,7 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Values
-from lightning_memmap.store.build import Asked
+from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import (
@@ -37,6 +37,7 @@ from lightning_memmap.store.directory import (
     check_free,
     is_store,
 )
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
 from lightning_memmap.store.samples import Probes, RandomDatasetError, read_probes
@@ -48,11 +49,11 @@ from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
-_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.02, 0.05, 32 * 2**20
+_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
 #: How long nothing else is read before the first reader says what it needs.
 _FIRST_WANT_S = 0.2
-#: How a reader waits, and how often it looks whether the building process is alive.
-_SHORT_S, _LONG_S, _LOOK_S = 0.0005, 0.003, 1.0
+#: How often a reader and the build look at each other's files, and at whether the build is alive.
+_PAUSE_S, _LOOK_S = 0.0005, 1.0
 #: How long `BackgroundBuild.stop` waits for rows that are being read.
 _PATIENCE_S = 60.0
 #: Why builds of this process have ended, by generation.
@@ -137,15 +138,14 @@ class Serving(Supply):
         self._wait(lambda: self.is_whole)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
-        looked, pause = monotonic(), _SHORT_S
+        looked = monotonic()
         while not is_there():
             if (error := _errors.get(self.generation)) is not None:
                 raise error
             if monotonic() - looked > _LOOK_S:
                 looked = monotonic()
                 self._check_alive()
-            sleep(pause)
-            pause = min(2 * pause, _LONG_S)
+            sleep(_PAUSE_S)
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: it holds the lock of the journal."""
@@ -209,8 +209,9 @@ class _Build:
 
     def note(self, rows: RowNumbers, duration_s: float) -> None:
         """Tell the readers that rows are there, and take into account how long they took."""
-        self.building.wrote(rows)
-        self._row_s = (self._row_s + duration_s / len(rows)) / 2
+        if len(rows):
+            self.building.wrote(rows)
+            self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
 def _distinct(numbers: Integers) -> Integers:
@@ -287,30 +288,32 @@ class BackgroundBuild:
         asked = {n: e for n, e in self._asked.items() if not is_store(e.directory.path)}
         if self._is_stopped:
             return
-        identities = {name: each.identity() for name, each in asked.items()}
         probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
-        found = list[tuple[str, Probes]]()
-        sizes = ((name, len(each.dataset)) for name, each in asked.items())
-        self._workers.run(partial(_Each, probers), sizes, found.append)
-        for name, probes in sorted(found, key=lambda each: [*asked].index(each[0])):
-            dataset, path = asked[name].dataset, asked[name].directory.path
-            draft = asked[name].draft(dataset, probes, identities[name])
-            row_bytes = probes.typical_bytes
-            building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
+        identities, found = dict[str, Fingerprint](), list[tuple[str, Probes]]()
+
+        def sizes() -> Iterator[tuple[str, int]]:
+            for name, each in asked.items():
+                check_length(each.dataset)
+                yield name, len(each.dataset)
+                # While the rows are read, by others.
+                identities[name] = each.identity()
+
+        self._workers.run(partial(_Each, probers), sizes(), found.append)
+        for name, one in asked.items():
+            probes = dict(found)[name]
+            draft = one.draft(one.dataset, probes, identities[name])
+            path, size = one.directory.path, probes.typical_bytes
+            building = Building.begin(path, draft, resume=True, row_bytes=size)
             self._locks[name].enter_context(building)
-            pieces = source_of(dataset, draft.schema).pieces()
+            pieces = source_of(one.dataset, draft.schema).pieces()
             self._builds[name] = _Build(building, probes, pieces)
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
-        makers = {
-            name: writer_of(build.building, build.probes.row_bytes)
-            for name, build in self._builds.items()
-        }
+        makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
 
         def receive(outcome: tuple[str, tuple[RowNumbers, float]]) -> None:
-            name, done = outcome
-            self._builds[name].note(*done)
+            self._builds[outcome[0]].note(*outcome[1])
 
         try:
             buildings = [build.building for build in self._builds.values()]
@@ -327,13 +330,15 @@ class BackgroundBuild:
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
         """What is read next: what readers want, in turns, and then all others in their order."""
+        # Each process opens the files while the first reader is set up.
+        yield from ((name, range(0)) for name in [*self._builds] * self._workers.num_workers)
         begin, has_begun = monotonic(), False
         while not self._is_stopped:
             passed_s = monotonic() - begin
             found = [(*w, name) for name, each in self._builds.items() for w in each.wants()]
             if not (found or has_begun) and passed_s < _FIRST_WANT_S:
                 # The set-up of the first reader has the processor for itself.
-                sleep(_SHORT_S)
+                sleep(_PAUSE_S)
                 continue
             # Short at first: a reader does not wait long for what was begun before it came.
             task_s = min(_TASK_S, max(_FIRST_TASK_S, passed_s / 10))

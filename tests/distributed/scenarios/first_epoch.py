@@ -144,6 +144,7 @@ def fit(
     trainer = make_trainer(out, strategy=strategy, devices=devices, max_epochs=epochs)
     module = kind()
     trainer.fit(module, data)
+    assert "stored" not in trainer.callback_metrics | trainer.progress_bar_metrics
     return {"seen": module.seen, "weights": local_weights(module)}
 
 

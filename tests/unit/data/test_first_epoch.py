@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
-from lightning_memmap.data.first_epoch import _FIRST_STEPS
+from lightning_memmap.data.set_up import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted
@@ -82,6 +82,7 @@ class Watching(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.gate.touch()
+        assert "stored" not in trainer.callback_metrics
         self.shown.append(trainer.progress_bar_metrics.get("stored"))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, step: int) -> None:
@@ -129,14 +130,11 @@ def fit(
     watching = Watching(path / "open")
     if build == "first" or not grows:
         watching.gate.touch()
-    trainer = make_trainer(
-        path,
-        strategy="memmap_superbatch",
-        devices=devices,
-        callbacks=[watching],
-        **{"max_epochs": 3, "num_sanity_val_steps": 0, **(trainer_options or {})},
-    )
+    defaults = {"strategy": "memmap_superbatch", "max_epochs": 3, "num_sanity_val_steps": 0}
+    given = {**defaults, **(trainer_options or {})}
+    trainer = make_trainer(path, devices=devices, callbacks=[watching], **given)
     trainer.fit(module, datamodule=data)
+    assert "stored" not in trainer.callback_metrics | trainer.progress_bar_metrics
     return watching
 
 
@@ -162,7 +160,8 @@ def test_training_is_that_from_a_finished_store_on_any_number_of_devices(
         assert watching.is_growing[0]
         assert 0 < max(each for each in watching.shown if each is not None) <= 1
         # It is not shown any more once the rows come from the finished store.
-        assert not all(watching.is_finished[-2:]) or watching.shown[-1] is None
+        pairs = zip(watching.shown[1:], watching.is_finished, strict=False)
+        assert {shown for shown, is_finished in pairs if is_finished} <= {None}
         assert module.seen == first.seen
         assert torch.equal(weights(module), weights(first))
         path /= "while_training"
@@ -202,7 +201,7 @@ def test_rows_are_read_in_the_order_of_need_some_steps_ahead(
     fit(tmp_path, module, Points(ROWS), "while_training", num_workers=1, batch_size=size)
     # A single row is what a set-up looks at.
     first, *later = [count for count in num_asked if count > 1]
-    assert first == _FIRST_STEPS * size
+    assert first == FIRST_STEPS * size
     assert max(later) == 5 * size
     read = [*map(int, (tmp_path / "while_training" / "rows.rows").read_text().split())]
     read = read[len(probe_rows(ROWS)) :]
@@ -289,6 +288,25 @@ def test_order_that_looks_up_a_field_builds_the_store_first(tmp_path: Path, samp
         watching = fit(tmp_path, modules[-1], dataset, build, grows=False, sampler=sampler)
         assert not any(watching.is_growing)
     assert torch.equal(*map(weights, modules))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch", "memmap_dp"])
+def test_progress_bar_shows_how_much_is_stored_until_the_epoch_ends(
+    tmp_path: Path, strategy: str
+) -> None:
+    options = {"strategy": strategy, "max_epochs": 1}
+    dataset, devices = Points(ROWS), 1 if strategy == "auto" else 2
+    watching = fit(
+        tmp_path,
+        Regression(),
+        dataset,
+        "while_training",
+        devices=devices,
+        trainer_options=options,
+    )
+    shown = [each for each in watching.shown if each is not None]
+    assert len(shown) == len(watching.shown) - 1
+    assert 0 < shown[0] <= shown[-1] <= 1
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])

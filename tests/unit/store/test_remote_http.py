@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import pathlib
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -262,8 +263,10 @@ def test_cache_that_cannot_be_written_gives_what_it_has(
         # As root, whom no permission stops, and without a mount.
         patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
         patch.setattr(os, "open", refuse)
-        for name in ("mkdir", "rename", "utime"):
-            patch.setattr(os, name, refuse_any)
+        # In Python 3.10, pathlib has its own references to those of os.
+        for owner in (os, getattr(pathlib, "_NormalAccessor", os)):
+            for name in ("mkdir", "rename", "utime"):
+                patch.setattr(owner, name, staticmethod(refuse_any), raising=False)
         assert holds(open_store(urls[0]), Numbered(NUM_ROWS))
         with pytest.raises(StoreError, match=rf"cannot be used: .*Read-only.* {DIRECTORY} names"):
             open_store(urls[1])
