@@ -66,8 +66,9 @@ class _Drawn:
         self.has = np.zeros(pool.num_shards, np.bool_)
 
 
+# Not of dataclasses alone: jsonargparse would not take the class of a user's own for one.
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(ABC):
     """Decides which rows an epoch has and in what order: a frozen value, the same on every process.
 
     As it stands, the rows of each shard come once, permuted. A subclass is a frozen dataclass that

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 
@@ -76,6 +77,15 @@ def test_sampler_of_a_test_gives_its_rows_under_any_number_of_devices(tmp_path: 
     for devices in (1, 2, 4):
         rows = trained_rows(tmp_path, "memmap_superbatch", devices, 12 // devices, sampler=twice)
         assert rows == expected
+
+
+@pytest.mark.parametrize("name", ["TwiceSampler", "twice"])
+def test_sampler_of_a_test_is_named_in_a_config(tmp_path: Path, name: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MemmapDataModule, "data")
+    given = {"store_dir": str(tmp_path), "sampler": f"{__name__}.{name}"}
+    made = parser.instantiate(parser.parse_object({"data": given})).data.sampler
+    assert isinstance(made(pool_of(NUM_ROWS, 24), 0), TwiceSampler)
 
 
 def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:

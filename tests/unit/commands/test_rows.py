@@ -148,8 +148,8 @@ def test_show_writes_a_page_with_the_fields_of_each_row(command: Command, tmp_pa
     ("arguments", "words"),
     [
         (("--json", "--show", "rows.html"), "show='rows.html' with json=True"),
-        (("--epoch", "-1"), "-1 does not conform to restriction v>=0"),
-        (("--devices", "0"), "Given value: 0"),
+        (("--epoch", "-1"), "epoch=-1"),
+        (("--devices", "0"), "devices=0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
