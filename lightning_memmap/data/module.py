@@ -424,7 +424,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         # Until all rows are there, they are read from their files, wherever they will live.
         if all(store.supply is None for store in opened.values()):
             self._print_placement(placement)
-        self._warn_of_random_reads(placement, free_bytes(torch.device("cpu")))
         return planner.load(opened, placement)
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
@@ -579,9 +578,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if found.items() - self._printed.items():
             _print(placement_table(placement))
         self._printed |= found
-
-    def _warn_of_random_reads(self, placement: Placement, free: int) -> None:
-        """Say once that the mapped shards do not fit into memory."""
+        # And once, that the mapped shards do not fit into memory.
+        free = free_bytes(torch.device("cpu"))
         mapped = sum(
             held.num_bytes for held in placement.held() if held.residency is Residency.MMAP
         )
