@@ -279,6 +279,11 @@ class OneProcess(SuperBatchMixin, OneNode):
             )
         self._explicit = None if data_devices is None else [_device(name) for name in data_devices]
 
+    @override
+    def check_devices(self) -> None:
+        for device in self.data_devices:
+            check_device(device)
+
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that hold shards and serve batches."""
@@ -293,7 +298,6 @@ def _device(name: str | torch.device) -> torch.device:
     # "cuda" and "cuda:0" are one device, and are compared.
     if device.type not in ("cpu", "meta") and device.index is None:
         device = torch.device(device.type, 0)
-    check_device(device)
     return device
 
 

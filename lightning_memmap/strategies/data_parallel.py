@@ -53,6 +53,7 @@ class DataParallelStrategy(OneProcess):
 
     @override
     def check_devices(self) -> None:
+        super().check_devices()
         if self.data_devices[0] != self.root_device:
             raise ValueError(
                 f"data_devices={[str(device) for device in self.data_devices]}: the first must be"
