@@ -1,7 +1,8 @@
 """The stages of a pipeline, how batches go through them, and what processes exchange."""
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -114,9 +115,10 @@ def keep_local(
             # If a tensor of it is on the meta device, all are reset by reset_parameters.
             _materialize_distributed_module(stage, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
-        for tensor in [tensor for stage in stages for tensor in module_tensors(stage)]:
-            if id(tensor) not in kept:
-                _forget(tensor)
+        with _same_parameters():
+            for index, stage in enumerate(stages):
+                if index not in local:
+                    stage._apply(lambda t: t if id(t) in kept else t.to("meta"))
     module.pipeline_split = split
     for each in (module, *local.values()):
         # What `to` is made of, which would refuse what is on the meta device.
@@ -126,12 +128,15 @@ def keep_local(
     return local
 
 
-def _forget(tensor: Tensor) -> None:
-    """Move a tensor to the meta device, where it stays the same object for all that have it."""
-    empty = tensor.detach().to("meta")
-    if isinstance(tensor, nn.Parameter):
-        empty = nn.Parameter(empty, tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+@contextmanager
+def _same_parameters() -> Iterator[None]:
+    """Let `Module._apply` keep parameters the same objects, and tied ones tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _stages_of(module: L.LightningModule) -> list[nn.Module]:

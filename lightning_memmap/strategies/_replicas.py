@@ -55,8 +55,8 @@ class Replicas(nn.Module):
         others = dict.fromkeys(device for device in devices if device != devices[0])
         self.copies = {device: _Copy(module, device) for device in others}
         self._layers: list[Any] = []
-        #: Of the last step, the layers, and what their parameters and buffers were.
-        self._known: tuple[list[Any], list[Any]] = [], []
+        #: Of the last step, the layers, their classes, and what their tensors were.
+        self._known: Any = None
         #: All that metrics consist of, with which the replicas of all devices take turns.
         self._metrics: list[Any] = []
 
@@ -72,6 +72,9 @@ class Replicas(nn.Module):
             for part, log, device, (layers, attributes) in zip(
                 parts, self.logs, self.devices, turns, strict=False
             ):
+                if device != self.devices[0]:
+                    # The module has its own again, for whoever refers to it.
+                    _give(*turns[0])
                 _give(layers, attributes)
                 with current(device), logged_in(layers[0], log):
                     results.append(getattr(layers[0], name)(part, *args, **kwargs))
@@ -117,7 +120,8 @@ class Replicas(nn.Module):
         registered = (own.values() for e in every for own in (e._parameters, e._buffers))
         tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
         kinds = [(id(each), each.shape, each.dtype, each.requires_grad) for each in tensors]
-        is_new, self._known = self._known != (self._layers, kinds), (self._layers, kinds)
+        known = self._layers, [*map(type, self._layers)], kinds
+        is_new, self._known = self._known != known, known
         references = [_references(vars(each)) for each in self._layers]
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
@@ -190,7 +194,11 @@ class _Copy:
     def renew(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor]) -> None:
         """Make copies of what is new, and forget those of what is gone."""
         known = self.layers
-        self.layers = {each: known[each] if each in known else _alike(each) for each in layers}
+        # A parametrized layer has another class than before.
+        self.layers = {
+            each: known[each] if type(known.get(each)) is type(each) else _alike(each)
+            for each in layers
+        }
         self.tensors = {each: self._copy_of(each) for each in tensors}
         copies = (*self.layers.items(), *self.tensors.items())
         self._own = {id(each): own for each, own in copies}

@@ -30,7 +30,7 @@ class Setup:
     cases: tuple[str, ...]
 
 
-FEW = ("plain", "accumulation", "manual", "double")
+FEW = ("plain", "accumulation", "manual", "double", "frozen")
 SETUPS = {
     "gpipe": Setup(2, {"schedule": "gpipe"}, tuple(CASES)),
     "interleaved": Setup(

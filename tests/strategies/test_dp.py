@@ -210,6 +210,43 @@ class TestWeights:
             values.append((weights(module), trainer.callback_metrics["val_loss"]))
         torch.testing.assert_close(values[0], values[1], **EXACT)
 
+    @pytest.mark.parametrize("change", ["class", "weight_norm"])
+    def test_layers_that_become_others_are_followed(self, tmp_path: Path, change: str) -> None:
+        class Twice(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return 2 * super().forward(x)
+
+        class Changing(Base):
+            def on_train_start(self) -> None:
+                # The sanity check has made copies before.
+                if change == "class":
+                    self.net[0].__class__ = Twice
+                else:
+                    nn.utils.parametrizations.weight_norm(self.net[0])
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+        modules = [Changing(), Changing()]
+        fit_dp(tmp_path, modules[0], SIDE_BY_SIDE)
+        fit_one(tmp_path, modules[1])
+        torch.testing.assert_close(weights(modules[0]), weights(modules[1]), **EXACT)
+
+    def test_module_has_its_own_attributes_in_turns_on_other_devices(self, tmp_path: Path) -> None:
+        class Counting(Base):
+            def build(self) -> None:
+                super().build()
+                self.total = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                outer["module"].total += 1
+                return super().training_step(batch, batch_idx)
+
+        outer = {"module": Counting()}
+        fit_dp(tmp_path, outer["module"], ["cpu", "cpu", "cpu:1"])
+        # Its own turn, and that of the copy; what a replica that shares it assigns is lost.
+        assert outer["module"].total == 2 * STEPS
+
     def test_plain_dataloaders_are_divided_and_train_as_under_auto(self, tmp_path: Path) -> None:
         # The last batch has one row for three replicas.
         modules = []

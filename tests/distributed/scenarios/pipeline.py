@@ -143,6 +143,26 @@ class Manual(Staged):
         ]
 
 
+class Frozen(Sgd):
+    """Freezes a parameter in the steps that average gradients, which it has from those before; and
+    has buffers that a stage shares with the module, or with a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.net[0]
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        first.register_buffer("scale", self.scale, persistent=False)
+        first.register_buffer("table", torch.linspace(0, 1, 16), persistent=False)
+        first.part = first.table[:8]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].weight.requires_grad_(batch_idx % 2 == 0)
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        assert isinstance(self.scale, Tensor)
+        return super().loss(output, batch) * self.scale
+
+
 class WithBatchNorm(Sgd):
     """Running statistics of a batch that nobody wrote would be far from those of the data."""
 
@@ -166,6 +186,7 @@ CASES = {
     "manual": Case(Manual, {"max_epochs": 2}),
     "fused": Case(Fused),
     "double": Case(Double, atol=1e-12),
+    "frozen": Case(Frozen, {"accumulate_grad_batches": 2}),
 }
 RESUMED = (3, 9)
 
