@@ -89,7 +89,13 @@ class _Named(Described, Selection):
         rows = np.flatnonzero(given)
         known = fields.values(self.field, rows)
         if self.where is not None:
-            return rows[chosen_rows(self.where(known), len(rows), what)]
+            mask = np.asarray(self.where(known))
+            if mask.dtype != np.bool_ or mask.shape != rows.shape:
+                raise TypeError(
+                    f"{what}: where={self.where!r} returned an array of {mask.dtype} of shape"
+                    f" {mask.shape}: return a mask of bool of shape {rows.shape}"
+                )
+            return rows[chosen_rows(mask, len(rows), what)]
         values = np.ravel(np.asarray(self.values)).tolist()
         found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
         found[rows] = np.isin(known, [value for value in values if value is not None])
@@ -110,7 +116,7 @@ class Subset(_Named):
 
     Raises:
         TypeError: Neither ``rows`` nor a field is given, or both are; or a field without ``values``
-            or ``where``, or with both; or ``where`` cannot be called.
+            or ``where``, or with both; or ``where`` cannot be called, or returns no mask.
     """
 
     @override

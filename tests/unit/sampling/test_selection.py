@@ -145,6 +145,22 @@ def test_subset_has_the_rows_that_it_names(subset: Subset, expected: list[int]) 
     assert rows_of(subset, Table(10, label=np.arange(10) % 3)) == expected
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda label: np.flatnonzero(label == 0),
+        lambda label: (label == 0).astype(int),
+        lambda label: label[:3] == 0,
+        lambda label: True,
+    ],
+    ids=["numbers", "0 and 1", "shape", "scalar"],
+)
+@pytest.mark.parametrize("kind", [Subset, Holdout])
+def test_function_that_returns_no_mask_is_refused(kind: Any, where: Any) -> None:
+    with pytest.raises(TypeError, match="where="):
+        rows_of(kind(field="label", where=where), Table(10, label=np.arange(10) % 3))
+
+
 def test_subset_of_other_rows_has_another_identity() -> None:
     table = Table(10)
     found = [Subset(r).subset("train", 0, table) for r in ([1, 2], (1, 2), [2, 1])]
