@@ -3,6 +3,7 @@
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """
 
+from keyword import iskeyword
 from reprlib import repr as short_repr
 from typing import Any
 from unicodedata import normalize
@@ -21,8 +22,6 @@ from lightning_memmap.schema.structure import (
     MAX_DEPTH,
     WRAPPERS,
     Node,
-    Path,
-    look_alike,
 )
 
 
@@ -34,12 +33,9 @@ def read_schema(value: Any) -> Schema:
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{type(error).__name__}: {error}") from None
     _check_node(schema.structure, 0)
-    nodes = (node for _, node in schema.structure.walk())
-    classes = {(node.kind, node.name, node.keys) for node in nodes if node.name}
-    if len(classes) > MAX_CLASSES:
+    nodes = list(schema.structure.walk())
+    if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
-    for kind, name, keys in classes:
-        _check_class(kind, name, keys)
     check_names(field.name for field in schema.fields)
     if [field.name for field in schema.fields] != schema.structure.field_names():
         raise SchemaError("the fields are not the leaves of the structure")
@@ -95,23 +91,35 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError(f"the keys of a {kind} are {short_repr(keys)}")
     if (kind in CLASS_KINDS) != bool(node.name):
         raise SchemaError(f"a {kind} of the name {short_repr(node.name)}")
+    if kind in CLASS_KINDS:
+        _check_class(node)
     is_tensordict = kind == "tensordict"
     within = {child.kind for child in node.children} - {"leaf", kind}
     if (is_tensordict and (within or not keys)) or (not is_tensordict and node.feature_dims):
         raise SchemaError(f"a {kind} of {short_repr(keys)} with {node.feature_dims} dimensions")
 
 
-def _check_class(kind: str, name: str, keys: Path) -> None:
-    """Check that a class can be made, for which Python writes source code with its names."""
-    names = list(map(str, keys))
-    # Names that are those of Python itself, or that it reads as others.
-    is_safe = all(not each.startswith("__") and normalize("NFKC", each) == each for each in names)
-    if not name.isprintable() or not is_safe or int in map(type, keys):
-        raise SchemaError(f"{short_repr(name)} of {short_repr(names)} is no {kind}")
-    try:
-        look_alike(kind, name, keys)
-    except (ValueError, TypeError) as error:
-        raise SchemaError(f"{short_repr(name)} is no {kind}: {error}") from None
+def _check_class(node: Node) -> None:
+    """Check that `look_alike` can make a class: it writes source code with these names."""
+    kind, name = node.kind, node.name
+    if not name.isprintable():
+        raise SchemaError(f"{short_repr(name)} is not a name of a class")
+    if kind == "namedtuple" and not _is_identifier(name):
+        raise SchemaError(f"{short_repr(name)} is not a name of a named tuple")
+    for key in node.keys:
+        if not _is_identifier(key) or (kind == "namedtuple" and str(key).startswith("_")):
+            raise SchemaError(f"{kind} {short_repr(name)}: {short_repr(key)} names no field")
+
+
+def _is_identifier(name: str | int) -> bool:
+    """Whether a class can have a field of this name, and the same name once Python has read it."""
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and not iskeyword(name)
+        and not name.startswith("__")
+        and normalize("NFKC", name) == name
+    )
 
 
 def _check_batch_sizes(schema: Schema) -> None:

@@ -258,7 +258,7 @@ def builder(node: Node, sample: Any, fields: range, *, is_row: bool = False) -> 
             return TensorDict({str(key): child(leaves) for key, child in children}, batch_size)
 
         return build_tensordict
-    class_type: Any = type(sample) if found else look_alike(node.kind, node.name, node.keys)
+    class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)
     if node.kind == "namedtuple":
         return lambda leaves: class_type._make(child(leaves) for _, child in children)
 
@@ -273,8 +273,7 @@ def builder(node: Node, sample: Any, fields: range, *, is_row: bool = False) -> 
 
 
 @lru_cache(MAX_CLASSES)
-def look_alike(kind: str, name: str, keys: Path) -> type:
-    """A class of a kind, with a name and the names of its fields."""
+def _look_alike(kind: str, name: str, keys: Path) -> type:
     names = [str(key) for key in keys]
     if kind == "namedtuple":
         made: type = namedtuple(name, names)  # type: ignore[misc]
