@@ -1,6 +1,5 @@
 """``lightning-memmap store plan``: which device would hold what, as a table."""
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -60,12 +59,9 @@ def plan_devices(
 
 
 def _placed(stores: Mapping[str, Manifest], topology: DataTopology, budget: int) -> Placement:
-    with warnings.catch_warnings():
-        # Instead of a warning, the table has a column for counts that re-stripe the rows.
-        warnings.simplefilter("ignore")
-        sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
-        budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
-        return plan_placement(sizes, topology, "auto", budget_bytes=budgets)
+    sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
+    budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
+    return plan_placement(sizes, topology, "auto", budget_bytes=budgets)
 
 
 def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:

@@ -103,7 +103,7 @@ def prepare_store(
     return {
         "store_path": str(data.store_directory / "train"),
         "num_rows": store.num_rows,
-        "num_shards": store.num_shards,
+        "num_shards": order.num_shards,
         "row_bytes": store.manifest.row_bytes,
         "num_bytes": store.manifest.num_bytes,
         "store_s": store_s,

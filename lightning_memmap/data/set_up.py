@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.loading import SplitRows, load_split
@@ -16,7 +18,13 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling import (
+    Pool,
+    Sampler,
+    SequentialSampler,
+    ShuffledSampler,
+    divisors,
+)
 from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
@@ -72,16 +80,27 @@ class Planner:
         """Divide a split into shards, in an order, and find its size."""
         options = self.stores.options
         is_ordered = split == "train" and not self.is_overfitting
-        return SplitSize.of(
+        rows = windowed(store, self.stores.rows(split, store), options.forms)
+        given = options.num_shards or store.manifest.shards_of(rows.num_rows)
+        found = SplitSize.of(
             split,
             store.manifest,
             self.topology,
-            windowed(store, self.stores.rows(split, store), options.forms),
+            rows,
             options.shuffle_window,
             partial(self._order, store) if is_ordered else None,
             partial(largest_window_bytes, store) if options.is_streamed else None,
-            options.num_shards,
+            given,
         )
+        if found.order.num_shards != given and not found.order.is_sequential:
+            *others, last = map(str, divisors(given))
+            counts = f"{', '.join(others)} or {last}" if others else last
+            rank_zero_warn(
+                f"the {split} rows are in {given} shards, which {self.topology.num_data_devices}"
+                f" data devices do not divide: they are re-striped over {found.order.num_shards},"
+                f" in another order: {counts} data devices keep it"
+            )
+        return found
 
     def _order(self, store: Store, pool: Pool, window: int) -> Sampler:
         """The order of the training rows."""

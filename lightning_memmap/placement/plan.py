@@ -1,6 +1,5 @@
 """The plan: which shard lives where, decided, and refused, before anything is allocated."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from lightning_memmap.sampling import (
     StoreRows,
     WindowedRows,
     default_window,
-    divisors,
     striping,
 )
 from lightning_memmap.sizes import format_bytes
@@ -76,19 +74,11 @@ class SplitSize:
         if rows is None:
             rows = StoreRows(Shards(store.num_rows, store.num_shards))
         num_rows, total = rows.num_rows, topology.num_data_devices
-        given = num_shards or store.num_shards
-        num_shards = striping(given, total)
+        num_shards = striping(num_shards or store.num_shards, total)
         if num_rows < total:
             raise PlacementError(
                 f"the {split} split has {num_rows} rows for {total} data devices, so that some"
                 f" would have none: use at most {num_rows} data devices"
-            )
-        if num_shards != given:
-            warnings.warn(
-                f"the {split} rows are in {given} shards, which {total} data devices do not divide:"
-                f" they are re-striped over {num_shards}, in another order: {_counts(given)} data"
-                " devices keep it",
-                stacklevel=2,
             )
         of_series = rows.series.num_rows if isinstance(rows, WindowedRows) else num_rows
         row_bytes = store.row_bytes * of_series / num_rows
@@ -119,11 +109,6 @@ class SplitSize:
     def num_rows(self) -> int:
         """Rows of the split."""
         return self.pool.num_rows
-
-
-def _counts(num_shards: int) -> str:
-    *others, last = map(str, divisors(num_shards))
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)

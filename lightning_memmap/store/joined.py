@@ -160,6 +160,11 @@ class JoinedManifest(Manifest):
 
     @property
     @override
+    def has_default_shards(self) -> bool:
+        return all(part.has_default_shards for part in self.parts)
+
+    @property
+    @override
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 

@@ -18,7 +18,14 @@ import xxhash
 from msgspec import Meta
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import Integers, Pool, Shards, WindowedRows, spans_of
+from lightning_memmap.sampling import (
+    Integers,
+    Pool,
+    Shards,
+    WindowedRows,
+    default_shards,
+    spans_of,
+)
 from lightning_memmap.schema import Schema, read_schema
 from lightning_memmap.schema.schema import MAX_FIELDS
 from lightning_memmap.store.columns import Column, ShardItems, columns_of, shard_items
@@ -74,6 +81,15 @@ class Manifest:
     def num_shards(self) -> int:
         """Shards that the rows are divided into."""
         return self.shards.num_shards
+
+    @property
+    def has_default_shards(self) -> bool:
+        """Whether it has as many shards as a store of so many rows has by default."""
+        return self.num_shards == default_shards(self.num_rows)
+
+    def shards_of(self, num_rows: int) -> int:
+        """The shards of so many of its rows or windows, as if they alone had been stored."""
+        return default_shards(num_rows) if self.has_default_shards else self.num_shards
 
     @property
     def num_bytes(self) -> int:

@@ -118,8 +118,7 @@ def test_each_window_is_in_one_shard_and_found_again(
 
 @pytest.mark.parametrize("residency", ["mmap", "host"])
 def test_store_that_devices_do_not_divide_is_striped_anew(store: Store, residency: str) -> None:
-    with pytest.warns(UserWarning, match="re-striped over 15"):
-        loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
+    loader = make_window_loader(store, WINDOWS, 5, 4, residency=residency)
     assert sorted(joined(steps_of(loader))) == EXPECTED
 
 
