@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
@@ -177,7 +178,8 @@ class SetUp:
                 manifest = each.manifest
                 if self.options.build != "first":
                     # On some ranks it may be whole, and its checksums are known there alone.
-                    manifest = replace(manifest, checksums={})
+                    probes = msgspec.json.encode(manifest.probes)
+                    manifest = replace(manifest, checksums={"probe rows": probes})
                 values[f"the {part} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values

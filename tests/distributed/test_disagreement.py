@@ -20,6 +20,8 @@ def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
         # Both would be right alone, and have another order.
         "residency": f"shuffle_window: None on rank 0; {default_window(24, 44)} on rank 1",
         "store": "the train store: 60 rows in 24 shards, content ",
+        "store that may grow": "the train store: 60 rows in 24 shards, content ",
+        "skip_steps": "skip_steps: ((0, 1),) on rank 0; ((1, 2),) on rank 1",
     }.items():
         for told in (first, second):
             assert told[case].startswith("RankMismatchError: "), case

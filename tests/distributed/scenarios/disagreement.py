@@ -33,6 +33,13 @@ def refused(out: Path, devices: int) -> dict[str, Any]:
         "shuffle_window": lambda: data(shuffle_window=2 + rank),
         "residency": lambda: data(residency="stream" if rank else "mmap"),
         "store": lambda: data(store_dir=out / ("others" if rank else "stores")),
+        "skip_steps": lambda: data(skip_steps=[rank]),
+        "store that may grow": lambda: data(
+            store_dir=out / ("others" if rank else "stores"),
+            train_dataset=Damaged(60) if rank else Points(60),
+            build="while_training",
+            num_workers=1,
+        ),
         "missing store": lambda: data(store_dir=out / ("nowhere" if rank else "stores")),
         "dataset": lambda: data(train_dataset=Points(60 + rank)),
         "too few rows": lambda: data(train_dataset=Points(1), store_dir=out / "one"),
