@@ -26,10 +26,10 @@ _DEAL, _STRATA = 2, 3
 class Bucketed(Described, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
-    In each epoch all rows come exactly once. Those of a window, that is about ``num_buckets *
-    bucket_size`` consecutive positions, are drawn at random from rows of all lengths, sorted by
-    length and divided into buckets, which come in random order. Within a bucket, rows ascend in
-    length.
+    In each epoch all rows come exactly once. Those of a window, that is ``num_buckets *
+    bucket_size`` consecutive positions or some more, are drawn at random from rows of all lengths,
+    sorted by length and divided into buckets, which come in random order. Within a bucket, rows
+    ascend in length.
 
     Args:
         lengths: The name of a field whose rows differ in length; where several dimensions differ, a
@@ -106,9 +106,10 @@ class BucketedSampler(Sampler):
     # So that rows of a bucket are of similar length whichever shard they are of, rows are dealt to
     # shards by length: those at one offset of all shards are a layer of neighbours in length. All
     # shards have the same random order of layers, and exchange rows between a few of them that lie
-    # together. And buckets are ranked among those that begin at the same shard, as far as there are
-    # enough: rows then come to their positions as if there were no shards. In blocks, where rows
-    # that lie together come together, shards are those of the store instead.
+    # together. And buckets are ranked among those that begin at the same shard, of which a window
+    # has several, as far as there are enough: rows then come to their positions as if there were no
+    # shards. In blocks, where rows that lie together come together, shards are those of the store
+    # instead.
 
     lengths: Numbers
     bucket_size: int
@@ -167,10 +168,10 @@ class BucketedSampler(Sampler):
 
     @property
     def _window(self) -> int:
-        """Buckets of a window."""
-        return max(1, self.num_buckets // self._num_begins) * min(
-            self._num_begins, self.num_buckets
-        )
+        """Buckets of a window: whole rounds over the shards that one may begin at."""
+        if self._num_begins == 1 or self.num_buckets == 1:
+            return self.num_buckets
+        return self._num_begins * max(_GROUP, -(-self.num_buckets // self._num_begins))
 
     @kept
     def _ranks(self, epoch: int) -> Integers:
