@@ -1,7 +1,7 @@
 """The set-up of a data module: its open stores, where their shards live, and the order of rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -126,6 +126,8 @@ class SetUp:
     stores: Mapping[str, Store]
     placement: Placement
     rows: Mapping[str, SplitRows]
+    #: Orders that were set after the set-up.
+    orders: list[Sampler] = field(default_factory=list)
 
     @property
     def options(self) -> DataOptions:
@@ -157,6 +159,7 @@ class SetUp:
                 f"sampler={options.sampler!r}: it needs other rows than those that are set up: call"
                 " setup() after you set it"
             )
+        self.orders.append(order)
         return order
 
     @property
@@ -190,8 +193,9 @@ class SetUp:
         return any(rows.is_released for rows in self.rows.values())
 
     def release(self) -> None:
-        """Free the rows, and what their order has computed."""
+        """Free the rows, and what their orders have computed."""
         for rows in self.rows.values():
             rows.release()
-        if self.order is not None:
-            self.order.clear()
+        for order in (self.order, *self.orders):
+            if order is not None:
+                order.clear()

@@ -1,6 +1,7 @@
 """The data module: its hooks with a Trainer and without one."""
 
 import gc
+import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -271,6 +272,13 @@ class Wide(torch.utils.data.Dataset[Any]):
         return {"row": index, "x": torch.full((8,), 0.5), "y": torch.ones(1), "pad": self.pad}
 
 
+def bytes_of_orders() -> int:
+    """Bytes that code of the orders has allocated since tracing began."""
+    only = tracemalloc.Filter(True, "*/lightning_memmap/sampling/*")
+    found = tracemalloc.take_snapshot().filter_traces([only]).statistics("filename")
+    return sum(each.size for each in found)
+
+
 def used_bytes() -> int:
     """Memory of this process without the pages of mapped files."""
     gc.collect()
@@ -334,6 +342,20 @@ class TestAttributes:
         data.fingerprint = "v2"
         data.prepare_data()
         assert open_store(tmp_path / "stores" / "train").manifest.fingerprint.given == "v2"
+
+    def test_teardown_frees_what_all_orders_have_computed(self, tmp_path: Path) -> None:
+        data = make_data(tmp_path, train_dataset=Points(4000))
+        data = set_up(data, "fit")
+        data.seed = 9
+        tracemalloc.start()
+        try:
+            loader = data.train_dataloader()
+            assert sorted(rows(loader)) == list(range(4000))
+            computed = bytes_of_orders()
+            data.teardown()
+            assert bytes_of_orders() < computed / 4
+        finally:
+            tracemalloc.stop()
 
     def test_order_that_is_set_after_setup_is_that_of_the_next_loader(self, tmp_path: Path) -> None:
         changes: list[tuple[dict[str, Any], str, Any]] = [
