@@ -1,8 +1,9 @@
 """The loader against the limit, ``torch.index_select(out=)`` on the same rows in the same run, and
-against torch's DataLoader.
+against torch's DataLoader; and over 192 shards against 24.
 
     python tests/benchmarks/loader.py --case A --devices 1,2,4,8 --residency mmap,device
     python tests/benchmarks/loader.py --case A --against dataloader
+    python tests/benchmarks/loader.py --case A --against shards
 
 The runs of a round take turns, so that all see the same noise. Printed are the medians, the range,
 and the ratio round by round. The rows are random bytes: only their size matters here.
@@ -203,11 +204,31 @@ def against_dataloaders(
     yield f"{'the fastest of them':>40} {fastest}; bare takes are faster {limit} times"
 
 
+def against_shards(
+    directory: Path, case: Case, num_devices: int, residency: str, args: argparse.Namespace
+) -> str:
+    """One line: what the same rows in more shards cost."""
+    runs = dict[str, Callable[[], int]]()
+    for shards in (24, 192):
+        path = directory / f"{shards}"
+        store = build_store(RandomRows(case), path, num_shards=shards, progress=False)
+        runs[f"{shards}"] = epochs_of(case_loader(store, case, num_devices, residency))
+    seconds = in_turn(runs, args.rounds, args.clock, LEAST_S)
+    ratio = spread(pairwise_ratios(seconds["24"], seconds["192"]), "{:.3f}")
+    return f"{num_devices:>7} {residency:>9} 192 shards are {ratio} times as fast as 24"
+
+
 def lines(args: argparse.Namespace, directory: Path) -> Iterator[str]:
     """The report, line by line."""
     yield f"{machine()}; {args.clock} time, {args.rounds} rounds"
     for name in args.case.split(","):
         case = CASES[name]
+        if args.against == "shards":
+            yield f"case {name}: {case}"
+            for num_devices in (int(number) for number in args.devices.split(",")):
+                with tempfile.TemporaryDirectory(dir=directory) as stores:
+                    yield against_shards(Path(stores), case, num_devices, args.residency, args)
+            continue
         store = build_store(RandomRows(case), directory / name, progress=False)
         yield f"case {name}: {case}"
         if args.against == "dataloader":
@@ -229,7 +250,7 @@ def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", default="A", help=f"of {','.join(CASES)}")
-    parser.add_argument("--against", choices=("takes", "dataloader"), default="takes")
+    parser.add_argument("--against", choices=("takes", "dataloader", "shards"), default="takes")
     parser.add_argument("--devices", default="1", help="logical data devices, such as 1,2,4,8")
     parser.add_argument("--residency", default="mmap", help="of mmap,device")
     parser.add_argument("--rounds", type=int, default=7)
