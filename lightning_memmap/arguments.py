@@ -33,7 +33,13 @@ _WRONG_CLASS = re.compile(
 )
 _NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
 #: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
-_NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path but|.*NoneType'>")
+_NOISE = re.compile(
+    r"Does not val|Subtypes|Errors:|Given value|Subclass types|a class path|a dict with"
+    r"|Expected a path but|.*NoneType'>"
+)
+#: What a type says that knows nothing of a value.
+_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)")
+_CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
 
 
 class BriefParser(ArgumentParser):
@@ -161,15 +167,27 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def first_reason(message: str) -> str:
-    """Of a value that fits none of its types, where it is and the first reason, in one line."""
-    lines = [line.strip(" -") for line in message.splitlines()]
-    kept = [line for line in lines if line and not _NOISE.match(line)]
-    # What ends in a colon says where.
-    reasons = [index for index, line in enumerate(kept) if line[-1] != ":"] or [len(kept) - 1]
-    reason = kept[reasons[0]]
-    if re.fullmatch(r"Expected a <class '\w+'>", reason):
-        reason = next((kept[i] for i in reasons if "did you mean" in kept[i]), reason)
-    words = [*kept[: reasons[0]], reason]
-    if not re.search("value|did you mean", reason):
-        words += [line for line in lines if line.startswith("Given value: ")][:1]
+    """Of a value that fits none of its types, where it is and the best reason, in one line."""
+    kept = [line for line in _CALLABLE.sub("", message).splitlines() if line.strip()]
+    lines = [(len(line) - len(line.lstrip(" -")), line.strip(" -")) for line in kept]
+    above: list[int] = []
+    reasons: list[tuple[list[int], int]] = []
+    for index, (depth, line) in enumerate(lines):
+        # What ends in a colon says where all is that stands further to the right below it.
+        above = [each for each in above if lines[each][0] < depth]
+        if line[-1:] == ":" and not _NOISE.match(line):
+            above = [*above, index]
+        elif not _NOISE.match(line):
+            reasons.append((above, index))
+
+    def knowledge(reason: tuple[list[int], int]) -> tuple[object, ...]:
+        """The type whose arguments are wrong knows more of a value than one that it is not of."""
+        where, index = reason
+        line = lines[index][1]
+        return len(where), not _ANOTHER_KIND.match(line), "subclass of" not in line
+
+    where, index = max(reasons or [(above, -1)], key=knowledge)
+    words = [lines[each][1] for each in (*where, index)]
+    if not re.search("value|did you mean", words[-1]):
+        words += [line for _, line in lines[index:] if line.startswith("Given value: ")][:1]
     return " ".join(words)
