@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
@@ -58,6 +58,13 @@ class BriefParser(ArgumentParser):
         self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
         return super().parse_args(*args, **kwargs)
 
+    def parse_config(self, config: Any) -> Any:
+        """Parse a config that is a dict of values."""
+        try:
+            return self.parse_object(config)
+        except ArgumentError as error:
+            raise ValueError(f"config: {first_reason(str(error))}") from error
+
     @override
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
         """Make the objects of a config, or raise what a strategy raised."""
@@ -103,13 +110,22 @@ def refuse_several_configs(args: Iterable[str]) -> None:
         )
 
 
-def read_config(path: str) -> Any:
-    """Read a config that is given with ``--config``."""
+def read_config(path: str, *sections: str) -> dict[str, Any]:
+    """Read the config of a fit, which must have some sections."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"config={path!r} is no yaml file: {where}") from error
+    found = config if isinstance(config, dict) else {}
+    found = found if sections[0] in found else found.get("fit") or {}
+    for name in sections:
+        if not isinstance(found, dict) or not isinstance(found.get(name), dict):
+            raise ValueError(
+                f"config={path!r}: it has no section {name!r} with a class_path; give the config of"
+                " a fit"
+            )
+    return found
 
 
 def print_error(error: BaseException) -> None:

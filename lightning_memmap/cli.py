@@ -122,7 +122,7 @@ def _run(args: Sequence[str] | None) -> None:
     if not given:
         print(_HELP, file=sys.stderr)
         sys.exit(2)
-    if given and not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
+    if not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
         near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
         print(f"error: unknown command {given[0]!r}{near}", file=sys.stderr)
         print("lightning-memmap --help lists the commands", file=sys.stderr)

@@ -10,12 +10,11 @@ from typing import Any
 
 import psutil
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from typing_extensions import override
 
-from lightning_memmap.arguments import TrainingParser, first_reason
+from lightning_memmap.arguments import TrainingParser
 from lightning_memmap.compare.loaders import (
     CPU,
     PlainCollate,
@@ -54,11 +53,7 @@ class RunCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
         # Lightning's own would warn that this process has arguments too.
-        assert isinstance(parser, ArgumentParser)
-        try:
-            self.config = parser.parse_object(args)
-        except ArgumentError as error:
-            raise ValueError(f"config: {first_reason(str(error))}") from error
+        self.config = parser.parse_config(args)
 
 
 class ModelAndData(RunCLI):

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_memmap.arguments import read_config
 from lightning_memmap.compare.config import (
     ComparisonOptions,
     RunKind,
@@ -126,7 +125,7 @@ class Comparison:
 
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
         self._options, self._console, self._command = options, console, command
-        self._config, self._trainer, self._left_out = shared_config(read_config(options.config))
+        self._config, self._trainer, self._left_out = shared_config(options.config)
         self._runs = Path(options.out).resolve() / "variants"
         self._results = {
             each: VariantResult(each.name) for each in parse_variants(options.variants)
