@@ -54,9 +54,7 @@ class MicroBatches:
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
         """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
-        # A TensorDict is indexed as a whole, though it is a mapping.
-        is_leaf = isinstance(batch, WITH_ROWS)
-        leaves = [batch] if is_leaf else [leaf for _, leaf in named_leaves(batch)]
+        leaves = [leaf for _, leaf in named_leaves(batch)]
         lengths = {-1 if is_variable(leaf) else _row_count(leaf) for leaf in leaves}
         num_rows = lengths.pop() if len(lengths) == 1 else -1
         count = min(len(devices), num_rows)
@@ -64,8 +62,8 @@ class MicroBatches:
             return cls([batch], [range(max(num_rows, 1))], devices[0])
         parts = []
         for index in range(count):
-            own = [leaf[index::count].contiguous().to(devices[index]) for leaf in leaves]
-            parts.append(own[0] if is_leaf else rebuilt(batch, iter(own)))
+            own = (leaf[index::count].contiguous().to(devices[index]) for leaf in leaves)
+            parts.append(rebuilt(batch, own))
         return cls.of_devices(parts, num_rows, 0, devices[0])
 
     @property
