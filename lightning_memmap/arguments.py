@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
@@ -33,7 +33,13 @@ _WRONG_CLASS = re.compile(
 )
 _NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
 #: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
-_NOISE = re.compile(r"Does not val|Subtypes|Errors:|Given value|Expected a path but|.*NoneType'>")
+_NOISE = re.compile(
+    r"Does not val|Subtypes|Errors:|Given value|Subclass types|a class path|a dict with"
+    r"|Expected a path but|.*NoneType'>"
+)
+#: What a type says that knows nothing of a value.
+_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)")
+_CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
 
 
 class BriefParser(ArgumentParser):
@@ -51,6 +57,13 @@ class BriefParser(ArgumentParser):
         words = sys.argv[1:] if given is None else given
         self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
         return super().parse_args(*args, **kwargs)
+
+    def parse_config(self, config: Any) -> Any:
+        """Parse a config that is a dict of values."""
+        try:
+            return self.parse_object(config)
+        except ArgumentError as error:
+            raise ValueError(f"config: {first_reason(str(error))}") from error
 
     @override
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,13 +110,22 @@ def refuse_several_configs(args: Iterable[str]) -> None:
         )
 
 
-def read_config(path: str) -> Any:
-    """Read a config that is given with ``--config``."""
+def read_config(path: str, *sections: str) -> dict[str, Any]:
+    """Read the config of a fit, which must have some sections."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"config={path!r} is no yaml file: {where}") from error
+    found = config if isinstance(config, dict) else {}
+    found = found if sections[0] in found else found.get("fit") or {}
+    for name in sections:
+        if not isinstance(found, dict) or not isinstance(found.get(name), dict):
+            raise ValueError(
+                f"config={path!r}: it has no section {name!r} with a class_path; give the config of"
+                " a fit"
+            )
+    return found
 
 
 def print_error(error: BaseException) -> None:
@@ -161,15 +183,27 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def first_reason(message: str) -> str:
-    """Of a value that fits none of its types, where it is and the first reason, in one line."""
-    lines = [line.strip(" -") for line in message.splitlines()]
-    kept = [line for line in lines if line and not _NOISE.match(line)]
-    # What ends in a colon says where.
-    reasons = [index for index, line in enumerate(kept) if line[-1] != ":"] or [len(kept) - 1]
-    reason = kept[reasons[0]]
-    if re.fullmatch(r"Expected a <class '\w+'>", reason):
-        reason = next((kept[i] for i in reasons if "did you mean" in kept[i]), reason)
-    words = [*kept[: reasons[0]], reason]
-    if not re.search("value|did you mean", reason):
-        words += [line for line in lines if line.startswith("Given value: ")][:1]
+    """Of a value that fits none of its types, where it is and the best reason, in one line."""
+    kept = [line for line in _CALLABLE.sub("", message).splitlines() if line.strip()]
+    lines = [(len(line) - len(line.lstrip(" -")), line.strip(" -")) for line in kept]
+    above: list[int] = []
+    reasons: list[tuple[list[int], int]] = []
+    for index, (depth, line) in enumerate(lines):
+        # What ends in a colon says where all is that stands further to the right below it.
+        above = [each for each in above if lines[each][0] < depth]
+        if line[-1:] == ":" and not _NOISE.match(line):
+            above = [*above, index]
+        elif not _NOISE.match(line):
+            reasons.append((above, index))
+
+    def knowledge(reason: tuple[list[int], int]) -> tuple[object, ...]:
+        """The type whose arguments are wrong knows more of a value than one that it is not of."""
+        where, index = reason
+        line = lines[index][1]
+        return len(where), not _ANOTHER_KIND.match(line), "subclass of" not in line
+
+    where, index = max(reasons or [(above, -1)], key=knowledge)
+    words = [lines[each][1] for each in (*where, index)]
+    if not re.search("value|did you mean", words[-1]):
+        words += [line for _, line in lines[index:] if line.startswith("Given value: ")][:1]
     return " ".join(words)

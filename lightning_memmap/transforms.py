@@ -5,6 +5,7 @@ from a callable that maps a sample, and `OnSuperBatch` declares that one runs on
 data devices together.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from reprlib import repr as short_repr
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.errors import is_refused_call, with_article
 from lightning_memmap.loading import OnSuperBatch, RowList
-from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.nested import named_leaves, rebuilt
 from lightning_memmap.loading.transform import check_callable
 
 __all__ = ["OnSuperBatch", "PerSample"]
@@ -45,7 +46,7 @@ class PerSample:
         function: The per-sample callable, for instance an Albumentations ``Compose``.
         keywords: The field for each keyword argument of the callable: its key, name or position
             in the batch, with levels joined by dots, such as ``{"image": "image", "mask":
-            "target.mask"}``. Along these names the batch must consist of dicts and lists.
+            "target.mask"}``.
 
     Raises:
         TypeError: The function is not callable.
@@ -61,7 +62,7 @@ class PerSample:
     ) -> None:
         check_callable("function", function)
         self.function = function
-        self.keywords = dict(keywords) if keywords is not None else None
+        self.keywords = dict(keywords) if keywords else None
 
     def __call__(self, batch: Any) -> Any:
         """Transform a batch of B rows.
@@ -90,11 +91,11 @@ class PerSample:
                     " write a transform of batches"
                 )
         if self.keywords is not None:
-            return self._call_with_keywords(batch, self.keywords)
-        rows = _num_rows(batch)
+            return rebuilt(batch, iter(self._call_with_keywords(leaves, self.keywords)))
+        by_row = [leaf for leaf in leaves.values() if isinstance(leaf, _BY_ROW)]
         samples = [
             self._called(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
-            for row in range(rows)
+            for row in range(len(by_row[0]))
         ]
         lists = [name for name, leaf in leaves.items() if isinstance(leaf, RowList)]
         _check_alike(samples, self.function, lists)
@@ -112,11 +113,17 @@ class PerSample:
                 f" sample ({error}): give a function of {found}"
             ) from error
 
-    def _call_with_keywords(self, batch: Any, keywords: dict[str, str]) -> Any:
-        fields = {keyword: _find(batch, name) for keyword, name in keywords.items()}
+    def _call_with_keywords(self, leaves: dict[str, Any], keywords: dict[str, str]) -> list[Any]:
+        """The leaves of a batch, with the results in the place of the fields."""
+        names = {".".join(filter(None, _BETWEEN.split(name))): name for name in leaves}
+        if missing := [name for name in keywords.values() if name not in names]:
+            raise KeyError(
+                f"keywords: the batch has no field {missing[0]!r}, but {', '.join(names)}"
+            )
+        fields = {key: _tensor(leaves[names[name]], name) for key, name in keywords.items()}
         arrays = {keyword: _channels_last(leaf) for keyword, leaf in fields.items()}
         results = []
-        for row in range(_num_rows(batch)):
+        for row in range(len(next(iter(fields.values())))):
             result = self._called(**{key: array[row] for key, array in arrays.items()})
             if result is None:
                 raise _none_error(self.function, row)
@@ -134,12 +141,14 @@ class PerSample:
                 leaf = _stack_tensors(keyword, rows, field)
             else:
                 leaf = _stack_arrays(rows, field.ndim)
-            batch = _replace(batch, name.split("."), leaf.to(field.device))
-        return batch
+            leaves[names[name]] = leaf.to(field.device)
+        return [*leaves.values()]
 
 
 #: Leaves of a batch whose items are rows.
 _BY_ROW = (Tensor, RowList)
+#: Between the keys in the name of a leaf.
+_BETWEEN = re.compile(r"[\[\]'.]+")
 
 
 def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any:
@@ -219,25 +228,7 @@ def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:
     return value if value is None or isinstance(value, Tensor) else np.asarray(value)
 
 
-def _num_rows(batch: Any) -> int:
-    leaves: list[Tensor | RowList] = []
-    apply_to_collection(batch, _BY_ROW, leaves.append)
-    return len(leaves[0])
-
-
-def _key(container: Any, part: str) -> Any:
-    if isinstance(container, (list, tuple)):
-        return int(part)
-    return part
-
-
-def _find(batch: Any, name: str) -> Tensor:
-    found = batch
-    for part in name.split("."):
-        try:
-            found = found[_key(found, part)]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise KeyError(f"keywords: the batch has no field {name!r}") from None
+def _tensor(found: Any, name: str) -> Tensor:
     if isinstance(found, RowList):
         raise KeyError(
             f"keywords: {name!r} is given row by row: leave keywords out, and write a callable of"
@@ -246,16 +237,6 @@ def _find(batch: Any, name: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise KeyError(f"keywords: {name!r} is {with_article(type(found).__name__)}, not a field")
     return found
-
-
-def _replace(batch: Any, path: list[str], leaf: Tensor) -> Any:
-    """A copy of the containers along the path, with another leaf at its end."""
-    if not path:
-        return leaf
-    key = _key(batch, path[0])
-    changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
-    changed[key] = _replace(batch[key], path[1:], leaf)
-    return changed
 
 
 def _channels_last(leaf: Tensor) -> np.ndarray:

@@ -7,10 +7,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
-from rich.table import Table
 
 from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_several_configs
 from lightning_memmap.commands.store_page import Section, values_of
@@ -21,7 +19,7 @@ from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.store import Store
-from lightning_memmap.tables import render_page
+from lightning_memmap.tables import make_table, render_page, text
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
 is computed: no data is loaded."""
@@ -98,10 +96,9 @@ def rows(args: list[str]) -> int:
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
     parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    given = parser.parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
-        question = RowsOptions(**given)
+        question = RowsOptions(**parser.parse_args(args).as_dict())
         data, topology = _data_of(question)
         try:
             store = data.open_train_store()
@@ -123,12 +120,11 @@ def rows(args: list[str]) -> int:
         return 0
     console = Console(markup=False)
     console.print(_title(order, step), soft_wrap=True)
-    table = Table()
-    for name in ("data device", "rank", "rows"):
-        table.add_column(name, overflow="fold")
-    for each in step["devices"]:
-        table.add_row(str(each["device"]), str(each["rank"]), " ".join(map(_name, each["rows"])))
-    console.print(table)
+    rows = [
+        [text(each["device"]), text(each["rank"]), text(" ".join(map(_name, each["rows"])))]
+        for each in step["devices"]
+    ]
+    console.print(make_table(("data device", "rank", "rows"), rows, ("rows",)))
     if question.show is not None:
         console.print(question.show, soft_wrap=True)
     return 0
@@ -164,18 +160,13 @@ def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) 
 
 def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:
     """The data module of the config, without its datasets, and where its rows are."""
-    config = read_config(question.config)
-    if isinstance(config, dict) and "data" not in config and isinstance(config.get("fit"), dict):
-        config = config["fit"]
-    if not isinstance(config, dict) or not isinstance(config.get("data"), dict):
-        raise ValueError(f"config={question.config!r}: it has no section 'data' with a class_path")
-    given = dict(config["data"])
-    arguments = dict(given.get("init_args") or {})
-    for name in arguments.keys() & {f"{split}_dataset" for split in SPLITS}:
-        arguments[name] = None
+    config = read_config(question.config, "data")
+    arguments = dict(config["data"].get("init_args") or {})
+    arguments |= dict.fromkeys(arguments.keys() & {f"{split}_dataset" for split in SPLITS})
     parser = BriefParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningDataModule, "data", required=True)
-    data = _made(parser, {"data": {**given, "init_args": arguments}}).data
+    given = {"data": {**config["data"], "init_args": arguments}}
+    data = parser.instantiate(parser.parse_config(given)).data
     if not isinstance(data, MemmapDataModule):
         raise ValueError(
             f"config={question.config!r}: data is a {type(data).__name__}; only the order of a"
@@ -189,7 +180,8 @@ def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:
     parser.add_class_arguments(L.Trainer, "trainer", fail_untyped=False)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     try:
-        trainer = _made(parser, {"trainer": {**kept, **quiet}}).trainer
+        given = {"trainer": {**kept, **quiet}}
+        trainer = parser.instantiate(parser.parse_config(given)).trainer
         found = topology_of(trainer.strategy)
     except (MisconfigurationException, ValueError, RuntimeError, MemmapError) as error:
         raise ValueError(
@@ -198,10 +190,3 @@ def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:
         ) from error
     # The rows are those of all processes.
     return data, DataTopology(found.data_devices, 0, found.size)
-
-
-def _made(parser: BriefParser, config: dict[str, Any]) -> Any:
-    try:
-        return parser.instantiate(parser.parse_object(config))
-    except ArgumentError as error:
-        raise ValueError(str(error)) from error

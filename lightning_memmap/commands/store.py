@@ -9,10 +9,8 @@ from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
-from lightning_memmap._compat.parsers import commands_of
 from lightning_memmap.arguments import BriefParser, nearest_file, print_error
 from lightning_memmap.commands.store_page import section_of
 from lightning_memmap.commands.store_plan import plan_devices
@@ -35,7 +33,7 @@ from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.tables import printable, render_page
+from lightning_memmap.tables import make_table, printable, render_page, text
 
 #: The most letters of the names of classes.
 _MAX_CLASSES_TEXT = 160
@@ -50,38 +48,17 @@ _FLAGS = {
 }
 
 
-def store_parser() -> BriefParser:
-    """Make the parser of the command."""
-    parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
-    commands = parser.add_subcommands()
-    for name, function in _store_functions().items():
-        summary = str(function.__doc__).partition("\n")[0]
-        commands.add_subcommand(name, _make_parser(function), help=summary)
-    for command in commands_of(parser).values():
-        command.prog = command.prog.replace(" [options]", "")
-    return parser
-
-
-def _store_functions() -> dict[str, Callable[..., int]]:
-    return {
-        "build": _build,
-        "append": _append,
-        "info": _info,
-        "verify": _verify,
-        "plan": _plan,
-        "show": _show,
-        "push": _push,
-        "pull": _pull,
-    }
-
-
 def store_command(args: list[str]) -> int:
     """Run the command with these arguments."""
-    parser = store_parser()
+    parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
+    commands = parser.add_subcommands()
+    for name, function in _COMMANDS.items():
+        summary = str(function.__doc__).partition("\n")[0]
+        commands.add_subcommand(name, _make_parser(function), help=summary)
     config = parser.parse_args(args)
     options = parser.instantiate(config)[config.subcommand]
     try:
-        return _store_functions()[config.subcommand](**vars(options))
+        return _COMMANDS[config.subcommand](**vars(options))
     except (MemmapError, OSError, ValueError, TypeError) as error:
         print_error(error)
         return 2
@@ -96,19 +73,18 @@ def _make_parser(function: Callable[..., int]) -> BriefParser:
     skip: set[str | int] = {*flags, *own}
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
     if is_build:
-        text, required = "The dataset: the name or path of its class.", function is _append
-        parser.add_argument("--dataset", type=Dataset, required=required, help=text)
+        parser.add_argument(
+            "--dataset",
+            type=Dataset,
+            required=function is _append,
+            help="The dataset: the name or path of its class.",
+        )
     if function is _build:
         part = "Write part i of n, counted from 0, such as 0/8; then --finish."
         parser.add_argument("--part", type=str, metavar="i/n", help=part)
     for flag, meaning in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     return parser
-
-
-def _make_console() -> Console:
-    """A console without markup: the names of files and fields may look like it."""
-    return Console(markup=False)
 
 
 def _build(*, part: str | None, finish: bool, **options: Any) -> int:
@@ -128,22 +104,22 @@ def _build(*, part: str | None, finish: bool, **options: Any) -> int:
     else:
         build_part(part=_part(part), **options)
         return 0
-    print_info(store, _make_console())
+    print_info(store, Console(markup=False))
     return 0
 
 
 def _append(**options: Any) -> int:
     """Add the rows of a dataset to a store."""
-    print_info(append_store(**options), _make_console())
+    print_info(append_store(**options), Console(markup=False))
     return 0
 
 
-def _part(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
+def _part(given: str) -> tuple[int, int]:
+    index, _, count = given.partition("/")
     try:
         return int(index), int(count)
     except ValueError:
-        raise ValueError(f"part={text!r}: write its number and that of all, like 0/8") from None
+        raise ValueError(f"part={given!r}: write its number and that of all, like 0/8") from None
 
 
 def _info(path: str) -> int:
@@ -155,7 +131,7 @@ def _info(path: str) -> int:
     code, unfinished = 0, unfinished_in(path)
     for name, (num_done, num_rows) in unfinished.items():
         line = f"{name}: {num_done:,} of {num_rows:,} rows are there: its build is not finished"
-        _make_console().print(printable(line), soft_wrap=True)
+        Console(markup=False).print(printable(line), soft_wrap=True)
     try:
         stores = stores_or_errors(path)
     except StoreNotFoundError:
@@ -167,7 +143,7 @@ def _info(path: str) -> int:
             print_error(store)
             code = 2
         else:
-            print_info(store, _make_console())
+            print_info(store, Console(markup=False))
     return code
 
 
@@ -177,7 +153,7 @@ def _verify(path: str) -> int:
     Args:
         path: Directory or URL of a store, or of one store per split.
     """
-    console = _make_console()
+    console = Console(markup=False)
     damaged = False
     for store in stores_or_errors(path).values():
         try:
@@ -219,7 +195,7 @@ def _plan(
     """
     manifests = {name: store.manifest for name, store in stores_in(path).items()}
     plan = plan_devices(manifests, devices, memory, memory_fraction)
-    _make_console().print(plan)
+    Console(markup=False).print(plan)
     return 0
 
 
@@ -236,7 +212,7 @@ def _show(path: str, *, out: str = "store.html") -> int:
         )
     sections = [section_of(name, store) for name, store in stores_in(path).items()]
     Path(out).write_text(render_page("samples.html", sections=sections), encoding="utf-8")
-    _make_console().print(out, soft_wrap=True)
+    Console(markup=False).print(out, soft_wrap=True)
     return 0
 
 
@@ -251,7 +227,7 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
     for name, place in places_in(str(store_directory(path))).items():
         there = f"{url.rstrip('/')}/{name}" if name else url
         push_store(place, there, overwrite=overwrite)
-        _make_console().print(printable(there), soft_wrap=True)
+        Console(markup=False).print(printable(there), soft_wrap=True)
     return 0
 
 
@@ -265,8 +241,14 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
     """
     for name, there in places_in(url).items():
         store = pull_store(str(there), Path(path) / name, overwrite=overwrite)
-        _make_console().print(printable(store.path), soft_wrap=True)
+        Console(markup=False).print(printable(store.path), soft_wrap=True)
     return 0
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {
+    function.__name__[1:]: function
+    for function in (_build, _append, _info, _verify, _plan, _show, _push, _pull)
+}
 
 
 def places_in(path: str) -> dict[str, Path | StoreUrl]:
@@ -341,20 +323,18 @@ def print_info(store: Store, console: Console) -> None:
         console.print(f"{len(store.classes)} classes: {names}", soft_wrap=True)
     source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
     console.print(printable(f"from {source}"))
-    table = Table()
-    for name in ("field", "dtype", "shape", "kind"):
-        table.add_column(name)
-    for name in ("bytes per row", "bytes", "bytes per shard"):
-        table.add_column(name, justify="right")
+    labels = ("field", "dtype", "shape", "kind", "bytes per row", "bytes", "bytes per shard")
+    rows = []
     for field, column in zip(store.schema.fields, manifest.columns, strict=True):
-        num_bytes, row_bytes = column.num_bytes, column.mean_bytes(1)
-        table.add_row(
-            printable(field.name),
+        row_bytes = column.mean_bytes(1)
+        cells = (
+            field.name,
             str(field.dtype).removeprefix("torch."),
-            str(field.shape),
-            str(field.kind),
-            str(row_bytes) if not field.num_variable else f"{row_bytes} on average",
-            format_bytes(num_bytes),
+            field.shape,
+            field.kind,
+            f"{row_bytes} on average" if field.num_variable else row_bytes,
+            format_bytes(column.num_bytes),
             format_bytes(row_bytes * -(-store.num_rows // store.num_shards)),
         )
-    console.print(table)
+        rows.append([*map(text, cells)])
+    console.print(make_table(labels, rows, labels[1:4]))

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_memmap.arguments import read_config
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
@@ -38,7 +39,11 @@ class Variant:
         if strategy == "model_parallel":
             strategy = {
                 "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
-                "init_args": {"data_parallel_size": devices, "tensor_parallel_size": 1},
+                "init_args": {
+                    "data_parallel_size": devices,
+                    "tensor_parallel_size": 1,
+                    "save_distributed_checkpoint": False,
+                },
             }
         used = 1 if self.strategy == "auto" else devices
         return {"strategy": strategy, "devices": used, "num_nodes": 1}
@@ -185,13 +190,9 @@ class RunSpec:
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def shared_config(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def shared_config(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Of a config of a fit: sections and Trainer options for all variants, and what is left out."""
-    if isinstance(config, dict) and "model" not in config and isinstance(config.get("fit"), dict):
-        config = config["fit"]
-    for name in ("model", "data"):
-        if not isinstance(config, dict) or not config.get(name):
-            raise ValueError(f"config: it has no section {name!r}; give the one of a fit")
+    config = read_config(path, "model", "data")
     sections = {name: config[name] for name in _SECTIONS if config.get(name) is not None}
     # A random seed, which True asks for, would differ from run to run.
     if type(sections.get("seed_everything")) is not int:

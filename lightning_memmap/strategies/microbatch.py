@@ -54,9 +54,7 @@ class MicroBatches:
     @classmethod
     def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
         """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
-        # A TensorDict is indexed as a whole, though it is a mapping.
-        is_leaf = isinstance(batch, WITH_ROWS)
-        leaves = [batch] if is_leaf else [leaf for _, leaf in named_leaves(batch)]
+        leaves = [leaf for _, leaf in named_leaves(batch)]
         lengths = {-1 if is_variable(leaf) else _row_count(leaf) for leaf in leaves}
         num_rows = lengths.pop() if len(lengths) == 1 else -1
         count = min(len(devices), num_rows)
@@ -64,8 +62,8 @@ class MicroBatches:
             return cls([batch], [range(max(num_rows, 1))], devices[0])
         parts = []
         for index in range(count):
-            own = [leaf[index::count].contiguous().to(devices[index]) for leaf in leaves]
-            parts.append(own[0] if is_leaf else rebuilt(batch, iter(own)))
+            own = (leaf[index::count].contiguous().to(devices[index]) for leaf in leaves)
+            parts.append(rebuilt(batch, own))
         return cls.of_devices(parts, num_rows, 0, devices[0])
 
     @property
@@ -85,9 +83,6 @@ class MicroBatches:
 
     def __len__(self) -> int:
         return len(self.assembled)
-
-    def __repr__(self) -> str:
-        return f"MicroBatches({self.rows} rows, read on {self.device})"
 
     def mean(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Mean over the rows of the parts that have a loss, with its graph; None without any."""
@@ -226,7 +221,8 @@ def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
         nonlocal known
         if known is None:
             raise RuntimeError("backward was called twice for one loss: compute the loss again")
-        for parameter, grad in known.items():
+        # As in any backward pass, a parameter gets none if it has been frozen since.
+        for parameter, grad in ((p, grad) for p, grad in known.items() if p.requires_grad):
             if scale.device.type != "cpu" or scale != 1:
                 grad.mul_(scale.to(grad))
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)

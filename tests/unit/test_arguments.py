@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lightning_memmap.cli import main
+from lightning_memmap.sampling import Pool, Sampler
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.command_line import CommandLine
 
@@ -333,6 +334,68 @@ def test_wrong_option_of_a_strategy_is_refused_by_the_strategy(
     assert last_line(command).startswith(f"error: {words}")
 
 
+class Own(Sampler):
+    """A sampler with an option."""
+
+    def __init__(self, pool: Pool, seed: int, rate: int = 1) -> None:
+        raise NotImplementedError
+
+
+def sampler(kind: str, **arguments: Any) -> dict[str, Any]:
+    """A sampler in a config."""
+    return {"sampler": {"class_path": kind, "init_args": arguments}}
+
+
+def curriculum(kind: str, **arguments: Any) -> dict[str, Any]:
+    """A curriculum in a config, with a sampler of this package after the first epochs."""
+    stage = {"class_path": f"lightning_memmap.sampling.{kind}", "init_args": arguments}
+    return sampler("lightning_memmap.sampling.Curriculum", stages={0: None, 3: stage})
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        (
+            ("trainer",),
+            {"strategy": strategy("PipelineStrategy", schedule="foo")},
+            "Expected a typing.Literal['gpipe', '1f1b', 'interleaved']. Got value: foo",
+        ),
+        (
+            ("trainer",),
+            {"strategy": strategy("FSDP2Strategy", activation_checkpointing=3)},
+            "\"activation_checkpointing\": Expected a <class 'bool'>. Got value: 3",
+        ),
+        (
+            ("trainer",),
+            {"strategy": strategy("PipelineStrategy", num_microbatches="x")},
+            "\"num_microbatches\": Expected a <class 'int'> Given value: x",
+        ),
+        (
+            ("trainer",),
+            {"strategy": strategy("DataParallelStrategy", foo=0)},
+            "DataParallelStrategy': Option 'foo' is not accepted",
+        ),
+        (DATA, curriculum("Bucketed", foo=3), "Bucketed': Option 'foo' is not accepted"),
+        (DATA, curriculum("Bucketed", length=3), "did you mean 'lengths'?"),
+        (DATA, curriculum("Bucketd"), "did you mean 'Bucketed'?"),
+        (DATA, sampler(f"{__name__}.Own", rates=3), "Option 'rates' is not accepted; did you mean"),
+        (DATA, sampler(f"{__name__}.Own", rate="x"), "\"rate\": Expected a <class 'int'>"),
+        (
+            DATA,
+            {"train_dataset": of_store("ImageFolder", root="x", mode=3)[1]["train_dataset"]},
+            "\"mode\": Expected a <class 'str'> Given value: 3",
+        ),
+    ],
+)
+def test_wrong_argument_of_a_known_class_is_named_by_the_class(
+    command: Command, path: tuple[str, ...], values: dict[str, Any], words: str
+) -> None:
+    assert command("fit", "--config", command.config(*path, **values)) == 2
+    first, second = command.err.splitlines()
+    assert words in first
+    assert second == "lightning-memmap fit --help lists the arguments"
+
+
 def test_bug_of_a_strategy_keeps_its_traceback(command: Command) -> None:
     given = {"class_path": f"{__name__}.Broken"}
     with pytest.raises(KeyError):
@@ -356,9 +419,13 @@ def test_right_class_in_the_wrong_module_suggests_its_path(command: Command) -> 
             {"train_dataset": "tests.unit.test_arguments.NoDataset"},
             "a subclass of Dataset: let its class inherit from torch.utils.data.Dataset",
         ),
-        (DATA, {"sampler": "math.sqrt"}, "SamplerFactory"),
+        (DATA, {"sampler": "math.sqrt"}, "a function that returns <class 'Sampler'>"),
         (DATA, {"transform": "math.pi"}, "3.14159"),
         (DATA, {"subset": "Selection"}, "is abstract"),
+        (DATA, {"subset": {"train": 3}}, "Not a valid subclass of Subset. Got value: 3"),
+        (DATA, {"subset": {"train": {"class_path": "RandomSplit"}}}, "sampling.RandomSplit'?"),
+        (("trainer",), {"strategy": 3}, "Not a valid subclass of Strategy Given value: 3"),
+        (("trainer",), {"strategy": {"class_path": "torch.nn.ReLU"}}, "a subclass of Strategy"),
     ],
 )
 def test_value_of_another_kind_is_refused_in_two_lines(

@@ -23,12 +23,11 @@ class Command(CommandLine):
     def table(self) -> list[list[str]]:
         """The cells of the printed table, row by row."""
         lines = iter(self.out.splitlines())
-        if self.out.count("│"):
-            rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
-            return [[cell.strip() for cell in row] for row in rows]
         next((line for line in lines if line.startswith("──")), None)
         cell = re.compile(r"[\d.]+ [KMG]?i?B|as stored|\S+")
-        return [cell.findall(line) for line in lines if line.endswith(("as stored", "re-striped"))]
+        return [
+            cell.findall(line) for line in lines if line.endswith(("as stored", "re-striped", "B"))
+        ]
 
 
 @pytest.fixture

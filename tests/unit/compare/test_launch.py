@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from lightning_memmap.compare.config import RunSpec, shared_config
 from lightning_memmap.compare.measure import HAS_TRAINED, IS_READY
@@ -92,7 +94,14 @@ def test_error_is_refused_until_a_step_was_trained(tmp_path: Path) -> None:
         (tmp_path / HAS_TRAINED).touch()
 
 
-def test_shared_config_keeps_what_all_arms_can_have() -> None:
+def shared(folder: Path, config: object) -> Any:
+    """What variants share of a config."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return shared_config(str(file))
+
+
+def test_shared_config_keeps_what_all_arms_can_have(tmp_path: Path) -> None:
     config = {
         "seed_everything": 5,
         "model": {"class_path": "a.B"},
@@ -100,20 +109,20 @@ def test_shared_config_keeps_what_all_arms_can_have() -> None:
         "ckpt_path": None,
         "trainer": {"precision": "bf16-mixed", "strategy": "ddp", "callbacks": [], "devices": 4},
     }
-    sections, trainer, left_out = shared_config(config)
+    sections, trainer, left_out = shared(tmp_path, config)
     assert sections == {name: config[name] for name in ("seed_everything", "model", "data")}
     assert trainer == {"precision": "bf16-mixed"}
     assert left_out == ["trainer.strategy", "trainer.callbacks", "trainer.devices", "ckpt_path"]
-    assert shared_config({"fit": config})[0] == sections
+    assert shared(tmp_path, {"fit": config})[0] == sections
 
 
 @pytest.mark.parametrize("seed", [True, False, None])
-def test_seed_that_is_no_number_becomes_one(seed: bool | None) -> None:
+def test_seed_that_is_no_number_becomes_one(tmp_path: Path, seed: bool | None) -> None:
     config = {"seed_everything": seed, "model": {"a": 1}, "data": {"b": 1}}
-    assert shared_config(config)[0]["seed_everything"] == 0
+    assert shared(tmp_path, config)[0]["seed_everything"] == 0
 
 
 @pytest.mark.parametrize("config", [None, [], {"model": {}}, {"model": {"class_path": "a.B"}}])
-def test_config_without_model_or_data_is_refused(config: object) -> None:
+def test_config_without_model_or_data_is_refused(tmp_path: Path, config: object) -> None:
     with pytest.raises(ValueError, match="has no section"):
-        shared_config(config)
+        shared(tmp_path, config)
