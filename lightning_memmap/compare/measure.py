@@ -345,9 +345,8 @@ class CheckCallback(RunCallback):
         hashes = self._hashes
         starts = range(0, per_step * len(self._losses), per_step)
         topology = topology_of(trainer.strategy)
-        is_divided = topology.assemble_on is None
         return {
-            "num_replicas": len(topology.data_devices) if is_divided else 1,
+            "num_replicas": 1 if topology.assemble_on else len(topology.data_devices),
             "state_bytes": self._state_bytes,
             "moved_bytes": self._movement.num_bytes + self._moved_row_bytes,
             "hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],

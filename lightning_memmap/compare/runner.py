@@ -22,7 +22,6 @@ from rich.markup import escape
 
 from lightning_memmap.compare.config import (
     ComparisonOptions,
-    RunKind,
     RunSpec,
     Variant,
     parse_variants,
@@ -65,7 +64,6 @@ class Run:
             for key, value in os.environ.items()
             if key not in _LAUNCHER and not key.startswith("PL_")
         }
-        (self._out / IS_READY).unlink(missing_ok=True)
         log = self._out / "log.txt"
         self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
 
@@ -74,7 +72,7 @@ class Run:
         deadline_s = monotonic() + timeout_s
         while not (self._out / IS_READY).exists() and self._launched.poll() is None:
             if monotonic() > deadline_s:
-                raise self._late("not ready", timeout_s)
+                raise self._error(f"not ready after {timeout_s:g} s (--timeout_s)")
             sleep(0.01)
 
     def result(self, timeout_s: float) -> list[Rank]:
@@ -83,7 +81,7 @@ class Run:
         try:
             launched.communicate(b"go on", timeout_s)
         except subprocess.TimeoutExpired:
-            raise self._late("not finished", timeout_s) from None
+            raise self._error(f"not finished after {timeout_s:g} s (--timeout_s)") from None
         finally:
             self.close()
         if launched.returncode:
@@ -91,13 +89,11 @@ class Run:
         ranks = read_ranks(self._out)
         found = [rank.rank for rank in ranks]
         if found != list(range(ranks[0].world_size if ranks else 1)):
-            tail = " | ".join(launched.tail())
-            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+            raise self._error(f"only the ranks {found} wrote what they measured")
         return ranks
 
-    def _late(self, what: str, timeout_s: float) -> RunError:
-        tail = " | ".join(self._launched.tail())
-        return RunError(f"{what} after {timeout_s:g} s (--timeout_s): {tail}")
+    def _error(self, what: str) -> RunError:
+        return RunError(f"{what}: {' | '.join(self._launched.tail())}")
 
     def close(self) -> None:
         """End all of its processes."""
@@ -189,11 +185,11 @@ class Comparison:
         self._note_run("store, model and data", "done", started_s)
         return report, expected
 
-    def _spec(self, kind: RunKind, folder: str, variant: Variant) -> RunSpec:
-        options, settings, is_timed = self._options, self._report.settings, kind == "timed"
+    def _spec(self, variant: Variant, name: str) -> RunSpec:
+        options, settings, is_timed = self._options, self._report.settings, name != "check"
         mine = variant.trainer_options(options.devices)
         return RunSpec(
-            kind=kind,
+            kind="timed" if is_timed else "check",
             config=self._config,
             trainer={**self._trainer, "accelerator": settings["accelerator"], **mine},
             variant=variant.name,
@@ -202,7 +198,7 @@ class Comparison:
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._report.data["transform_is_random"],
-            out=str(self._runs / folder),
+            out=str(self._runs / variant.name / name),
         )
 
     def _note_run(self, title: str, outcome: str, started_s: float) -> None:
@@ -224,8 +220,7 @@ class Comparison:
     def _try(self, variant: Variant, name: str) -> Generator[None, None, None]:
         """Do a run, whose failure costs no other anything. Yields when it has started, and when it
         is ready."""
-        kind: RunKind = "check" if name == "check" else "timed"
-        result, spec = self._results[variant], self._spec(kind, f"{variant.name}/{name}", variant)
+        result, spec = self._results[variant], self._spec(variant, name)
         title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
         started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
@@ -236,18 +231,18 @@ class Comparison:
                 started_s = monotonic()
                 with self._console.status(escape(title)):
                     ranks = run.result(self._options.timeout_s)
-            if kind == "check":
+            if spec.kind == "check":
                 self._compare(result, ranks, Path(spec.out))
-            figures = figures_of(ranks, kind)
+            figures = figures_of(ranks, spec.kind)
             result.add(figures)
-            outcome = "done" if kind == "check" else f"{figures[SPEED]:,.0f} samples/s"
+            outcome = f"{figures[SPEED]:,.0f} samples/s" if SPEED in figures else "done"
         except Exception as error:
             # Also where it wrote no weights, or its processes have done other numbers of steps.
             found = error if isinstance(error, RunError) else RunError(describe_error(error))
             # In its first run; the replayed batch has no check run.
             refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
             result.status, result.reason = "refused" if refused else "failed", str(found)
-            if kind == "check" and self._report.data["transform_is_random"]:
+            if spec.kind == "check" and self._report.data["transform_is_random"]:
                 result.reason += f" ({IN_PLACE})"
             word = "not supported" if refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"

@@ -274,19 +274,13 @@ def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     return buckets
 
 
-def _makes_graphs(module: LightningModule) -> bool:
-    """Whether a module was compiled to CUDA graphs, by Inductor or without it."""
-    if module._compiler_ctx is None:
-        return False
-    compiled: Any = module._compiler_ctx["dynamo_ctx"]
-    backend = getattr(innermost_backend(compiled.callback), "compiler_name", "")
-    by_option = (compiled.compiler_config or {}).get("triton.cudagraphs", False)
-    return bool(by_option or backend == "cudagraphs")
-
-
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
-    if len(set(devices)) > 1 and _makes_graphs(module):
+    compiled: Any = (module._compiler_ctx or {}).get("dynamo_ctx")
+    backend: Any = innermost_backend(getattr(compiled, "callback", None))  # type: ignore[arg-type]
+    config = getattr(compiled, "compiler_config", None) or {}
+    name = getattr(backend, "compiler_name", "")
+    if (config.get("triton.cudagraphs") or name == "cudagraphs") and len(set(devices)) > 1:
         raise ValueError(
             "torch.compile with CUDA graphs, such as mode='reduce-overhead', under memmap_dp on"
             f" {len(set(devices))} devices: a graph is of one device, and the replicas of all share"

@@ -39,16 +39,18 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
                 for name in ("initial", "final"):
                     torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
                 fault(self.spec, "result")
-                return [
-                    check_rank(parameters=["weight"]) if self.spec.kind == "check" else timed_rank()
-                ]
+                if self.spec.kind == "timed":
+                    return [timed_rank()]
+                num_replicas = 2 if self.spec.variant == "memmap_dp" else 1
+                return [check_rank(parameters=["weight"], num_replicas=num_replicas)]
 
             def close(self) -> None:
                 closed.append(self.spec.out)
 
         closed = list[str]()
         monkeypatch.setattr(runner, "Run", DoneAtOnce)
-        facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": MODEL}
+        model = {**MODEL, "batch_norms": ["BatchNorm1d"]}
+        facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": model}
         monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
         options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))
         return Comparison(options, Console(quiet=True)).run()
@@ -67,6 +69,15 @@ def test_single_device_is_the_reference_wherever_it_stands(
     shares = [each.figures.get("no_load_share") for each in report.variants]
     assert shares == [None, [1, 1], [1, 1]]
     assert compare("ddp,memmap_superbatch", lambda *_: None).reference == "ddp"
+
+
+def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report]) -> None:
+    auto, replicated = compare("auto,memmap_dp", lambda *_: None).variants
+    assert auto.parity is not None
+    assert not auto.parity.notes
+    assert replicated.parity is not None
+    (note,) = replicated.parity.notes
+    assert "BatchNorm1d: each of 2 replicas" in note
 
 
 def test_run_without_its_weights_costs_no_other(
