@@ -284,6 +284,6 @@ class Comparison:
             elif result.status == "pending":
                 result.reason = f"interrupted after {done} of {repeats} runs"
             ideal = self._results.get(Variant(variant.strategy, "ideal"))
-            if result.rates and ideal is not None and ideal.rates:
+            if result.rates and ideal and ideal.rates:
                 bound = median(ideal.rates)
                 result.figures[NO_LOAD] = [rate / bound for rate in result.rates]
