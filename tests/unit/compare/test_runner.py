@@ -8,12 +8,21 @@ import torch
 import yaml
 from rich.console import Console
 
-from lightning_memmap.compare import runner
+from lightning_memmap.compare import command, runner
 from lightning_memmap.compare.config import ComparisonOptions, RunSpec
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.runner import Comparison, RunError
-from tests.unit.compare.reports import DATA, ENVIRONMENT, MODEL, STEPS, check_rank, timed_rank
+from tests.unit.compare.reports import (
+    DATA,
+    ENVIRONMENT,
+    MODEL,
+    STEPS,
+    check_rank,
+    make_report,
+    make_variant,
+    timed_rank,
+)
 
 #: Is given a run, and what is done with it: ``start``, ``wait`` or ``result``.
 Fault = Callable[[RunSpec, str], None]
@@ -112,3 +121,21 @@ def test_run_that_fails_costs_no_other(
     assert len(report.variants[0].figures["samples_per_s"]) == 1
     assert len(report.variants[2].figures["samples_per_s"]) == 2
     assert report.exit_code == 3
+
+
+def test_report_that_cannot_be_written_is_still_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        def __init__(self, *args: object) -> None:
+            (tmp_path / "report.partial").mkdir()
+
+        def run(self) -> Report:
+            return make_report(make_variant("memmap_dp"))
+
+    monkeypatch.setattr(command, "Comparison", Done)
+    assert command.compare(["--config", "config.yaml", "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "report.partial" in printed.err
+    assert "memmap_dp" in printed.out
+    assert "report.json" not in printed.out
