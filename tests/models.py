@@ -15,6 +15,8 @@ from lightning_memmap.loading import Padded
 
 #: Names the accelerator of `make_trainer` in programs of tests.
 ACCELERATOR_VARIABLE = "LIGHTNING_MEMMAP_TEST_ACCELERATOR"
+#: Whether GPUs are those of `tests.simulated_gpu`.
+IS_SIMULATED = "SIMULATED_GPU_LIBRARY" in os.environ
 
 
 class Points(Dataset[dict[str, Any]]):

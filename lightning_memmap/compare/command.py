@@ -31,17 +31,22 @@ def compare(args: list[str]) -> int:
         # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
         with on_sigterm(signal.default_int_handler):
             report = Comparison(options, console, command).run()
-        out = Path(options.out)
-        # At once, so that no later error can lose hours of work.
-        report.write(out / "report.json")
     except (MemmapError, OSError, ValueError) as error:
         print_error(error)
         return 2
+    code, out = report.exit_code, Path(options.out)
+    try:
+        # At once, so that no later error can lose hours of work.
+        report.write(out / "report.json")
+    except OSError as error:
+        print_error(error)
+        code = 2
     print_report(report, console)
-    console.print(f"\n{out / 'report.json'}", soft_wrap=True)
+    if code != 2:
+        console.print(f"\n{out / 'report.json'}", soft_wrap=True)
     try:
         (out / "report.html").write_text(render_html(report), encoding="utf-8")
         console.print(str(out / "report.html"), soft_wrap=True)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
-    return report.exit_code
+    return code

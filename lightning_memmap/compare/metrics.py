@@ -1,7 +1,8 @@
 """The figures of a comparison. Each is one entry of `METRICS`, and nothing else knows it.
 
 An entry says what it collects from the record of each process of a run, and how that is reduced to
-one figure. Tables, the page and the list in docs/compare.md follow from it.
+one figure; or it relates two variants, and is known when both have run. Tables, the page and the
+list in docs/compare.md follow from it.
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +28,7 @@ PARTS = {
 STATE = ("parameters", "gradients", "optimizer")
 #: The figure by which variants are sorted.
 SPEED = "samples_per_s"
-#: The speed relative to that of the same strategy with ``+ideal``, which a run alone does not know.
+#: The speed relative to that of the same strategy with ``+ideal``.
 NO_LOAD = "no_load_share"
 
 
@@ -52,6 +53,8 @@ class Rank:
     moved_bytes: int = 0
     #: Of each step of a check run, the rows as the loader gave them.
     hashes: Sequence[int] = ()
+    #: Copies of the module between which this process divides the rows of a step.
+    num_replicas: int = 1
     parameters: Sequence[str] = ()
 
     def mean_s(self, *parts: str) -> float:
@@ -84,9 +87,10 @@ class Metric:
     label: str
     write: Callable[[float], str]
     meaning: str
-    collect: Callable[[Rank], Any]
-    reduce: Callable[[list[Any]], float | None]
-    run: Literal["timed", "check", "none"] = "timed"
+    #: None of a figure that relates two variants.
+    collect: Callable[[Rank], Any] | None = None
+    reduce: Callable[[list[Any]], float | None] = fmean
+    run: Literal["timed", "check"] = "timed"
     table: str = ""
 
 
@@ -141,13 +145,12 @@ METRICS = {
         Metric(
             NO_LOAD, "of no-load upper bound", SHARE,
             "samples/s relative to the same strategy with `+ideal`, which replays one batch",
-            lambda rank: None, lambda values: None, run="none", table="speed",
+            table="speed",
         ),
         Metric(
             "data_stall", "data stall", SHARE,
             "share of a step that waits for its batch: data loading and transfer",
-            lambda rank: rank.mean_s("data", "transfer") / rank.mean_s(*PARTS), fmean,
-            table="speed",
+            lambda rank: rank.mean_s("data", "transfer") / rank.mean_s(*PARTS), table="speed",
         ),
         Metric(
             "first_batch_s", "time to first batch", SECONDS,
@@ -158,8 +161,7 @@ METRICS = {
         *(
             Metric(
                 f"{part}_s", "data loading" if part == "data" else part, milliseconds, meaning,
-                lambda rank, part=part: rank.mean_s(part), fmean,  # type: ignore[misc]
-                table="parts",
+                lambda rank, part=part: rank.mean_s(part), table="parts",  # type: ignore[misc]
             )
             for part, meaning in PARTS.items()
         ),
@@ -209,8 +211,8 @@ METRICS = {
 def figures_of(ranks: Sequence[Rank], kind: str) -> dict[str, float]:
     """The known figures of one run of a kind."""
     found = {
-        key: metric.reduce([metric.collect(rank) for rank in ranks])
+        key: metric.reduce([*map(metric.collect, ranks)])
         for key, metric in METRICS.items()
-        if metric.run == kind
+        if metric.collect and metric.run == kind
     }
     return {key: float(value) for key, value in found.items() if value is not None}

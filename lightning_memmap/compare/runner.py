@@ -5,10 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,6 @@ from rich.markup import escape
 
 from lightning_memmap.compare.config import (
     ComparisonOptions,
-    RunKind,
     RunSpec,
     Variant,
     parse_variants,
@@ -64,13 +64,15 @@ class Run:
             for key, value in os.environ.items()
             if key not in _LAUNCHER and not key.startswith("PL_")
         }
-        (self._out / IS_READY).unlink(missing_ok=True)
         log = self._out / "log.txt"
         self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until it has imported what it needs, or ended."""
+        deadline_s = monotonic() + timeout_s
         while not (self._out / IS_READY).exists() and self._launched.poll() is None:
+            if monotonic() > deadline_s:
+                raise self._error(f"not ready after {timeout_s:g} s (--timeout_s)")
             sleep(0.01)
 
     def result(self, timeout_s: float) -> list[Rank]:
@@ -79,8 +81,7 @@ class Run:
         try:
             launched.communicate(b"go on", timeout_s)
         except subprocess.TimeoutExpired:
-            tail = " | ".join(launched.tail())
-            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}") from None
+            raise self._error(f"not finished after {timeout_s:g} s (--timeout_s)") from None
         finally:
             self.close()
         if launched.returncode:
@@ -88,9 +89,11 @@ class Run:
         ranks = read_ranks(self._out)
         found = [rank.rank for rank in ranks]
         if found != list(range(ranks[0].world_size if ranks else 1)):
-            tail = " | ".join(launched.tail())
-            raise RunError(f"only the ranks {found} wrote what they measured: {tail}")
+            raise self._error(f"only the ranks {found} wrote what they measured")
         return ranks
+
+    def _error(self, what: str) -> RunError:
+        return RunError(f"{what}: {' | '.join(self._launched.tail())}")
 
     def close(self) -> None:
         """End all of its processes."""
@@ -182,11 +185,11 @@ class Comparison:
         self._note_run("store, model and data", "done", started_s)
         return report, expected
 
-    def _spec(self, kind: RunKind, folder: str, variant: Variant) -> RunSpec:
-        options, settings, is_timed = self._options, self._report.settings, kind == "timed"
+    def _spec(self, variant: Variant, name: str) -> RunSpec:
+        options, settings, is_timed = self._options, self._report.settings, name != "check"
         mine = variant.trainer_options(options.devices)
         return RunSpec(
-            kind=kind,
+            kind="timed" if is_timed else "check",
             config=self._config,
             trainer={**self._trainer, "accelerator": settings["accelerator"], **mine},
             variant=variant.name,
@@ -195,7 +198,7 @@ class Comparison:
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._report.data["transform_is_random"],
-            out=str(self._runs / folder),
+            out=str(self._runs / variant.name / name),
         )
 
     def _note_run(self, title: str, outcome: str, started_s: float) -> None:
@@ -203,41 +206,43 @@ class Comparison:
         self._console.print(f"{escape(title):<42} {outcome}  {seconds}", soft_wrap=True)
 
     def _do(self, variants: Sequence[Variant], name: str) -> None:
-        """Do a run of each variant that nothing has stopped, one after the other."""
-        kind: RunKind = "check" if name == "check" else "timed"
+        """Do a run of each variant that nothing has stopped."""
         pending = [each for each in variants if self._results[each].status == "pending"]
         for first in range(0, len(pending), _TOGETHER):
             some = pending[first : first + _TOGETHER]
-            specs = [self._spec(kind, f"{each.name}/{name}", each) for each in some]
-            # To import takes longer than most runs: a few do it side by side, none while another
-            # one is measured.
             with ExitStack() as stack:
-                runs = [stack.enter_context(closing(Run(spec))) for spec in specs]
-                for run in runs if kind == "timed" else ():
-                    run.wait_until_ready()
-                for variant, spec, run in zip(some, specs, runs, strict=True):
-                    self._try(variant, name, spec, run)
+                runs = [stack.enter_context(closing(self._try(each, name))) for each in some]
+                # To import takes longer than most runs: a few do it side by side, none while
+                # another one is measured. All start, all are waited for, then each is finished.
+                for _ in zip_longest(*runs):
+                    pass
 
-    def _try(self, variant: Variant, name: str, spec: RunSpec, run: Run) -> None:
-        """Do a run: its failure costs no other anything."""
-        result, kind = self._results[variant], spec.kind
+    def _try(self, variant: Variant, name: str) -> Generator[None, None, None]:
+        """Do a run, whose failure costs no other anything. Yields when it has started, and when it
+        is ready."""
+        result, spec = self._results[variant], self._spec(variant, name)
         title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
         started_s, outcome = monotonic(), "[red]interrupted[/]"
         try:
-            with self._console.status(escape(title)):
-                ranks = run.result(self._options.timeout_s)
-            if kind == "check":
+            with closing(Run(spec)) as run:
+                yield
+                run.wait_until_ready(self._options.timeout_s)
+                yield
+                started_s = monotonic()
+                with self._console.status(escape(title)):
+                    ranks = run.result(self._options.timeout_s)
+            if spec.kind == "check":
                 self._compare(result, ranks, Path(spec.out))
-            figures = figures_of(ranks, kind)
+            figures = figures_of(ranks, spec.kind)
             result.add(figures)
-            outcome = "done" if kind == "check" else f"{figures[SPEED]:,.0f} samples/s"
+            outcome = f"{figures[SPEED]:,.0f} samples/s" if SPEED in figures else "done"
         except Exception as error:
             # Also where it wrote no weights, or its processes have done other numbers of steps.
             found = error if isinstance(error, RunError) else RunError(describe_error(error))
             # In its first run; the replayed batch has no check run.
             refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
             result.status, result.reason = "refused" if refused else "failed", str(found)
-            if kind == "check" and self._report.data["transform_is_random"]:
+            if spec.kind == "check" and self._report.data["transform_is_random"]:
                 result.reason += f" ({IN_PLACE})"
             word = "not supported" if refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
@@ -253,20 +258,20 @@ class Comparison:
             self._reference or checked,
             self._expected,
             report.settings["tolerance"],
-            notes=self._notes(len(shares_of(ranks))),
+            notes=self._notes(sum(share[0].num_replicas for share in shares_of(ranks))),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
         if self._reference is None:
             self._reference, report.reference = checked, result.variant
 
-    def _notes(self, num_shares: int) -> Sequence[str]:
+    def _notes(self, num_replicas: int) -> Sequence[str]:
         batch_norms = self._report.model["batch_norms"]
-        if not batch_norms or num_shares == 1 or self._trainer.get("sync_batchnorm"):
+        if not batch_norms or num_replicas == 1 or self._trainer.get("sync_batchnorm"):
             return []
         return [
-            f"the model has {', '.join(batch_norms)}: each of the {num_shares} processes normalises"
-            " by its own rows, which is a different training. GroupNorm, or sync_batchnorm on"
-            " GPUs, would make it the same"
+            f"the model has {', '.join(batch_norms)}: each of {num_replicas} replicas normalises by"
+            " its own rows, which is a different training. GroupNorm, or in several processes on"
+            " GPUs sync_batchnorm, would make it the same"
         ]
 
     def _finish(self) -> None:
@@ -279,6 +284,6 @@ class Comparison:
             elif result.status == "pending":
                 result.reason = f"interrupted after {done} of {repeats} runs"
             ideal = self._results.get(Variant(variant.strategy, "ideal"))
-            if result.rates and ideal is not None and ideal.rates:
+            if result.rates and ideal and ideal.rates:
                 bound = median(ideal.rates)
                 result.figures[NO_LOAD] = [rate / bound for rate in result.rates]

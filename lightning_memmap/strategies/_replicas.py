@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
@@ -276,13 +276,15 @@ def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
-    context: Any = module._compiler_ctx or {}
-    config = getattr(context.get("dynamo_ctx"), "compiler_config", None) or {}
-    if config.get("triton.cudagraphs") and len(set(devices)) > 1:
+    compiled: Any = (module._compiler_ctx or {}).get("dynamo_ctx")
+    backend: Any = innermost_backend(getattr(compiled, "callback", None))  # type: ignore[arg-type]
+    config = getattr(compiled, "compiler_config", None) or {}
+    name = getattr(backend, "compiler_name", "")
+    if (config.get("triton.cudagraphs") or name == "cudagraphs") and len(set(devices)) > 1:
         raise ValueError(
             "torch.compile with CUDA graphs, such as mode='reduce-overhead', under memmap_dp on"
             f" {len(set(devices))} devices: a graph is of one device, and the replicas of all share"
-            " what is compiled; compile with another mode, or train with memmap_superbatch_ddp"
+            " what is compiled; compile in another way, or train with memmap_superbatch_ddp"
         )
     for name, child in module.named_modules():
         if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):

@@ -12,11 +12,10 @@
   longer than one that is given the same batch again and again; with and without steps made ready
   ahead, for rows on the device and for rows on the host.
 
-How strategies scale over devices is what ``lightning-memmap compare`` measures.
-
-``--all`` also runs the tests that are marked ``gpu``, writes everything to one JSON file, and the
-tables to docs/gpu.md. It is meant to take less than a
-quarter of an hour on one GPU.
+``--all`` first runs tests on GPUs: the loading of data and the contract of the strategies of one
+process, which on a single GPU have it twice; from two GPUs on, those of several processes, too.
+Then ``lightning-memmap compare`` trains the digits of the examples under ``--variants`` on at most
+two GPUs. Everything goes to one JSON file, and the tables to docs/gpu.md.
 
 Without a GPU it says so and fails. On ``--device cpu``, and on the simulated devices of
 ``python -m tests.simulated_gpu --program tests/benchmarks/gpu.py --all --tiny``, it shows that it
@@ -41,11 +40,16 @@ from timing import machine, spread
 
 from lightning_memmap.store import build_store
 
+#: The tests for one GPU, and those that need two.
+TESTS = ("tests/unit/loading/test_gpu.py", "tests/strategies/test_contract.py")
+OF_TWO = ("tests/distributed/test_contract.py", "tests/distributed/test_gpus.py")
+IS_SIMULATED = "SIMULATED_GPU_LIBRARY" in os.environ
 FIGURES = ("fetch", "load", "wait")
 TITLES = {
     "fetch": "Fetches of random rows",
     "load": "Loading a store",
     "wait": "Training steps",
+    "compare": "Strategies",
 }
 
 
@@ -78,7 +82,9 @@ def markdown(report: dict[str, Any]) -> str:
     """The tables of a report."""
     parts = [f"{report['machine']}; {report['device']}; {report['rounds']} rounds."]
     if tests := report.get("tests"):
-        parts.append(f"Tests marked `gpu`: {', '.join(f'{n} {k}' for k, n in tests.items())}.")
+        parts.append(f"Tests: {', '.join(f'{n} {k}' for k, n in tests.items())}.")
+        found = (f"`{name}` {status}" for name, status in report["compare"].items())
+        parts.append(f"`compare`: {', '.join(found)}.")
     for name, rows in report["figures"].items():
         columns = list(dict.fromkeys(column for values in rows.values() for column in values))
         lines = [
@@ -105,16 +111,43 @@ def write_table(page: Path, table: str) -> None:
 
 
 def run_tests(chosen: list[str]) -> dict[str, int]:
-    """Run the tests marked ``gpu``, and count them by outcome."""
-    is_simulated = "SIMULATED_GPU_LIBRARY" in os.environ
-    runner = ["tests.simulated_gpu"] if is_simulated else ["pytest", "-p", "no:xdist"]
+    """Run tests on GPUs, and count them by outcome."""
+    runner = ["tests.simulated_gpu"] if IS_SIMULATED else ["pytest", "-p", "no:xdist"]
+    files = chosen or [*TESTS, *(OF_TWO if torch.cuda.device_count() > 1 else ())]
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "tests.xml"
-        options = ["-m", "gpu", "-q", f"--junitxml={answer}", *(chosen or ["tests"])]
-        subprocess.run([sys.executable, "-m", *runner, *options], cwd=ROOT, check=False)
+        command = [sys.executable, "-m", *runner, "-q", f"--junitxml={answer}", *files]
+        variables = {**os.environ, "LIGHTNING_MEMMAP_TEST_ACCELERATOR": "gpu"}
+        subprocess.run(command, cwd=ROOT, env=variables, check=False)
         (suite,) = ElementTree.parse(answer).getroot()
     counts = {key: int(suite.get(key, 0)) for key in ("failures", "errors", "skipped")}
     return {"passed": int(suite.get("tests", 0)) - sum(counts.values()), **counts}
+
+
+def run_comparison(
+    variants: str, repeats: int, directory: Path
+) -> tuple[dict[str, str], list[Row]]:
+    """Compare variants, and return what became of each, and the figures of those that ran."""
+    config, devices = ROOT / "examples" / "configs" / "digits.yaml", torch.cuda.device_count()
+    options = {
+        "config": config, "variants": variants, "devices": min(2, devices), "repeats": repeats,
+        "out": directory / "compare",
+    }  # fmt: skip
+    given = (f"--{name}={value}" for name, value in options.items())
+    command = [sys.executable, "-m", "lightning_memmap", "compare", *given]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=directory, env=variables, check=False)
+    found = json.loads((directory / "compare" / "report.json").read_text(encoding="utf-8"))
+    outcomes, rows = {}, []
+    for each in found["variants"]:
+        differs = each["parity"] is not None and not each["parity"]["holds"]
+        outcomes[each["variant"]] = "differs" if differs else each["status"]
+        figures = each["figures"]
+        if "samples_per_s" in figures:
+            stall = [100 * share for share in figures["data_stall"]]
+            values = {"samples/s": figures["samples_per_s"], "data stall, %": stall}
+            rows.append(Row(each["variant"], values))
+    return outcomes, rows
 
 
 def report_of(args: argparse.Namespace, bench: Bench, directory: Path) -> dict[str, Any]:
@@ -131,12 +164,14 @@ def report_of(args: argparse.Namespace, bench: Bench, directory: Path) -> dict[s
         "figures": {},
     }
     print(f"{report['machine']}; {report['device']}; {args.rounds} rounds", flush=True)
-    if bench.device.type == "cpu" or "SIMULATED_GPU_LIBRARY" in os.environ:
+    if bench.device.type == "cpu" or IS_SIMULATED:
         report["device"] += ": this shows that the program runs, and nothing of a GPU"
         print("This shows that the program runs, and nothing of a GPU.")
     if args.all:
         report["tests"] = run_tests(args.tests)
         print(f"tests: {report['tests']}", flush=True)
+        report["compare"], rows = run_comparison(args.variants, args.rounds, directory)
+        report["figures"]["compare"] = {row.label: row.values for row in rows}
     for name, row in measured(args, bench, directory):
         if name not in report["figures"]:
             print(f"{TITLES[name]}:")
@@ -160,7 +195,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="rows of a training step")
     parser.add_argument("--width", type=int, default=64, help="channels of the network")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tests", nargs="*", default=[], help="by default all marked gpu")
+    parser.add_argument("--tests", nargs="*", default=[], help="by default all for these GPUs")
+    parser.add_argument("--variants", default="all", help="as compare takes them")
     parser.add_argument("--json", type=Path, help="with --all by default gpu.json")
     parser.add_argument("--write", type=Path, help="with --all by default docs/gpu.md")
     parser.add_argument("--tiny", action="store_true", help="sizes that show that it runs")
@@ -172,6 +208,8 @@ def main() -> None:
     if args.tiny:
         args.mib, args.rounds, args.batch, args.width = 1, 1, 64, 4
     device = torch.device(args.device)
+    if args.all and device.type == "cpu":
+        parser.error("--all is for GPUs: give no --device cpu with it")
     if device.type != "cpu" and not torch.accelerator.is_available():
         sys.exit(
             f"--device {args.device}: there is no GPU here, and this program measures one. With"
@@ -187,6 +225,8 @@ def main() -> None:
         write_table(args.write, markdown(report))
     if args.all and (report["tests"]["failures"] or report["tests"]["errors"]):
         sys.exit(f"tests failed: {report['tests']}")
+    if args.all and not {"ok", "refused"}.issuperset(report["compare"].values()):
+        sys.exit(f"not all variants trained the same: {report['compare']}")
 
 
 if __name__ == "__main__":

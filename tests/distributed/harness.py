@@ -50,7 +50,7 @@ def launch(
     processes: int,
     nodes: int = 0,
     timeout_s: float = TIMEOUT_S,
-    accelerator: str = "cpu",
+    accelerator: str | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Run a scenario in several processes, and return what each rank returned, by rank.
@@ -61,7 +61,7 @@ def launch(
         processes: Processes over all nodes. The scenario must create Trainers for as many.
         nodes: 0 lets the Trainer start the processes. Otherwise as many ``torchrun`` do.
         timeout_s: After this long all are killed and the test fails.
-        accelerator: Of the Trainers that `tests.models.make_trainer` makes.
+        accelerator: Of the Trainers that `tests.models.make_trainer` makes; by default as here.
         options: Given to the scenario; they must be JSON.
     """
     outcome = launch_any(
@@ -89,7 +89,7 @@ def launch_any(
     processes: int,
     nodes: int = 0,
     timeout_s: float = TIMEOUT_S,
-    accelerator: str = "cpu",
+    accelerator: str | None = None,
     to_the_last: bool = False,
     **options: Any,
 ) -> Outcome:
@@ -112,7 +112,8 @@ def launch_any(
         commands = [[python(), *program]]
     ours = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     env = ours | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    env[ACCELERATOR_VARIABLE] = accelerator
+    if accelerator is not None:
+        env[ACCELERATOR_VARIABLE] = accelerator
     logs = [out / f"program{index}.log" for index in range(len(commands))]
     started = monotonic()
     programs = []

@@ -35,7 +35,7 @@ def check(
     name: str,
     data_size: int,
     tensor_size: int,
-    accelerator: str = "cpu",
+    accelerator: str | None = None,
 ) -> list[dict[str, Any]]:
     """Compare a run of several processes with that of one, whose files and report are given."""
     ranks = launch(

@@ -9,7 +9,6 @@ import pytest
 from tests.preloaded import run
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A few of them are marked gpu.
 TESTS = "tests/unit/loading/test_gpu.py"
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +20,8 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     done = run(
         ROOT / "tests" / "benchmarks" / "gpu.py",
         *("--all", "--tiny"),
-        *("--tests", TESTS, "--json", answer, "--write", page),
+        *("--tests", TESTS, "--variants", "auto,memmap_superbatch"),
+        *("--json", answer, "--write", page),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,8 +29,10 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     assert report["tests"].pop("passed")
     assert not any(report["tests"].values())
     figures = report["figures"]
-    assert list(figures) == ["fetch", "load", "wait"]
+    assert report["compare"] == {"auto": "ok", "memmap_superbatch": "ok"}
+    assert list(figures) == ["compare", "fetch", "load", "wait"]
     for rows in figures.values():
+        assert rows
         for values in rows.values():
             assert all(values.values())
     written = page.read_text()

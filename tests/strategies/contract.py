@@ -5,17 +5,20 @@ From these tables come the tests of one process (`tests.strategies.test_contract
 strategy joins with an entry in `CONTRACTS`; a test fails until it has one.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
 from tests.models import (
+    ACCELERATOR_VARIABLE,
     Manual,
     Plateau,
     Points,
@@ -58,6 +61,13 @@ class Contract:
     def make_strategy(self) -> Any:
         """What the Trainer is given."""
         return self.make_class()(**self.options) if self.options else self.strategy
+
+    def trainer_options(self) -> dict[str, Any]:
+        """The strategy and its two devices, for which a single GPU may stand twice."""
+        if os.environ.get(ACCELERATOR_VARIABLE) == "gpu" and torch.cuda.device_count() < DEVICES:
+            named = {"data_devices": ["cuda:0"] * DEVICES, **self.options}
+            return {"strategy": self.make_class()(**named)}
+        return {"strategy": self.make_strategy(), "devices": DEVICES}
 
     def make_class(self) -> Any:
         """The class of the strategy."""
@@ -172,7 +182,7 @@ def make_run(key: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDat
     if key == REFERENCE:
         return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
     contract = CONTRACTS[key]
-    trainer = make_trainer(path, strategy=contract.make_strategy(), devices=DEVICES, **options)
+    trainer = make_trainer(path, **contract.trainer_options(), **options)
     return trainer, make_data(path, GLOBAL_BATCH // contract.num_batches)
 
 

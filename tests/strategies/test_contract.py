@@ -6,6 +6,7 @@ global batches.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.strategies import STRATEGIES
 from tests.datasets import in_dataset_order
 from tests.models import (
+    ACCELERATOR_VARIABLE,
+    IS_SIMULATED,
     Points,
     Regression,
     Scheduled,
@@ -56,6 +59,14 @@ every_strategy = pytest.mark.parametrize("name", contracts_in("one"))
 OF_THE_STEP = (
     *("clip_norm", "clip_value", "float64", "bfloat16", "bfloat16_weights", "no_inference_mode"),
     *("two_optimizers", "scheduler", "plateau", "best_checkpoint"),
+)
+
+#: A way to compile for which there is nothing on a CPU.
+GRAPHS = pytest.param(
+    {"mode": "reduce-overhead"},
+    marks=pytest.mark.skipif(
+        os.environ.get(ACCELERATOR_VARIABLE) != "gpu", reason="needs a CUDA device"
+    ),
 )
 
 #: memmap_dp does not support modules that step their optimizers themselves.
@@ -122,12 +133,14 @@ class TestRegistration:
 
     def test_name_selects_the_strategy(self, name: str, tmp_path: Path) -> None:
         contract = CONTRACTS[name]
-        trainer = make_trainer(tmp_path, strategy=contract.strategy, devices=DEVICES)
+        trainer = make_trainer(
+            tmp_path, strategy=contract.strategy, devices=DEVICES, accelerator="cpu"
+        )
         assert type(trainer.strategy) is contract.make_class()
 
     def test_object_is_used_as_it_is(self, name: str, tmp_path: Path) -> None:
         strategy = CONTRACTS[name].make_class()()
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=DEVICES, accelerator="cpu")
         assert trainer.strategy is strategy
 
 
@@ -245,11 +258,21 @@ class TestTraining:
         assert predictions is not None
         assert [len(batch["row"]) for batch in predictions] == [10]
 
-    def test_compiled_module_is_as_one_that_is_not(self, name: str, tmp_path: Path) -> None:
+    @pytest.mark.skipif(IS_SIMULATED, reason="nothing is compiled for simulated GPUs")
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
+    @pytest.mark.parametrize("options", [{"backend": "aot_eager"}, GRAPHS], ids=str)
+    def test_compiled_module_is_as_one_that_is_not(
+        self, name: str, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
         plain, _ = fit(name, tmp_path, Quiet())
         module: Any = Quiet()
         trainer, data = make_run(name, tmp_path)
-        trainer.fit(torch.compile(module, backend="aot_eager"), datamodule=data)
+        is_divided = name == "memmap_dp" and torch.cuda.device_count() > 1
+        if "mode" in options and is_divided:
+            with pytest.raises(ValueError, match=r"CUDA graphs.*on 2 devices"):
+                trainer.fit(torch.compile(module, **options), datamodule=data)
+            return
+        trainer.fit(torch.compile(module, **options), datamodule=data)
         torch._dynamo.reset()
         torch.testing.assert_close(weights(module), weights(plain))
 
@@ -300,8 +323,8 @@ class TestCallbacks:
                 return {**batch, "row": batch["row"] + 1000}
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                rows = batch["row"] - 1000
-                torch.testing.assert_close(batch["x"], 2 * TRAIN.x[rows])
+                rows = batch["row"].cpu() - 1000
+                torch.testing.assert_close(batch["x"].cpu(), 2 * TRAIN.x[rows])
                 return super().training_step(batch, batch_idx)
 
         module, _ = fit(name, tmp_path, Hooked(), num_sanity_val_steps=0)

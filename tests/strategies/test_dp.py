@@ -800,9 +800,18 @@ class TestErrors:
             fit_dp(tmp_path, Stepping(), devices)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
-    @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-    def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, mode: str) -> None:
-        compiled: Any = torch.compile(Base(), mode=mode)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"mode": "reduce-overhead"},
+            {"mode": "max-autotune"},
+            {"options": {"triton.cudagraphs": True}},
+            {"backend": "cudagraphs"},
+        ],
+        ids=str,
+    )
+    def test_cuda_graphs_on_several_devices_are_refused(self, tmp_path: Path, options: Any) -> None:
+        compiled: Any = torch.compile(Base(), **options)
         with pytest.raises(ValueError, match=r"CUDA graphs.*on 4 devices"):
             fit_dp(tmp_path, compiled, SIDE_BY_SIDE)
 

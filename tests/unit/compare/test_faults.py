@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
-from tests.models import Regression, Sgd
+from tests.models import Points, Regression, Sgd
 from tests.unit.compare.runs import (
+    BATCH_SIZE,
     ROWS,
     STEPS,
     Double,
@@ -210,3 +211,59 @@ def test_other_gradients_are_found(tmp_path: Path) -> None:
     assert parity.holds is False
     assert parity.rows == [STEPS, STEPS]
     assert any("weights differ" in problem for problem in parity.problems)
+
+
+class SumLoss(Regression):
+    """Its loss is no mean over rows."""
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output - batch["y"]).square().sum()
+
+
+class ScaledLoss(Regression):
+    """Its loss is scaled by what a process or replica has of a step."""
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(output, batch) * len(output) / BATCH_SIZE
+
+
+class Normed(Regression):
+    """Normalises by the rows that it is given at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("make", [SumLoss, ScaledLoss, Normed])
+def test_loss_that_depends_on_how_rows_are_divided_is_found(
+    tmp_path: Path, make: type[Regression]
+) -> None:
+    variants = ("auto", "memmap_superbatch", "memmap_dp", "memmap_dp+workers0")
+    checks = {variant: check_run(tmp_path, variant, make) for variant in variants}
+    assert [check.ranks[0].num_replicas for check in checks.values()] == [1, 1, 2, 2]
+    *whole, divided, loaded = check_runs_parity(tmp_path, checks).values()
+    assert [parity.holds for parity in whole] == [True, True]
+    for parity in (divided, loaded):
+        assert parity.holds is False
+        assert parity.rows == [STEPS, STEPS]
+        assert any("losses differ" in problem for problem in parity.problems)
+
+
+class Unstable(Points):
+    """Some of its rows are others each time that they are read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + torch.rand(())} if index % 7 == 3 else row
+
+
+def test_dataset_whose_rows_change_is_found(tmp_path: Path) -> None:
+    checks = {
+        variant: check_run(tmp_path, variant, rows=Unstable(ROWS))
+        for variant in ("auto", "auto+workers0")
+    }
+    stored, loaded = check_runs_parity(tmp_path, checks).values()
+    assert stored.holds is True
+    assert loaded.holds is False
+    assert loaded.rows == [0, STEPS]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightning_memmap.compare.config import RunSpec, shared_config
-from lightning_memmap.compare.measure import HAS_TRAINED, IS_READY
+from lightning_memmap.compare.measure import HAS_TRAINED
 from lightning_memmap.compare.runner import Run, RunError
 from lightning_memmap.compare.worker import write_error
 
@@ -40,12 +40,23 @@ def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     assert children() <= before
 
 
+def test_run_that_hangs_while_it_imports_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = children()
+    run = Run(make_spec(tmp_path))
+    with pytest.raises(RunError, match=r"not ready after 0\.3 s \(--timeout_s\)"):
+        run.wait_until_ready(0.3)
+    run.close()
+    assert children() <= before
+
+
 def test_run_that_was_started_ahead_waits_and_ends_with_the_comparison(tmp_path: Path) -> None:
     before = children()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / IS_READY).touch()  # Of an earlier run.
     run = Run(make_spec(tmp_path))
-    run.wait_until_ready()
+    run.wait_until_ready(100.0)
     assert not [*(tmp_path / "run").glob("error-*.json")]
     (waiting,) = children() - before
     program = (

@@ -8,14 +8,24 @@ import torch
 import yaml
 from rich.console import Console
 
-from lightning_memmap.compare import runner
+from lightning_memmap.compare import command, runner
 from lightning_memmap.compare.config import ComparisonOptions, RunSpec
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.runner import Comparison, RunError
-from tests.unit.compare.reports import DATA, ENVIRONMENT, MODEL, STEPS, check_rank, timed_rank
+from tests.unit.compare.reports import (
+    DATA,
+    ENVIRONMENT,
+    MODEL,
+    STEPS,
+    check_rank,
+    make_report,
+    make_variant,
+    timed_rank,
+)
 
-Fault = Callable[[RunSpec], None]
+#: Is given a run, and what is done with it: ``start``, ``wait`` or ``result``.
+Fault = Callable[[RunSpec, str], None]
 
 
 @pytest.fixture
@@ -28,25 +38,28 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
         class DoneAtOnce:
             def __init__(self, spec: RunSpec) -> None:
                 self.spec = spec
+                fault(spec, "start")
 
-            def wait_until_ready(self) -> None:
-                assert self.spec.kind == "timed"
+            def wait_until_ready(self, timeout_s: float) -> None:
+                fault(self.spec, "wait")
 
             def result(self, timeout_s: float) -> list[Rank]:
                 out = self.spec.write().parent
                 for name in ("initial", "final"):
                     torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
-                fault(self.spec)
-                return [
-                    check_rank(parameters=["weight"]) if self.spec.kind == "check" else timed_rank()
-                ]
+                fault(self.spec, "result")
+                if self.spec.kind == "timed":
+                    return [timed_rank()]
+                num_replicas = 2 if self.spec.variant == "memmap_dp" else 1
+                return [check_rank(parameters=["weight"], num_replicas=num_replicas)]
 
             def close(self) -> None:
                 closed.append(self.spec.out)
 
         closed = list[str]()
         monkeypatch.setattr(runner, "Run", DoneAtOnce)
-        facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": MODEL}
+        model = {**MODEL, "batch_norms": ["BatchNorm1d"]}
+        facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": model}
         monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
         options = ComparisonOptions(str(config), variants, repeats=2, out=str(tmp_path / "out"))
         return Comparison(options, Console(quiet=True)).run()
@@ -57,21 +70,30 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
 def test_single_device_is_the_reference_wherever_it_stands(
     compare: Callable[[str, Fault], Report],
 ) -> None:
-    report = compare("ddp,auto,auto+ideal", lambda spec: None)
+    report = compare("ddp,auto,auto+ideal", lambda *_: None)
     assert report.reference == "auto"
     assert [each.variant for each in report.variants] == ["ddp", "auto", "auto+ideal"]
     assert [each.parity and each.parity.holds for each in report.variants] == [True, True, None]
     assert report.exit_code == 0
     shares = [each.figures.get("no_load_share") for each in report.variants]
     assert shares == [None, [1, 1], [1, 1]]
-    assert compare("ddp,memmap_superbatch", lambda spec: None).reference == "ddp"
+    assert compare("ddp,memmap_superbatch", lambda *_: None).reference == "ddp"
+
+
+def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report]) -> None:
+    auto, replicated = compare("auto,memmap_dp", lambda *_: None).variants
+    assert auto.parity is not None
+    assert not auto.parity.notes
+    assert replicated.parity is not None
+    (note,) = replicated.parity.notes
+    assert "BatchNorm1d: each of 2 replicas" in note
 
 
 def test_run_without_its_weights_costs_no_other(
     compare: Callable[[str, Fault], Report],
 ) -> None:
-    def fault(spec: RunSpec) -> None:
-        if spec.variant == "auto" and spec.kind == "check":
+    def fault(spec: RunSpec, what: str) -> None:
+        if spec.variant == "auto" and spec.kind == "check" and what == "result":
             (Path(spec.out) / "final.pt").unlink()
 
     auto, ddp = compare("auto,ddp", fault).variants
@@ -82,16 +104,38 @@ def test_run_without_its_weights_costs_no_other(
     assert len(ddp.figures["samples_per_s"]) == 2
 
 
-def test_run_that_fails_costs_no_other(compare: Callable[[str, Fault], Report]) -> None:
-    def fault(spec: RunSpec) -> None:
-        if spec.variant == "ddp" and spec.out.endswith("timed2"):
-            raise RunError("a rank is gone")
-        if spec.variant == "memmap_dp":
+@pytest.mark.parametrize("failing", ["start", "wait", "result"])
+def test_run_that_fails_costs_no_other(
+    compare: Callable[[str, Fault], Report], failing: str
+) -> None:
+    def fault(spec: RunSpec, what: str) -> None:
+        if spec.variant == "ddp" and spec.out.endswith("timed2") and what == failing:
+            raise OSError(28, "No space left on device")
+        if spec.variant == "memmap_dp" and what == "result":
             raise RunError("this module is not supported", refused=True)
 
     report = compare("ddp,memmap_dp,auto", fault)
     assert [each.status for each in report.variants] == ["failed", "refused", "ok"]
+    assert "No space left" in report.variants[0].reason
     # What it had measured before is kept.
     assert len(report.variants[0].figures["samples_per_s"]) == 1
     assert len(report.variants[2].figures["samples_per_s"]) == 2
     assert report.exit_code == 3
+
+
+def test_report_that_cannot_be_written_is_still_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Done:
+        def __init__(self, *args: object) -> None:
+            (tmp_path / "report.partial").mkdir()
+
+        def run(self) -> Report:
+            return make_report(make_variant("memmap_dp"))
+
+    monkeypatch.setattr(command, "Comparison", Done)
+    assert command.compare(["--config", "config.yaml", "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "report.partial" in printed.err
+    assert "memmap_dp" in printed.out
+    assert "report.json" not in printed.out

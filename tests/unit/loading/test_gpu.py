@@ -1,6 +1,5 @@
 """What the loading of data does on a GPU, against the same on the CPU."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
+from tests.models import IS_SIMULATED
 from tests.rows import CPU, assembled, loader_over, make_loader, split_with
 
 Stores = Callable[..., Store]
@@ -27,7 +27,7 @@ pytestmark = [
 
 #: So many bytes in each row, and so many operators of a transform, that copies and computations
 #: overlap. Simulated devices need no time.
-HEAVY, MANY = (2**12, 2) if "SIMULATED_GPU_LIBRARY" in os.environ else (2**18, 50)
+HEAVY, MANY = (2**12, 2) if IS_SIMULATED else (2**18, 50)
 
 
 def scaled(batch: Any, generator: torch.Generator) -> Any:
