@@ -147,6 +147,18 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
     _row_weight = 1.0
     _fetcher: Any = None
 
+    # The Trainer calls it when it has set everything else.
+    @override
+    def _configure_launcher(self) -> None:
+        if dist.is_initialized() and dist.get_world_size() != self.world_size:
+            raise ValueError(
+                f"{self.world_size} processes (devices x num_nodes), and another Trainer of this"
+                f" program has left a process group of {dist.get_world_size()}: give both as many;"
+                " or call torch.distributed.destroy_process_group() between them, and let only"
+                " rank 0 go on"
+            )
+        super()._configure_launcher()
+
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
