@@ -65,7 +65,8 @@ def shard_module(
         if _has_meta_device_parameters_or_buffers(each, recurse=False):
             _materialize(each, device)
         for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
-            tensor.data = tensor.data.to(device)
+            # An expanded buffer is written to, and FSDP2 takes no other parameters.
+            tensor.data = tensor.data.to(device).contiguous()
             broadcast(tensor, 0)
         if (own := policies.get(each)) is not None:
             # By default FSDP2 keeps what the root gathered, and frees all else.
@@ -132,25 +133,25 @@ def _called(module: nn.Module) -> list[nn.Module]:
 def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> list[nn.Module]:
     """The modules below ``root`` of classes, or of their names; subclasses count."""
     _, *below = root.modules()
-    found = set()
+    kinds = [_kinds_of(module) for module in below]
     for wanted in classes:
-        matches = [module for module in below if _is_of(module, wanted)]
-        if not matches:
+        if not any(wanted in known for known in kinds):
             name = wanted if isinstance(wanted, str) else wanted.__qualname__
             candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
             raise ValueError(
                 f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a {name};"
                 f" choose from {', '.join(candidates) or 'none: it has none'}"
             )
-        found.update(matches)
-    return [module for module in below if module in found]
+    return [module for module, known in zip(below, kinds, strict=True) if known & {*classes}]
 
 
-def _is_of(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
-    if not isinstance(wanted, str):
-        return isinstance(module, wanted)
-    names = ((cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
-    return wanted in itertools.chain(*names)
+def _kinds_of(module: nn.Module) -> set[Any]:
+    """The classes that a module is of, and their names."""
+    names = (
+        (each, each.__name__, f"{each.__module__}.{each.__qualname__}")
+        for each in type(module).__mro__
+    )
+    return {*itertools.chain(*names)}
 
 
 def _names(root: nn.Module) -> dict[nn.Parameter, list[str]]:

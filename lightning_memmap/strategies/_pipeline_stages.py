@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -121,8 +122,9 @@ def keep_local(
                     stage._apply(lambda t: t if id(t) in kept else t.to("meta"))
     module.pipeline_split = split
     for each in (module, *local.values()):
-        # What `to` is made of, which would refuse what is on the meta device.
-        each._apply(lambda t: t if t.is_meta else t.to(device))
+        # What `to` is made of, which would refuse what is on the meta device. What is expanded
+        # could not be written to.
+        each._apply(lambda t: t if t.is_meta else t.to(device).contiguous())
     # Lightning has no public way to set the attribute without moving parameters.
     _update_properties(module, device=device)
     return local
@@ -167,6 +169,7 @@ def _check_parameters(module: L.LightningModule, stages: Sequence[nn.Module]) ->
             )
 
 
+@dataclass(eq=False)
 class StagePipeline:
     """Runs batches through the stages of all processes of a pipeline; all call each method."""
 
@@ -174,32 +177,25 @@ class StagePipeline:
     # used. Micro-batches have the shape of those of the largest batch so far: a smaller batch, such
     # as the last of an epoch, is filled up with copies of rows, which no loss or output includes.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: Mapping[int, nn.Module],
-        num_stages: int,
-        schedule: str,
-        num_microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._module = module
-        self._stages = stages
-        self._num_stages = num_stages
-        self._schedule = schedule
-        self._num = num_microbatches
-        self._group = group
-        self._device = device
+    module: nn.Module
+    #: Those of this process, by index.
+    stages: Mapping[int, nn.Module]
+    num_stages: int
+    schedule: str
+    num_microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def __post_init__(self) -> None:
         #: By shapes and what is frozen, a schedule and the rows of its micro-batches.
         self._runs: dict[Hashable, tuple[Any, int]] = {}
         #: The mean loss of a micro-batch, of its number and output.
         self._loss: Callable[[int, Any], Tensor] | None = None
-        self._has_last = num_stages - 1 in stages
+        self._has_last = self.num_stages - 1 in self.stages
         # Instead of labels, the number of each micro-batch, by which its loss finds it.
-        self._numbers = torch.arange(num_microbatches) if self._has_last else None
+        self._numbers = torch.arange(self.num_microbatches) if self._has_last else None
         # The global rank of the process with the last stage.
-        self._last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+        self._last = dist.get_global_rank(self.group, dist.get_world_size(self.group) - 1)
 
     def train(
         self,
@@ -213,7 +209,7 @@ class StagePipeline:
         losses: list[Tensor] = []
         if self._has_last:
             _check_rows(batch, num_rows)
-            parts = _divide(num_rows, self._num)
+            parts = _divide(num_rows, self.num_microbatches)
 
             def weighted(index: int, output: Any) -> Tensor:
                 # Of a micro-batch without rows, a copy of one, with weight 0.
@@ -224,7 +220,7 @@ class StagePipeline:
             self._loss = weighted
         try:
             # The backward pass must not run under autocast; the stages enter it themselves.
-            with torch.autocast(self._device.type, enabled=False):
+            with torch.autocast(self.device.type, enabled=False):
                 schedule.step(
                     *self._padded(args, num_rows, length),
                     target=self._numbers,
@@ -233,10 +229,10 @@ class StagePipeline:
                 )
         finally:
             self._loss = None
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in losses:
             total += each.detach()
-        dist.broadcast(total, self._last, group=self._group)
+        dist.broadcast(total, self._last, group=self.group)
         return total
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
@@ -245,20 +241,20 @@ class StagePipeline:
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             output = schedule.eval(*self._padded(args, num_rows, length), target=self._numbers)
-            parts = _divide(num_rows, self._num)
+            parts = _divide(num_rows, self.num_microbatches)
             rows = [
                 index * length + row for index, own in enumerate(parts) for row in range(len(own))
             ]
-            if self._has_last and len(rows) < length * self._num:
+            if self._has_last and len(rows) < length * self.num_microbatches:
                 output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
-            return broadcast_nested(output, self._last, self._group, self._device)
+            return broadcast_nested(output, self._last, self.group, self.device)
 
     def _padded(self, args: Sequence[Tensor], num_rows: int, length: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
-        if 0 not in self._stages:
+        if 0 not in self.stages:
             return []
         rows: list[int] = []
-        for own in _divide(num_rows, self._num):
+        for own in _divide(num_rows, self.num_microbatches):
             first = [*own] or [0]
             rows += first + first[-1:] * (length - len(first))
         return [arg[rows] for arg in args] if len(rows) > num_rows else list(args)
@@ -267,12 +263,12 @@ class StagePipeline:
         """The schedule of a batch, and the rows of its micro-batches."""
         key = (
             tuple((arg.shape[1:], arg.dtype) for arg in args),
-            torch.is_autocast_enabled(self._device.type),
+            torch.is_autocast_enabled(self.device.type),
             torch.get_default_dtype(),
             # Of all stages: the processes make their schedules together.
-            tuple(parameter.requires_grad for parameter in self._module.parameters()),
+            tuple(parameter.requires_grad for parameter in self.module.parameters()),
         )
-        size = -(-num_rows // self._num)
+        size = -(-num_rows // self.num_microbatches)
         if key not in self._runs or self._runs[key][1] < size:
             if len(self._runs) == _MAX_KEPT:
                 self._runs.clear()
@@ -281,12 +277,12 @@ class StagePipeline:
 
     def _make(self) -> Any:
         stages = [
-            _ScheduledStage(stage, index, self._num_stages, self._device, group=self._group)
-            for index, stage in sorted(self._stages.items())
+            _ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
+            for index, stage in sorted(self.stages.items())
         ]
-        return SCHEDULES[self._schedule](
-            stages if self._schedule == "interleaved" else stages[0],
-            self._num,
+        return SCHEDULES[self.schedule](
+            stages if self.schedule == "interleaved" else stages[0],
+            self.num_microbatches,
             loss_fn=self._micro_loss,
             # The losses are weighted by their rows instead.
             scale_grads=False,

@@ -226,7 +226,8 @@ def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
         nonlocal known
         if known is None:
             raise RuntimeError("backward was called twice for one loss: compute the loss again")
-        for parameter, grad in known.items():
+        # As in any backward pass, a parameter gets none if it has been frozen since.
+        for parameter, grad in ((p, grad) for p, grad in known.items() if p.requires_grad):
             if scale.device.type != "cpu" or scale != 1:
                 grad.mul_(scale.to(grad))
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)

@@ -58,7 +58,8 @@ class Deep(Regression):
     """Three blocks between two linear layers.
 
     Args:
-        tied: The second block has the parameters of the first.
+        tied: The second block has a parameter of the first. One of the third has its memory in
+            another order, and a buffer has one value for many.
     """
 
     def __init__(self, tied: bool = False) -> None:
@@ -66,6 +67,9 @@ class Deep(Regression):
         self.build()
         if tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
+            weight = self.blocks[2].up.weight.detach()
+            self.blocks[2].up.weight = nn.Parameter(weight.t().contiguous().t())
+            self.register_buffer("spread", torch.ones(1).expand(WIDTH), persistent=False)
         self.losses: list[float] = []
         self.step_dtypes: dict[str, torch.dtype] = {}
         self.sizes: dict[str, int] = {}

@@ -144,8 +144,9 @@ class Manual(Staged):
 
 
 class Frozen(Sgd):
-    """Freezes a parameter in the steps that average gradients, which it has from those before; and
-    has buffers that a stage shares with the module, or with a view."""
+    """Freezes a parameter in the steps that average gradients, which it has from those before, and
+    another one between forward and backward pass; and has buffers that a stage shares with the
+    module, or with a view, and tensors whose memory has another order, or one value for many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +155,18 @@ class Frozen(Sgd):
         first.register_buffer("scale", self.scale, persistent=False)
         first.register_buffer("table", torch.linspace(0, 1, 16), persistent=False)
         first.part = first.table[:8]
+        first.register_buffer("spread", torch.ones(1).expand(16), persistent=False)
+        other: Any = self.net[4]
+        other.weight = nn.Parameter(other.weight.detach().t().contiguous().t())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net[0].weight.requires_grad_(batch_idx % 2 == 0)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.net[2].weight.requires_grad_(len(self.losses) % 3 > 0)
+
+    def on_after_backward(self) -> None:
+        self.net[2].weight.requires_grad_(True)
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         assert isinstance(self.scale, Tensor)
