@@ -11,12 +11,9 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.init import _has_meta_device_parameters_or_buffers, _materialize
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sharded_state
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -243,11 +240,11 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Sequence[Optimize
     places = reader.read_metadata().planner_data.values()
     for name, optimizer in ((f"optimizer_{i}", each) for i, each in enumerate(optimizers)):
         saved = {place[2] for place in places if place[:2] == (name, "state")}
-        loaded: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+        loaded: dict[str, Any] = sharded_state.get_optimizer_state_dict(module, optimizer)
         loaded["state"] = {key: loaded["state"][key] for key in saved & loaded["state"].keys()}
         load({name: loaded}, storage_reader=reader)
-        options = StateDictOptions(cpu_offload=True, strict=False)
-        set_optimizer_state_dict(module, optimizer, loaded, options=options)
+        options = sharded_state.StateDictOptions(strict=False)
+        sharded_state.set_optimizer_state_dict(module, optimizer, loaded, options=options)
 
 
 def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
