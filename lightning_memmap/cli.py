@@ -105,23 +105,12 @@ def _run(args: Sequence[str] | None) -> None:
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    commands = {
-        "store": store_command,
-        "compare": compare,
-        "rows": rows,
-        "doctor": doctor,
-    }
-    if given and given[0] in ("--help", "-h"):
-        print(_HELP)
-        sys.exit(0)
-    if given and given[0] in commands:
+    commands = {"store": store_command, "compare": compare, "rows": rows, "doctor": doctor}
+    if not given or given[0] in ("--help", "-h"):
+        print(_HELP, file=sys.stdout if given else sys.stderr)
+        sys.exit(0 if given else 2)
+    if given[0] in commands:
         sys.exit(commands[given[0]](given[1:]))
-    if given == ["--version"]:
-        print(f"lightning-memmap {version('lightning_memmap')}")
-        sys.exit(0)
-    if not given:
-        print(_HELP, file=sys.stderr)
-        sys.exit(2)
     if not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
         near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
         print(f"error: unknown command {given[0]!r}{near}", file=sys.stderr)
@@ -132,7 +121,11 @@ def _run(args: Sequence[str] | None) -> None:
         parser_class=TrainingParser,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "lightning-memmap", "description": _DESCRIPTION},
+        parser_kwargs={
+            "prog": "lightning-memmap",
+            "description": _DESCRIPTION,
+            "version": version("lightning_memmap"),
+        },
     )
 
 

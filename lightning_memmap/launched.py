@@ -40,14 +40,6 @@ class Launched(subprocess.Popen[bytes]):
                 start_new_session=start_new_session,
             )
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for the program; False if it is still running after this time."""
-        try:
-            self.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def tail(self, num_lines: int = 12) -> list[str]:
         """The last lines that it printed, without empty ones."""
         with self.output.open(encoding="utf-8", errors="replace") as file:

@@ -96,10 +96,9 @@ def rows(args: list[str]) -> int:
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
     parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    given = parser.parse_args(args).as_dict()
     try:
         refuse_several_configs(args)
-        question = RowsOptions(**given)
+        question = RowsOptions(**parser.parse_args(args).as_dict())
         data, topology = _data_of(question)
         try:
             store = data.open_train_store()

@@ -48,19 +48,13 @@ _FLAGS = {
 }
 
 
-def store_parser() -> BriefParser:
-    """Make the parser of the command."""
+def store_command(args: list[str]) -> int:
+    """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap store", description="Work on stores.")
     commands = parser.add_subcommands()
     for name, function in _COMMANDS.items():
         summary = str(function.__doc__).partition("\n")[0]
         commands.add_subcommand(name, _make_parser(function), help=summary)
-    return parser
-
-
-def store_command(args: list[str]) -> int:
-    """Run the command with these arguments."""
-    parser = store_parser()
     config = parser.parse_args(args)
     options = parser.instantiate(config)[config.subcommand]
     try:

@@ -23,11 +23,10 @@ def compare(args: list[str]) -> int:
     """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap compare", description=_DESCRIPTION)
     parser.add_class_arguments(ComparisonOptions, as_group=False)
-    given = parser.parse_args(args).as_dict()
-    console = Console()
+    console = Console(highlight=False)
     try:
         refuse_several_configs(args)
-        options = ComparisonOptions(**given)
+        options = ComparisonOptions(**parser.parse_args(args).as_dict())
         command = shlex.join(["lightning-memmap", "compare", *args])
         # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
         with on_sigterm(signal.default_int_handler):
@@ -39,10 +38,10 @@ def compare(args: list[str]) -> int:
         print_error(error)
         return 2
     print_report(report, console)
-    console.print(f"\n{out / 'report.json'}", soft_wrap=True, highlight=False)
+    console.print(f"\n{out / 'report.json'}", soft_wrap=True)
     try:
         (out / "report.html").write_text(render_html(report), encoding="utf-8")
-        console.print(str(out / "report.html"), soft_wrap=True, highlight=False)
+        console.print(str(out / "report.html"), soft_wrap=True)
     except ValueError as error:
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
     return report.exit_code

@@ -39,7 +39,11 @@ class Variant:
         if strategy == "model_parallel":
             strategy = {
                 "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
-                "init_args": {"data_parallel_size": devices, "tensor_parallel_size": 1},
+                "init_args": {
+                    "data_parallel_size": devices,
+                    "tensor_parallel_size": 1,
+                    "save_distributed_checkpoint": False,
+                },
             }
         used = 1 if self.strategy == "auto" else devices
         return {"strategy": strategy, "devices": used, "num_nodes": 1}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import repeat
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +196,10 @@ class PlainData(L.LightningDataModule):
         return loader
 
 
-class Replay:
-    """Fetches the first batch of a loader, and yields it in every step."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._batch = loader, None
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._batch is None:
-            self._batch = next(iter(self._loader))
-        return repeat(self._batch, len(self))
+def replayed(loader: Any) -> MappedLoader:
+    """A loader that yields the first batch of another one in every step."""
+    first = cache(lambda: next(iter(loader)))
+    return MappedLoader(range(len(loader)), lambda _: first())
 
 
 def loaded_data(

@@ -11,14 +11,13 @@ from itertools import pairwise
 from math import nan
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
 import psutil
 import torch
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -119,17 +118,16 @@ def _seconds(begin: Any, end: Any) -> float:
     return float(end - begin)
 
 
-def process_memory() -> dict[str, list[int | None]]:
+def process_memory() -> dict[str, list[int]]:
     """By process id the private and shared bytes of this process and all that it has started."""
     me = psutil.Process()
-    found = dict[str, list[int | None]]()
+    found = dict[str, list[int]]()
     for process in (me, *me.children(recursive=True)):
         try:
             sizes = process.memory_full_info()
         except psutil.Error:
             continue
-        private = getattr(sizes, "uss", None)
-        found[str(process.pid)] = [private, None if private is None else sizes.rss - private]
+        found[str(process.pid)] = [sizes.uss, sizes.rss - sizes.uss]
     return found
 
 
@@ -370,15 +368,7 @@ class CheckCallback(RunCallback):
     def _save_weights(self, trainer: L.Trainer, name: str) -> None:
         # On every rank: a strategy that shards the weights gathers them here.
         state = trainer.strategy.lightning_module_state_dict()
-        root = trainer.strategy.root_device
-        whole = {
-            # Lightning has brought the shards to the CPU, where NCCL cannot gather them.
-            key: cast(DTensor, value.to(root)).full_tensor()
-            if isinstance(value, DTensor)
-            else value
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
         if trainer.is_global_zero:
-            copies = {key: value.detach().cpu().clone() for key, value in whole.items()}
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            copies = {key: value.detach().cpu().clone() for key, value in tensors.items()}
             torch.save(copies, Path(self.spec.out) / name)

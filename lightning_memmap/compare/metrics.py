@@ -44,7 +44,7 @@ class Rank:
     #: Seconds of each part of each measured step.
     steps: Sequence[Mapping[str, float]] = ()
     #: By process id, private and shared bytes of this process and all that it has started.
-    processes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    processes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: By accelerator, the peak of allocated bytes.
     peaks: Mapping[str, int] = field(default_factory=dict)
     #: By device and kind, bytes of the model's state.
@@ -110,9 +110,9 @@ def _total_rate(values: list[tuple[int, float]]) -> float:
 def _of_processes(total: Callable[[list[Any]], int], index: int = 0) -> dict[str, Any]:
     """A figure over all processes, each of which counts once: ranks see their child processes."""
 
-    def reduce(values: list[Any]) -> int | None:
+    def reduce(values: list[Any]) -> int:
         by_id = {pid: sizes[index] for found in reversed(values) for pid, sizes in found.items()}
-        return None if None in by_id.values() else total([*by_id.values()])
+        return total([*by_id.values()])
 
     return {"collect": lambda rank: rank.processes, "reduce": reduce}
 

@@ -124,8 +124,8 @@ class CheckedRun:
         return cls(
             hashes=_add(share.hashes for share in shares),
             losses=global_losses(ranks),
-            initial=_load(folder / "initial.pt"),
-            final=_load(folder / "final.pt"),
+            initial=torch.load(folder / "initial.pt", weights_only=True),
+            final=torch.load(folder / "final.pt", weights_only=True),
             parameters=ranks[0].parameters,
         )
 
@@ -147,11 +147,6 @@ def global_losses(ranks: Sequence[Rank]) -> list[float]:
         known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
         columns.append(known[-1] if known else share[0].losses)
     return [sum(step) / len(step) for step in zip(*columns, strict=True)]
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    loaded: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")
-    return loaded
 
 
 def check_parity(

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from time import perf_counter
@@ -112,12 +112,21 @@ def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
     """Whether two seeds make the training transform give two results for the same rows."""
     if data.transform is None:
         return False
-    rows = StoredRows(store, order.pool.rows)
-    probes = order.dataset_rows(0, range(min(_PROBE_ROWS, order.num_positions))).tolist()
-    collate = PlainCollate(store, order.pool.rows, read_forms(data.variable), stored=True)
+    read = _stored_batches(store, order, read_forms(data.variable))
+    probes = range(min(_PROBE_ROWS, order.num_positions))
     transform = DeviceTransform(data.transform, CPU)
-    results = {hash_batch(transform(collate([rows[row] for row in probes]), it)) for it in (1, 2)}
-    return len(results) > 1
+    return len({hash_batch(transform(read(0, probes), seed)) for seed in (1, 2)}) > 1
+
+
+def _stored_batches(
+    store: Store, order: Sampler, forms: Mapping[str, Form]
+) -> Callable[[int, range], Any]:
+    """A function that reads the rows of an epoch at some positions from a store, one by one."""
+    rows = StoredRows(store, order.pool.rows)
+    collate = PlainCollate(store, order.pool.rows, forms, stored=True)
+    return lambda epoch, positions: collate(
+        [rows[row] for row in order.dataset_rows(epoch, positions).tolist()]
+    )
 
 
 def expected_hashes(
@@ -128,15 +137,9 @@ def expected_hashes(
     forms: Mapping[str, Form],
 ) -> list[int]:
     """The hash of each global batch from the first epoch on, which every variant must match."""
-    rows = StoredRows(store, sampler.pool.rows)
-    collate = PlainCollate(store, sampler.pool.rows, forms, stored=True)
-
-    def expected(index: int) -> int:
-        epoch, step = divmod(index, len(schedule))
-        numbers = sampler.dataset_rows(epoch, range(*schedule.bounds(step)))
-        return hash_batch(collate([rows[row] for row in numbers.tolist()]))
-
-    return [expected(index) for index in range(num_steps)]
+    read = _stored_batches(store, sampler, forms)
+    steps = (divmod(index, len(schedule)) for index in range(num_steps))
+    return [hash_batch(read(epoch, range(*schedule.bounds(step)))) for epoch, step in steps]
 
 
 def describe_environment() -> dict[str, Any]:

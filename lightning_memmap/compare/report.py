@@ -126,15 +126,7 @@ _STATUS = {
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print what was run, and the tables that have rows."""
-    settings = report.settings
-    console.print(
-        f"\n[bold]{settings['global_batch']} rows a step[/], {settings['devices']}"
-        f" {settings['accelerator']} devices, {settings['steps']} steps after"
-        f" {settings['warmup_steps']} of warm-up, {settings['repeats']} timed"
-        f" run{'s' * (settings['repeats'] != 1)} of each variant",
-        highlight=False,
-    )
+    """Print the tables that have rows."""
     for table in _tables(report):
         if table.table.row_count:
             console.print(table)

@@ -67,8 +67,6 @@ class Run:
         (self._out / IS_READY).unlink(missing_ok=True)
         log = self._out / "log.txt"
         self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
-        assert self._launched.stdin is not None
-        self._stdin = self._launched.stdin
 
     def wait_until_ready(self) -> None:
         """Wait until it has imported what it needs, or ended."""
@@ -78,16 +76,13 @@ class Run:
     def result(self, timeout_s: float) -> list[Rank]:
         """Have it go on, wait for its end, and read what its processes have measured."""
         launched = self._launched
-        # Broken where it has ended already, which its exit code says.
-        with suppress(BrokenPipeError), self._stdin:
-            self._stdin.write(b"go on")
         try:
-            is_over = launched.ends_within(timeout_s)
+            launched.communicate(b"go on", timeout_s)
+        except subprocess.TimeoutExpired:
+            tail = " | ".join(launched.tail())
+            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}") from None
         finally:
             self.close()
-        if not is_over:
-            tail = " | ".join(launched.tail())
-            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {tail}")
         if launched.returncode:
             raise _read_error(self._out, launched)
         ranks = read_ranks(self._out)
@@ -101,8 +96,9 @@ class Run:
         """End all of its processes."""
         if not self._is_closed:
             self._is_closed = True
-            self._launched.kill_group()
-            self._stdin.close()
+            # This closes its input, too.
+            with self._launched:
+                self._launched.kill_group()
 
 
 def read_ranks(folder: Path) -> list[Rank]:
@@ -146,7 +142,7 @@ class Comparison:
                 self._do([*self._results], f"timed{repeat}")
         except KeyboardInterrupt:
             self._report.interrupted = True
-            self._note("[yellow]interrupted: the report has what is finished[/]")
+            self._console.print("[yellow]interrupted: the report has what is finished[/]")
         self._finish()
         return self._report
 
@@ -204,10 +200,7 @@ class Comparison:
 
     def _note_run(self, title: str, outcome: str, started_s: float) -> None:
         seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
-        self._note(f"{escape(title):<42} {outcome}  {seconds}")
-
-    def _note(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+        self._console.print(f"{escape(title):<42} {outcome}  {seconds}", soft_wrap=True)
 
     def _do(self, variants: Sequence[Variant], name: str) -> None:
         """Do a run of each variant that nothing has stopped, one after the other."""

@@ -17,10 +17,10 @@ from torch import nn
 from lightning_memmap.compare.config import RunSpec, parse_variants
 from lightning_memmap.compare.loaders import (
     MappedLoader,
-    Replay,
     batch_size_of,
     loaded_data,
     normalized_datamodule,
+    replayed,
 )
 from lightning_memmap.compare.measure import (
     HAS_TRAINED,
@@ -99,7 +99,7 @@ def train_variant(
     data = data.with_options(batch_size=batch_size)
     is_check = spec.kind == "check"
     if variant.loader == "ideal":
-        _map_loader(trainer.strategy, Replay)
+        _map_loader(trainer.strategy, replayed)
     hashes = list[int]()
     if is_check:
         _turn_dropout_off(model)

@@ -88,11 +88,9 @@ def choose_units(
     module: nn.Module, classes: Sequence[str | type[nn.Module]] | None, min_parameters: int
 ) -> list[nn.Module]:
     """The units of a module: those of the classes, or the items of its largest list."""
-    if classes is not None:
-        units = _modules_of(module, classes)
-    else:
-        units = default_units(module, min_parameters)
-    return without_shared(module, units)
+    if classes is None:
+        return without_shared(module, default_units(module, min_parameters))
+    return without_shared(module, _modules_of(module, classes))
 
 
 def default_units(root: nn.Module, min_parameters: int) -> list[nn.Module]:
@@ -140,10 +138,10 @@ def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> li
     kinds = [_kinds_of(module) for module in below]
     for wanted in classes:
         if not any(wanted in known for known in kinds):
-            name = wanted if isinstance(wanted, str) else wanted.__qualname__
             candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
             raise ValueError(
-                f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a {name};"
+                f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a"
+                f" {getattr(wanted, '__qualname__', wanted)};"
                 f" choose from {', '.join(candidates) or 'none: it has none'}"
             )
     return [module for module, known in zip(below, kinds, strict=True) if known & {*classes}]
@@ -169,15 +167,10 @@ def _names(root: nn.Module) -> dict[nn.Parameter, list[str]]:
 def without_shared(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
     """The units whose parameters no module outside of them uses."""
     names = _names(root)
-    prefixes = {module: f"{name}." for name, module in root.named_modules()}
     return [
         unit
         for unit in units
-        if all(
-            name.startswith(prefixes[unit])
-            for parameter in unit.parameters()
-            for name in names[parameter]
-        )
+        if all(len(own) == len(names[parameter]) for parameter, own in _names(unit).items())
     ]
 
 

@@ -296,19 +296,20 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
                 f"the parameters of {name!r} have no shape yet, and memmap_dp cannot replicate"
                 " them: run one batch through the module before fit"
             )
-        if isinstance(child, Running):
+        if isinstance(child, Metric) and (unmerged := _unmerged_of(child)):
             raise ValueError(
-                f"the metric {name!r} ({type(child).__name__}) has a window of updates, of which"
-                " each replica makes its own: use memmap_superbatch, or update the metric in a"
+                f"the metric {name!r} ({type(child).__name__}) has {unmerged}, so that what the"
+                " replicas count cannot be merged: use memmap_superbatch, or update the metric in a"
                 " callback from the step's output"
             )
-        for state, reduction in child._reductions.items() if isinstance(child, Metric) else ():
-            if reduction is None and isinstance(child._defaults[state], Tensor):
-                raise ValueError(
-                    f"the metric {name!r} ({type(child).__name__}) has the state {state!r} without"
-                    " a dist_reduce_fx, so that what the replicas count cannot be merged: use"
-                    " memmap_superbatch, or update the metric in a callback from the step's output"
-                )
+
+
+def _unmerged_of(metric: Metric) -> str | None:
+    if isinstance(metric, Running):
+        return "a window of updates"
+    reductions, defaults = metric._reductions.items(), metric._defaults
+    names = (n for n, by in reductions if by is None and isinstance(defaults[n], Tensor))
+    return next((f"the state {name!r} without a dist_reduce_fx" for name in names), None)
 
 
 def _count_from_nothing(metric: _Attributes, device: torch.device) -> None:

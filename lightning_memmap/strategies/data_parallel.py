@@ -129,8 +129,8 @@ class DataParallelStrategy(OneProcess):
         return MicroBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
 
     def _scheduler_steps(self) -> set[tuple[Any, int]]:
-        found = (each.scheduler for each in self.lr_scheduler_configs)
-        return {(each, getattr(each, "last_epoch", 0)) for each in found}
+        found = self.lr_scheduler_configs
+        return {(each.scheduler, getattr(each.scheduler, "last_epoch", 0)) for each in found}
 
     def _step(
         self, replicas: Replicas, module: Any, name: str, batch: Any, *args: Any, **kwargs: Any

@@ -41,8 +41,11 @@ from lightning_memmap.strategies._fsdp2_wrap import (
 #: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
 #: the processes that it is sharded over.
 _SHARDED: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
-#: What the Trainer's precision may be.
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
+#: By the Trainer's precision, what units compute in if not in the dtype of their parameters.
+_COMPUTE: dict[str, torch.dtype | None] = {
+    **dict.fromkeys(("32-true", "bf16-true", "16-true", "64-true")),
+    "bf16-mixed": torch.bfloat16,
+}
 
 
 class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
@@ -111,9 +114,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         self._replicate_size = replicate_size
         self._reshard_after_forward = reshard_after_forward
         self._cpu_offload = cpu_offload
-        dtype = (
-            getattr(torch, reduce_dtype, None) if isinstance(reduce_dtype, str) else reduce_dtype
-        )
+        dtype = getattr(torch, str(reduce_dtype).removeprefix("torch."), None)
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if reduce_dtype is not None and not is_float:
             raise ValueError(
@@ -147,7 +148,11 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 f"replicate_size={replicas}: it does not divide the {num} processes; choose a"
                 " number that does"
             )
-        self._compute_dtype()
+        if (precision := self.precision_plugin.precision) not in _COMPUTE:
+            raise ValueError(
+                f"Trainer(precision={precision!r}): memmap_fsdp2 does not support it; choose one of"
+                f" {', '.join(_COMPUTE)}"
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -164,16 +169,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
                 mesh_dim_names=("replicate", "shard"),
             )
 
-    def _compute_dtype(self) -> torch.dtype | None:
-        """What units compute in, if not in the dtype of their parameters."""
-        precision = self.precision_plugin.precision
-        if precision not in _PRECISIONS:
-            raise ValueError(
-                f"Trainer(precision={precision!r}): memmap_fsdp2 does not support it; choose one of"
-                f" {', '.join(_PRECISIONS)}"
-            )
-        return torch.bfloat16 if precision == "bf16-mixed" else None
-
     @override
     def setup(self, trainer: L.Trainer) -> None:
         # Not the parent's, which requires a configure_model that shards.
@@ -189,7 +184,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
             if self._activation_checkpointing:
                 recompute(module, units)
-            dtype = self._compute_dtype()
+            dtype = _COMPUTE[self.precision_plugin.precision]
             shard_module(
                 module,
                 units,

@@ -316,9 +316,9 @@ class IndependentStrategy(OneNode):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         # Where member 0 failed, the others train to their end.
-        ends_all = isinstance(exception, (KeyboardInterrupt, MemberError))
-        if self._members is not None and not ends_all:
-            self._members.end_after_the_others()
+        members, ends_all = self._members, isinstance(exception, (KeyboardInterrupt, MemberError))
+        if members is not None and members.is_first and members.root is not None and not ends_all:
+            members.show()
 
 
 # The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
@@ -336,7 +336,7 @@ class _Members(_SubprocessScriptLauncher):
         self.results: MemberResults | None = None
         #: Where the members record their results; None before the first stage.
         self.root: Path | None = None
-        self._is_first = _member_of_this_process() is None
+        self.is_first = _member_of_this_process() is None
         self._num_members = num_members
         self._raise_on_failure = raise_on_failure
         self._stage = ""
@@ -346,7 +346,7 @@ class _Members(_SubprocessScriptLauncher):
     @override
     def is_interactive_compatible(self) -> bool:
         # A notebook cannot be run again by the other members.
-        return self._num_members == 1 or not self._is_first
+        return self._num_members == 1 or not self.is_first
 
     @override
     def launch(
@@ -360,11 +360,11 @@ class _Members(_SubprocessScriptLauncher):
         self._call = self._calls[self._stage]
         if self._num_members > 1:
             _set_num_threads_if_needed(self._num_members)
-            if self._is_first:
+            if self.is_first:
                 self._start(self.root)
         returned = self._run_stage(trainer, function, *args, **kwargs)
-        if self._is_first:
-            results = self._show(self._has_ended)
+        if self.is_first:
+            results = self.show(self._has_ended)
             if results.failed and self._raise_on_failure:
                 # This error may end the program, which must not leave the others running.
                 self._wait()
@@ -413,11 +413,6 @@ class _Members(_SubprocessScriptLauncher):
         partial.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         partial.replace(path)
 
-    def end_after_the_others(self) -> None:
-        """Where member 0 failed, wait until the others have ended, and show the table."""
-        if self._is_first and self.root is not None:
-            self._show()
-
     def _start(self, root: Path) -> None:
         """Start the other members, unless this program has done so."""
         if not self._others:
@@ -461,7 +456,7 @@ class _Members(_SubprocessScriptLauncher):
         self.kill(signum)
         sys.exit(128 + signum)
 
-    def _show(self, is_ready: Callable[[int], bool] = lambda member: False) -> MemberResults:
+    def show(self, is_ready: Callable[[int], bool] = lambda member: False) -> MemberResults:
         """Wait for the other members, and print one table."""
         self._wait(is_ready)
         members = tuple(self._result_of(member) for member in range(self._num_members))

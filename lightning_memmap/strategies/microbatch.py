@@ -98,9 +98,6 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self.assembled)
 
-    def __repr__(self) -> str:
-        return f"MicroBatches({self.rows} rows, read on {self.device})"
-
     def mean(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Mean over the rows of the parts that have a loss, with its graph; None without any."""
         pairs = zip(losses, self.rows, strict=True)

@@ -146,8 +146,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @property
     def _num(self) -> int:
         """Micro-batches of a batch."""
-        num = self._num_microbatches
-        return 2 * self.sizes[1] if num is None else num
+        return self._num_microbatches or 2 * self.sizes[1]
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         assert self._mesh is not None

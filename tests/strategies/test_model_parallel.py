@@ -357,7 +357,7 @@ class TestErrors:
             (lambda m: setattr(m, "net", nn.Sequential(nn.Tanh())), "1 layers for 2 devices"),
             (give_stages(0), r"stages\(\) has 1 layers for 2 devices"),
             (give_stages(0, slice(0, 0)), r"stages\(\) gave .* an empty one"),
-            (give_stages(), r"stages\(\) gave no stage"),
+            (give_stages(), r"stages\(\) has 0 layers for"),
             (lambda m: setattr(m, "stages", lambda: ["net"]), r"gave a str: give modules"),
             (give_stages(slice(0, 3), 2), r"net\.2\.weight \(stage 0\)"),
             (

@@ -58,12 +58,6 @@ def test_each_process_counts_once_however_many_saw_it() -> None:
     assert found["shared_bytes"] == [MIB]
 
 
-def test_memory_that_is_not_known_is_no_figure() -> None:
-    found = figures([timed_rank(processes={"100": [None, None]})])
-    assert "private_bytes" not in found
-    assert "shared_bytes" not in found
-
-
 def test_peaks_of_processes_on_one_device_add_up() -> None:
     def run(*sizes: int) -> list[Rank]:
         return [timed_rank(rank, 2, peaks={"cuda:0": size}) for rank, size in enumerate(sizes)]
