@@ -74,7 +74,8 @@ class _Stage(nn.Module):
             for child in self.chain:
                 output = child(*args)
                 args = output if isinstance(output, tuple) else (output,)
-        return output
+        # Nothing else can be sent.
+        return apply_to_collection(output, Tensor, Tensor.contiguous)
 
 
 def cut_module(

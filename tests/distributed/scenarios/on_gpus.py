@@ -130,10 +130,10 @@ class Rounded(nn.Module):
 
 
 class Numbered(nn.Module):
-    """Gives a number of 16 bits for each row, too."""
+    """Gives rows in another order of memory, and a number of 16 bits for each."""
 
     def forward(self, x: Any) -> Any:
-        return x, (x[:, 0] * 100).to(torch.int16)
+        return x.t().contiguous().t(), (x[:, 0] * 100).to(torch.int16)
 
 
 class Checked(nn.Module):
