@@ -69,9 +69,8 @@ class MicroBatches:
         num_rows = sum(map(len, places))
         if wrong := [name for name, leaf in named if _row_count(leaf) not in (-1, num_rows)]:
             raise ValueError(
-                f"batch{wrong[0]} is not {num_rows} rows, as the input of the module is: batches"
-                " are divided by rows, so the first dimension of every tensor must be the rows;"
-                " omit others from the batch"
+                f"batch{wrong[0]} is not {num_rows} rows, as the input of the module is: the first"
+                " dimension of every tensor must be the rows; omit others from the batch"
             )
         parts = []
         for rows, device in zip(places, devices, strict=False):

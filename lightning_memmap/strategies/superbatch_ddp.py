@@ -115,9 +115,9 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
         if apart := {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}:
-            # By torch's name for what DDP does not send.
-            ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-            module._ddp_params_and_buffers_to_ignore = {*ignored, *apart}
+            # torch's name for what DDP does not send.
+            name = "_ddp_params_and_buffers_to_ignore"
+            setattr(module, name, {*getattr(module, name, ()), *apart})
             for tensor in apart.values():
                 broadcast(tensor, 0)
         super().configure_ddp()
