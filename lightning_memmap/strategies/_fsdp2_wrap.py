@@ -234,7 +234,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Sequence[Optimize
     for name, optimizer in ((f"optimizer_{i}", each) for i, each in enumerate(optimizers)):
         saved = {place[2] for place in places if place[:2] == (name, "state")}
         loaded: dict[str, Any] = sharded_state.get_optimizer_state_dict(module, optimizer)
-        loaded["state"] = {key: loaded["state"][key] for key in saved & loaded["state"].keys()}
+        loaded["state"] = {key: own for key, own in loaded["state"].items() if key in saved}
         load({name: loaded}, storage_reader=reader)
         options = sharded_state.StateDictOptions(strict=False)
         sharded_state.set_optimizer_state_dict(module, optimizer, loaded, options=options)
