@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memmap._compat.parsers import commands_of, known_classes, options_of
+from lightning_memmap._compat.parsers import commands_of, known_classes
 from lightning_memmap.errors import DatasetError, MemmapError, nearest
 from lightning_memmap.tables import printable
 
@@ -159,7 +159,8 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         return message
     near = ""
     if match := _WRONG_OPTION.search(message):
-        near = nearest(match[1] or match[2], [*options_of(parser), "init_args"])
+        known = [name.lstrip("-") for name in parser._option_string_actions]
+        near = nearest(match[1] or match[2], [*known, "init_args"])
     elif match := _WRONG_CHOICE.search(message):
         near = nearest(match[1], re.findall(r"[\w.-]+", match[2]))
     elif match := _WRONG_LITERAL.search(message):

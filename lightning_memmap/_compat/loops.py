@@ -52,12 +52,6 @@ def renew_train_loader_after_epoch(trainer: Any, epoch: int, num_steps: int) -> 
     trainer.callbacks.append(_RenewTrainLoader(epoch, num_steps))
 
 
-def validate_anew(trainer: Any) -> None:
-    """Repeat the validation in which a checkpoint was saved, from its first row."""
-    # The Trainer would skip as many batches as were done, whose metrics it does not restore.
-    trainer.fit_loop.epoch_loop.val_loop.restarting = False
-
-
 class _Counts(NamedTuple):
     """What a Trainer had counted when a batch was delivered."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -17,24 +16,11 @@ def storage_use_count(tensor: Tensor) -> int:
     return count + sys.getrefcount(storage)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """A key that is equal for tensors that share memory, and valid while one of them is alive."""
-    # Torch refuses to return the address of some tensors after a compilation in the process.
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def dense_parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that hold the memory of a tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []
-
-
-def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
-    """A nested tensor with the layout ``torch.jagged``."""
-    made: Tensor = NestedTensor(values, offsets)
-    return made
 
 
 def process_group_size(argument: Any) -> int | None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_key
+from lightning_memmap._compat.tensors import dense_parts, process_group_size
 from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, batches_of
@@ -170,7 +170,8 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
         for tensor in tensors:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             for part in dense_parts(local) if isinstance(local, Tensor) else ():
-                memory = part.device, storage_key(part)
+                # Torch refuses the address of some tensors after a compilation.
+                memory = part.device, part.untyped_storage()._cdata
                 if part.device.type != "meta" and memory[1] and memory not in seen:
                     seen.add(memory)
                     sizes[str(part.device)][name] += part.untyped_storage().nbytes()

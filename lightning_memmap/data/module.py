@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import TrainerProgress, validate_anew
+from lightning_memmap._compat.loops import TrainerProgress
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
 from lightning_memmap.data.options import (
@@ -537,7 +537,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             warnings.filterwarnings("ignore", message=message)
             return []
         if self.trainer is not None and self._running is TrainerFn.FITTING:
-            validate_anew(self.trainer)
+            # The Trainer would skip as many batches as were done before the checkpoint, whose
+            # metrics it does not restore.
+            self.trainer.fit_loop.epoch_loop.val_loop.restarting = False
         return self._loaders("val")
 
     def test_dataloader(self) -> Loaders:

@@ -29,7 +29,7 @@ def stream_module(device: torch.device) -> Any:
 
 
 @cache
-def _side_stream(module: Any, device: torch.device) -> Any:
+def _side_stream(module: Any, device: torch.device, source: torch.device | None = None) -> Any:
     # Kept for the whole process: the allocator keeps memory apart by streams.
     return module.Stream(device)
 
@@ -55,6 +55,22 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
         tensor = tensor.pin_memory()
     # Nothing would signal the end of an asynchronous copy to the CPU.
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of several devices on another one, whose copies are under way side by side."""
+    # A copy waits for the stream that it goes to, and this for the copy: each has one of its own,
+    # which begins after the last use of the memory that it may use again.
+    module, sent = stream_module(device), list[Tensor]()
+    streams = [_side_stream(module, device, tensor.device) for tensor in tensors]
+    now = module.current_stream(device)
+    for tensor, stream in zip(tensors, streams, strict=True):
+        stream.wait_stream(now)
+        with module.stream(stream):
+            sent.append(send(tensor, device))
+    for stream in streams:
+        now.wait_stream(stream)
+    return sent
 
 
 class SideStreams:

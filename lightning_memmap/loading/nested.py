@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
-from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.schema import RowList
 
@@ -151,4 +151,4 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     shifts = (starts - ends + lengths).repeat_interleave(lengths, output_size=len(values))
     values = values.index_select(0, shifts + torch.arange(len(values), device=device))
     offsets = torch.cat([ends.new_zeros(1), ends])
-    return jagged_tensor(values, offsets)
+    return NestedTensor(values, offsets)

@@ -4,12 +4,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.init import _has_meta_device_parameters_or_buffers, _materialize
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as sharded_state
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -221,6 +225,19 @@ def shard_like(parameter: Any, value: Any) -> Any:
     own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     sharded.to_local().copy_(value[own])
     return sharded
+
+
+def load_optimizers(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Load the states in a folder. A parameter without one in it has none afterwards."""
+    reader = FileSystemReader(path)
+    places = reader.read_metadata().planner_data.values()
+    for name, optimizer in ((f"optimizer_{i}", each) for i, each in enumerate(optimizers)):
+        saved = {place[2] for place in places if place[:2] == (name, "state")}
+        loaded: dict[str, Any] = sharded_state.get_optimizer_state_dict(module, optimizer)
+        loaded["state"] = {key: own for key, own in loaded["state"].items() if key in saved}
+        load({name: loaded}, storage_reader=reader)
+        options = sharded_state.StateDictOptions(strict=False)
+        sharded_state.set_optimizer_state_dict(module, optimizer, loaded, options=options)
 
 
 def shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from torch.distributed.pipelining import (
 from torch.optim import Optimizer
 
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.process_group import broadcast
+from lightning_memmap.process_group import as_bytes, broadcast
 from lightning_memmap.strategies._base import (
     module_tensors,
     parameters_by_stage,
     stages_given_by,
 )
-from lightning_memmap.strategies.microbatch import WITH_ROWS
+from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
 SCHEDULES: dict[str, Any] = {
@@ -74,7 +74,8 @@ class _Stage(nn.Module):
             for child in self.chain:
                 output = child(*args)
                 args = output if isinstance(output, tuple) else (output,)
-        return output
+        # Nothing else can be sent.
+        return apply_to_collection(output, Tensor, Tensor.contiguous)
 
 
 def cut_module(
@@ -206,23 +207,22 @@ class StagePipeline:
     ) -> Tensor:
         """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
         schedule, length = self._run(args, num_rows)
+        places = _consecutive(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
         if self._has_last:
-            _check_rows(batch, num_rows)
-            parts = _divide(num_rows, self.num_microbatches)
+            parts = MicroBatches.split(batch, [self.device] * len(places), places)
 
             def weighted(index: int, output: Any) -> Tensor:
-                # Of a micro-batch without rows, a copy of one, with weight 0.
-                own = parts[index] or range(1)
-                found = loss(_rows_of(output, range(len(own))), _rows_of(batch, own))
-                return found * (len(parts[index]) / num_rows)
+                rows = parts.rows[index]
+                own = apply_to_collection(output, Tensor, lambda leaf: leaf[: max(1, rows)])
+                return loss(own, parts.parts[index]) * (rows / num_rows)
 
             self._loss = weighted
         try:
             # The backward pass must not run under autocast; the stages enter it themselves.
             with torch.autocast(self.device.type, enabled=False):
                 schedule.step(
-                    *self._padded(args, num_rows, length),
+                    *self._padded(args, places, length),
                     target=self._numbers,
                     losses=losses if self._has_last else None,
                     return_outputs=False,
@@ -238,26 +238,22 @@ class StagePipeline:
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""
         schedule, length = self._run(args, num_rows)
+        places = _consecutive(num_rows, self.num_microbatches)
         # The schedule reuses its buffers, which must not be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            output = schedule.eval(*self._padded(args, num_rows, length), target=self._numbers)
-            parts = _divide(num_rows, self.num_microbatches)
-            rows = [
-                index * length + row for index, own in enumerate(parts) for row in range(len(own))
-            ]
-            if self._has_last and len(rows) < length * self.num_microbatches:
+            output = schedule.eval(*self._padded(args, places, length), target=self._numbers)
+            if self._has_last and num_rows < length * len(places):
+                rows = [n * length + row for n, own in enumerate(places) for row in range(len(own))]
                 output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
             return broadcast_nested(output, self._last, self.group, self.device)
 
-    def _padded(self, args: Sequence[Tensor], num_rows: int, length: int) -> list[Tensor]:
+    def _padded(self, args: Sequence[Tensor], places: list[range], length: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
         if 0 not in self.stages:
             return []
-        rows: list[int] = []
-        for own in _divide(num_rows, self.num_microbatches):
-            first = [*own] or [0]
-            rows += first + first[-1:] * (length - len(first))
-        return [arg[rows] for arg in args] if len(rows) > num_rows else list(args)
+        filled = [own or range(1) for own in places]
+        rows = [own[min(row, len(own) - 1)] for own in filled for row in range(length)]
+        return [arg[rows] if len(rows) > len(arg) else arg for arg in args]
 
     def _run(self, args: Sequence[Tensor], num_rows: int) -> tuple[Any, int]:
         """The schedule of a batch, and the rows of its micro-batches."""
@@ -295,6 +291,11 @@ class StagePipeline:
         return self._loss(int(index), output)
 
 
+def _consecutive(num_rows: int, num_parts: int) -> list[range]:
+    bounds = [num_rows * index // num_parts for index in range(num_parts + 1)]
+    return [range(*each) for each in itertools.pairwise(bounds)]
+
+
 class _ScheduledStage(PipelineStage):
     """A stage whose first call leaves no trace."""
 
@@ -317,33 +318,20 @@ class _ScheduledStage(PipelineStage):
                 buffer.copy_(value)
         self._before = ()
 
+    # NCCL does not know all dtypes. What has gradients is of one that it knows.
 
-def _divide(num_rows: int, num: int) -> list[range]:
-    """The consecutive rows of each micro-batch."""
-    base, more = divmod(num_rows, num)
-    stops = itertools.accumulate((base + (index < more) for index in range(num)), initial=0)
-    return [range(start, stop) for start, stop in itertools.pairwise(stops)]
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))
 
-
-def _rows_of(batch: Any, rows: range) -> Any:
-    """Some rows of any nesting; tensors without dimensions and other values stay."""
-
-    def part(leaf: Any) -> Any:
-        return leaf[rows.start : rows.stop] if leaf.ndim else leaf
-
-    return apply_to_collection(batch, WITH_ROWS, part)
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _of_bytes(super().get_fwd_send_ops(fwd_chunk_id))
 
 
-def _check_rows(batch: Any, num_rows: int) -> None:
-    def check(leaf: Any) -> None:
-        if leaf.ndim and leaf.shape[0] != num_rows:
-            raise ValueError(
-                f"a batch of {num_rows} rows has a tensor of shape {tuple(leaf.shape)}: batches are"
-                " divided by rows, so the first dimension of every tensor must be the rows; omit"
-                " others from the batch"
-            )
-
-    apply_to_collection(batch, WITH_ROWS, check)
+def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
+    for message in messages:
+        if not message.tensor.is_floating_point():
+            message.tensor = as_bytes(message.tensor)
+    return messages
 
 
 # What processes exchange outside of a schedule

@@ -3,7 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -20,7 +20,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from torchmetrics.wrappers import Running
 
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.loading.device_streams import current, send
+from lightning_memmap.loading.device_streams import current, send, send_together
 from lightning_memmap.strategies._base import STEPS
 from lightning_memmap.strategies.microbatch import PartLog, logged_in, weighted_mean
 
@@ -139,8 +139,10 @@ class Replicas(nn.Module):
     def push_gradients(self) -> None:
         """Add the gradients of further devices to the module's, and clear them."""
         root = self.devices[0]
+        parameters: dict[Tensor, Any] = {}
+        dense: list[list[Tensor]] = []
         for each in self.copies.values():
-            totals: dict[Tensor, Tensor] = {}
+            dense.append([])
             for parameter, own in each.tensors.items():
                 grad, own.grad = own.grad, None
                 if grad is None:
@@ -150,11 +152,15 @@ class Replicas(nn.Module):
                 if grad.is_sparse:
                     parameter.grad = parameter.grad + send(grad, root)
                 else:
-                    totals[grad] = parameter.grad
-            for some in _in_buckets(totals):
-                flat = send(_utils._flatten_dense_tensors(some), root)
-                sent = _utils._unflatten_dense_tensors(flat, some)
-                torch._foreach_add_([totals[grad] for grad in some], sent)
+                    parameters[grad] = parameter
+                    dense[-1].append(grad)
+        # A bucket of each device at a time.
+        for buckets in zip_longest(*map(_in_buckets, dense), fillvalue=[]):
+            given = [some for some in buckets if some]
+            flat = send_together([_utils._flatten_dense_tensors(some) for some in given], root)
+            for some, sent in zip(given, flat, strict=True):
+                totals = [parameters[grad].grad for grad in some]
+                torch._foreach_add_(totals, _utils._unflatten_dense_tensors(sent, some))
 
 
 def _give(layers: Iterable[nn.Module], attributes: Iterable[_Attributes]) -> None:

@@ -31,6 +31,7 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
+    load_optimizers,
     recompute,
     shard_like,
     shard_module,
@@ -252,6 +253,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             if is_new:
                 # To make the state, torch took a step of length zero, which Adam would count.
                 optimizer.state.clear()
+                state["state"] = {}
             return state
         # The parent would number them in the order of the module, which may not be theirs.
         return self._gathered(optimizer.state_dict())
@@ -285,8 +287,13 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         loaded: dict[str, Any]
         if path.is_dir():
-            # This loads weights and optimizers, too: nothing is left of them.
+            # The parent would load optimizers, too, but only with a state for every parameter,
+            # although some may never have had a gradient.
+            optimizers, self.optimizers = self.optimizers, []
             loaded = super().load_checkpoint(path, weights_only)
+            self.optimizers = optimizers
+            load_optimizers(path, self.module, optimizers)
+            # Nothing is left to load.
             return {**loaded, "state_dict": {}, "optimizer_states": []}
         # From the mapped file, each rank reads its own shards.
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
@@ -301,8 +308,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The parent would need a state for every parameter, although some may never have had a
-        # gradient.
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(shard_state(state, optimizer))

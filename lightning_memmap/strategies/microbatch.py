@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
+from lightning_memmap.schema import RowList
 
 #: What may have rows: its first dimension.
 WITH_ROWS = (Tensor, TensorDictBase)
@@ -52,19 +53,31 @@ class MicroBatches:
         return cls(batches, places, device)
 
     @classmethod
-    def split(cls, batch: Any, devices: Sequence[torch.device]) -> "MicroBatches":
+    def split(
+        cls, batch: Any, devices: Sequence[torch.device], places: list[range] | None = None
+    ) -> "MicroBatches":
         """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
-        leaves = [leaf for _, leaf in named_leaves(batch)]
-        lengths = {-1 if is_variable(leaf) else _row_count(leaf) for leaf in leaves}
-        num_rows = lengths.pop() if len(lengths) == 1 else -1
-        count = min(len(devices), num_rows)
-        if count < 2:
-            return cls([batch], [range(max(num_rows, 1))], devices[0])
+        # With places, by these; and what has no rows is in every part.
+        named = [*named_leaves(batch)]
+        if places is None:
+            lengths = {-1 if is_variable(leaf) else _row_count(leaf) for _, leaf in named}
+            num_rows = lengths.pop() if len(lengths) == 1 else -1
+            count = min(len(devices), num_rows)
+            if count < 2:
+                return cls([batch], [range(max(num_rows, 1))], devices[0])
+            places = [range(index, num_rows, count) for index in range(count)]
+        num_rows = sum(map(len, places))
+        if wrong := [name for name, leaf in named if _row_count(leaf) not in (-1, num_rows)]:
+            raise ValueError(
+                f"batch{wrong[0]} is not {num_rows} rows, as the input of the module is: the first"
+                " dimension of every tensor must be the rows; omit others from the batch"
+            )
         parts = []
-        for index in range(count):
-            own = (leaf[index::count].contiguous().to(devices[index]) for leaf in leaves)
+        for rows, device in zip(places, devices, strict=False):
+            # A part without rows has a copy of one, which counts for nothing.
+            own = (_some(leaf, rows or range(1), device) for _, leaf in named)
             parts.append(rebuilt(batch, own))
-        return cls.of_devices(parts, num_rows, 0, devices[0])
+        return cls(parts, places, devices[0])
 
     @property
     def assembled(self) -> Any:
@@ -161,12 +174,22 @@ class MicroBatches:
         return apply_to_collection(value, WITH_ROWS, lambda leaf: leaf.detach().to(self.device))
 
 
+def _some(leaf: Any, rows: range, device: torch.device) -> Any:
+    """Some rows of a leaf of a batch, on a device. What has no rows stays as it is."""
+    own = slice(rows.start, rows.stop, rows.step)
+    if isinstance(leaf, RowList):
+        return RowList(leaf[own])
+    return leaf if _row_count(leaf) < 0 else leaf[own].contiguous().to(device)
+
+
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def _row_count(value: Any) -> int:
-    """Rows of a tensor or TensorDict; -1 for anything else."""
+    """Rows of a tensor, a TensorDict or a `RowList`; -1 for anything else."""
+    if isinstance(value, RowList):
+        return len(value)
     return value.shape[0] if isinstance(value, WITH_ROWS) and len(value.shape) > 0 else -1
 
 

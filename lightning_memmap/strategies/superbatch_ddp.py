@@ -1,5 +1,6 @@
 """``memmap_superbatch_ddp``: super-batches inside each process, DDP between the processes."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,7 +9,11 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
+from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import RowWeighted
+
+#: What NCCL can send only as bytes.
+_UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
@@ -107,6 +112,14 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        module: Any = self.module
+        named = chain(module.named_parameters(), module.named_buffers())
+        if apart := {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}:
+            # torch's name for what DDP does not send.
+            name = "_ddp_params_and_buffers_to_ignore"
+            setattr(module, name, {*getattr(module, name, ()), *apart})
+            for tensor in apart.values():
+                broadcast(tensor, 0)
         super().configure_ddp()
         if has_streams(self.root_device):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights

@@ -203,6 +203,12 @@ def test_sharded_checkpoint_becomes_plain_weights(two: Runs, tmp_path: Path) -> 
     assert not torch.equal(weights["net.0.weight"], Deep().net[0].weight)
 
 
+def test_folder_resumes_before_the_first_gradient_of_a_parameter(two: Runs) -> None:
+    whole, resumed = two.state("late"), two.state("late resumed")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert not torch.equal(whole["late.bias"], torch.tensor([0.1]))
+
+
 def test_missing_weights_are_an_error_unless_loading_is_not_strict(two: Runs) -> None:
     for found in two.reports("missing"):
         assert 'Missing key(s) in state_dict: "net.2.weight"' in found["True"]

@@ -93,9 +93,9 @@ def test_offloading_keeps_the_state_of_optimizers_in_host_memory(tmp_path: Path)
         assert rank["resumed"] == 0
 
 
-def test_tensors_of_16_bits_are_broadcast(tmp_path: Path) -> None:
+def test_tensors_of_16_bits_are_sent(tmp_path: Path) -> None:
     for rank in launch("on_gpus.short", tmp_path, processes=2, accelerator="gpu"):
-        for name in ("fsdp2", "pipelines", "stages"):
+        for name in ("ddp", "fsdp2", "pipelines", "stages"):
             table, dtypes = rank[name]
             assert table is None or table.tolist() == list(range(7))
             assert set(dtypes) == {torch.int16}

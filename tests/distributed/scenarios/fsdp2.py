@@ -155,6 +155,27 @@ class Momentum(Regression):
         return [torch.optim.SGD(biases, lr=0.05), torch.optim.Adam(weights, lr=0.02)]
 
 
+class Late(Momentum):
+    """Has a layer that is used only from the fifth batch on: until then one optimizer has no state
+    for it, and another one none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(8, 1)
+        with torch.no_grad():
+            for parameter in self.late.parameters():
+                parameter.fill_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        # Two optimizers step in each.
+        return y if self.global_step < 8 else y + self.late(x)
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.net.parameters(), self.late.bias]
+        return [torch.optim.Adam(first, lr=0.02), torch.optim.Adam([self.late.weight], lr=0.02)]
+
+
 class Measured(Momentum):
     """Has a metric as a child, in manual optimization."""
 
@@ -317,6 +338,11 @@ def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
     found["is folder"] = folder.is_dir()
     # A folder is loaded, and a file saved.
     found["resumed"] = report(fit(out, "resumed", checkpoint=folder, **blocks))
+    saver = {"callbacks": [save_first(out, "late folders")], "enable_checkpointing": True}
+    options = {"save_distributed_checkpoint": True}
+    fit(out, "late folder", Late, trainer_options=saver, **options)
+    fit(out, "late", Late)
+    fit(out, "late resumed", Late, checkpoint=out / "late folders" / "step=4.ckpt")
     for make in (Momentum, TwoOptimizers):
         name = make.__name__
         saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import FSDP2Strategy, PipelineStrategy, pipeline
+from lightning_memmap.strategies import (
+    FSDP2Strategy,
+    PipelineStrategy,
+    SuperBatchDDPStrategy,
+    pipeline,
+)
 from tests.models import Points, Regression, make_trainer
 
 #: Its weights are most of the memory of a fit.
@@ -124,8 +129,23 @@ class Rounded(nn.Module):
         return y if self.training else (y * 100).to(torch.int16)
 
 
+class Numbered(nn.Module):
+    """Gives rows in another order of memory, and a number of 16 bits for each."""
+
+    def forward(self, x: Any) -> Any:
+        return x.t().contiguous().t(), (x[:, 0] * 100).to(torch.int16)
+
+
+class Checked(nn.Module):
+    """Looks whether the numbers have arrived."""
+
+    def forward(self, x: Any, numbers: Any) -> Any:
+        assert torch.equal(numbers, Numbered()(x)[1])
+        return x
+
+
 class Short(Regression):
-    """Has buffers and outputs of dtypes that NCCL does not know."""
+    """Has buffers, outputs, and what goes between stages, of dtypes that NCCL does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,12 +153,20 @@ class Short(Regression):
         first = 0 if os.environ.get("LOCAL_RANK", "0") == "0" else 100
         self.net[0].register_buffer("table", torch.arange(first, first + 7, dtype=torch.int16))
         self.net.append(Rounded())
+        self.numbered, self.checked = Numbered(), Checked()
+
+    def stages(self) -> list[nn.Module]:
+        return [self.net[:2], self.numbered, self.checked, self.net[2:]]
+
+    def forward(self, x: Any) -> Any:
+        return self.net[2:](self.checked(*self.numbered(self.net[:2](x))))
 
 
 def short(out: Path) -> dict[str, Any]:
     """Trains with tensors of 16 bits, and predicts them."""
     found = {}
     for name, strategy in (
+        ("ddp", SuperBatchDDPStrategy()),
         ("fsdp2", FSDP2Strategy()),
         ("stages", PipelineStrategy()),
         ("pipelines", PipelineStrategy(data_parallel_size=2)),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap._compat.tensors import storage_key
 from lightning_memmap.errors import StoreError
 from lightning_memmap.loading import (
     SuperBatch,
@@ -125,7 +124,7 @@ def large_tensors() -> Counter[int]:
         if is_dense and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
             if storage.nbytes() > 2**23:
-                found[storage_key(tensor)] = storage.nbytes()
+                found[storage._cdata] = storage.nbytes()
     return found
 
 
