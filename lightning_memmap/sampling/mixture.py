@@ -6,7 +6,7 @@ from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
@@ -249,7 +249,7 @@ class MixtureSampler(Sampler):
         """The same of some shards, shard after shard."""
         pieces, numbers = self._pieces(0)
         begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
-        which = np.concatenate([np.arange(*edges) for edges in zip(begins, ends, strict=True)])
+        which = _counted(begins, ends - begins)
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
@@ -274,19 +274,37 @@ class MixtureSampler(Sampler):
         starts = np.zeros((len(first), 3), np.int64)
         # The epochs before had so many.
         starts[:, 1] = (random + epoch * between * totals // sizes) % between
-        return _read_on(rows, nums, starts.ravel(), counts).reshape(len(shards), -1)
+        positions = self.pool.counts
+        shape = len(shards), int(positions.max())
+        found = np.zeros(shape, np.min_scalar_type(self.pool.longest))
+        # Shards differ by one position at most.
+        has_row = np.ones(shape, np.bool_)
+        has_row[:, -1] = positions[shards] == shape[1]
+        found[has_row] = _counted(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
+        return found
 
 
-def _read_on(rows: Integers, nums: Integers, starts: Integers, counts: Integers) -> Integers:
-    """So many rows of several stretches, each read round after round from one of its rows on."""
+def _read_on(
+    rows: Integers, nums: Integers, starts: Integers, counts: Integers
+) -> tuple[Integers, Integers]:
+    """The runs of several stretches, so many rows of each, read on and on from one of its rows on.
+
+    The first row of each run, and how many rows it has.
+    """
     ends = starts + counts
     num_rounds = np.where(counts > 0, -(-ends // nums), 0)
     which = np.repeat(np.arange(len(rows)), num_rounds)
-    passed = (np.arange(len(which)) - firsts_of(num_rounds)[which]) * nums[which]
+    passed = _counted(np.zeros_like(num_rounds), num_rounds) * nums[which]
     begins = np.maximum(starts[which], passed)
     lengths = np.minimum(ends[which], passed + nums[which]) - begins
-    found: Integers = np.repeat(rows[which] + begins - passed - firsts_of(lengths), lengths)
-    found += np.arange(len(found))
+    return rows[which] + begins - passed, lengths
+
+
+def _counted(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """Runs of consecutive numbers, from their first ones on, so many of each."""
+    # Numbers without a sign may wrap around on the way.
+    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
+    found += np.arange(len(found), dtype=dtype)
     return found
 
 
