@@ -18,7 +18,14 @@ from lightning_memmap.sampling.permutations import (
 )
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Shards
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    check_by_row,
+    kept,
+    one_by_row,
+)
 
 #: Buckets that are exchanged with each other, at least.
 _GROUP = 4
@@ -47,7 +54,7 @@ class Bucketed(Described, SamplerFactory):
             with one, the rows of a bucket are all rows that are near each other.
 
     Raises:
-        TypeError: A number is not an integer.
+        TypeError: ``lengths`` is neither, or a number is not an integer.
         ValueError: A number is below 1.
     """
 
@@ -56,6 +63,7 @@ class Bucketed(Described, SamplerFactory):
     num_buckets: int = 100
 
     def __post_init__(self) -> None:
+        check_by_row("Bucketed: lengths", self.lengths)
         self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
         self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 

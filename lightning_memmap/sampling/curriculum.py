@@ -16,6 +16,7 @@ from lightning_memmap.sampling.sampler import (
     Sampler,
     SamplerFactory,
     ShuffledSampler,
+    blocked,
     made_sampler,
 )
 
@@ -139,7 +140,7 @@ class CurriculumSampler(Sampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)
+        made = tuple(blocked(sampler, block) for sampler in self.stages.samplers)
         stages = EpochOrders(self.stages.epochs, made)
         return replace(self, stages=stages, shuffle_window=block)
 

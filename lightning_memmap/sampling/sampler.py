@@ -463,6 +463,12 @@ class SamplerFactory(ABC):
         """
 
 
+def check_by_row(name: str, given: Any) -> None:
+    """Check an argument that names a field, or has something for each row."""
+    if not isinstance(given, str) and not np.ndim(given):
+        raise TypeError(f"{name}={given!r}: give one for each row, or the name of a field")
+
+
 def one_by_row(name: str, given: Any, num_rows: int) -> NDArray[Any]:
     """What is given for each row of a dataset, of shape (num_rows,)."""
     found = np.asarray(given)
@@ -493,8 +499,11 @@ def made_sampler(
             f" ({error}): give a function of these two that returns a sampler, or Weighted(...)"
         ) from error
     _check_sampler(sampler, pool)
-    if block is None:
-        return sampler
+    return sampler if block is None else blocked(sampler, block)
+
+
+def blocked(sampler: Sampler, block: int) -> Sampler:
+    """The same order, permuted in blocks; it is an error where it cannot be."""
     found = sampler.in_blocks(block)
     if found.block != block and not found.is_sequential:
         raise ValueError(

@@ -314,6 +314,11 @@ class KFold(Described, _HoldingOut):
 
     @override
     def _held_out(self, member: int, fields: Fields) -> Integers:
+        if self.num_folds > fields.num_rows:
+            raise ValueError(
+                f"num_folds={self.num_folds}: of {fields.num_rows} rows, so that folds would be"
+                " empty: give at most as many folds as rows"
+            )
         return self._dealt(fields, self.shuffle)[member :: self.num_folds]
 
 

@@ -17,6 +17,7 @@ from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
     SamplerFactory,
+    check_by_row,
     checked_positions,
     kept,
     one_by_row,
@@ -49,7 +50,7 @@ class Weighted(Described, SamplerFactory):
         num_samples: Positions of an epoch; by default as many as there are rows.
 
     Raises:
-        TypeError: ``num_samples`` is not an integer.
+        TypeError: ``weights`` is neither, or ``num_samples`` is not an integer.
         ValueError: ``num_samples`` is below 1.
     """
 
@@ -57,6 +58,7 @@ class Weighted(Described, SamplerFactory):
     num_samples: int | None = None
 
     def __post_init__(self) -> None:
+        check_by_row("Weighted: weights", self.weights)
         self.num_samples = checked_positions(self.num_samples)
 
     @override

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Pool, Sampler, Weighted
+from lightning_memmap.sampling import Bucketed, Pool, Sampler, Weighted
 from lightning_memmap.sampling.weighted import WeightedSampler
 from tests.rows import StridedRows, pool_of
 
@@ -250,3 +250,11 @@ def test_weights_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         made(given_weights, **options)
+
+
+@pytest.mark.parametrize("given_weights", [None, 3, {1.0}])
+def test_weights_that_are_no_sequence_are_refused_at_once(given_weights: Any) -> None:
+    with pytest.raises(TypeError, match=rf"weights={given_weights}"):
+        Weighted(given_weights)
+    with pytest.raises(TypeError, match=rf"lengths={given_weights}"):
+        Bucketed(given_weights, 8)
