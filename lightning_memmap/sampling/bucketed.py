@@ -129,12 +129,9 @@ class BucketedSampler(Sampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        if self.pool.chosen is None:
-            return replace(self, shuffle_window=block)
-        pool = Pool.of(self.pool.rows, self.num_shards)
         lengths = np.empty_like(self.lengths.array)
-        lengths[self.pool.numbers(self.pool.index())] = self.lengths.array
-        lengths = lengths[pool.numbers(pool.index())]
+        lengths[self.pool.whole(self.pool.index())] = self.lengths.array
+        pool = replace(self.pool, chosen=None)
         return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
 
     @override

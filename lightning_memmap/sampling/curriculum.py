@@ -49,8 +49,7 @@ class Curriculum(Described, SamplerFactory):
         if not isinstance(stages, Mapping) or not all(type(epoch) is int for epoch in stages):
             raise TypeError(f"Curriculum: {stages!r}: give samplers by epoch, such as {example}")
         for epoch, stage in stages.items():
-            is_class = isinstance(stage, type)
-            if is_class or not (
+            if isinstance(stage, type) or not (
                 stage is None or callable(stage) or isinstance(stage, SamplerFactory)
             ):
                 raise TypeError(f"Curriculum: epoch {epoch}: {stage!r} is no sampler: {example}")

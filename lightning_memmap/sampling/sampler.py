@@ -56,15 +56,6 @@ def kept(make: Callable[[S, int], T]) -> Callable[[S, int], T]:
     return get
 
 
-class _Drawn:
-    """The offsets that each shard has in one epoch. Shards are filled when asked."""
-
-    def __init__(self, pool: Pool) -> None:
-        shape = pool.num_shards, int(pool.counts.max())
-        self.offsets: NDArray[Any] = np.empty(shape, np.min_scalar_type(pool.longest))
-        self.has = np.zeros(pool.num_shards, np.bool_)
-
-
 # Not of dataclasses alone: jsonargparse would not take the class of a user's own for one.
 @dataclass(frozen=True)
 class Sampler(ABC):
@@ -186,23 +177,25 @@ class Sampler(ABC):
 
     def _table(self, epoch: int, shards: Integers) -> NDArray[Any]:
         """What shards draw in an epoch; as it comes, where a subclass arranges it."""
-        drawn = self._drawn(epoch)
-        missing, is_arranged = shards[~drawn.has[shards]], self._overrides("arrange", "offsets")
+        table, is_there = self._drawn(epoch)
+        missing, is_arranged = shards[~is_there[shards]], self._overrides("arrange", "offsets")
         # One after the other, short shards would take several times as long.
-        step = max(1, _TOGETHER // max(drawn.offsets.shape[1], self.pool.longest))
+        step = max(1, _TOGETHER // max(table.shape[1], self.pool.longest))
         for begin in range(0, len(missing), step):
             some = missing[begin : begin + step]
             # At once: a thread that reads blocks may look up what another one draws again.
-            drawn.offsets[every(some)] = (
+            table[every(some)] = (
                 self._stacked("offsets", epoch, some) if is_arranged else self.draws(epoch, some)
             )
-            drawn.has[some] = True
-        return drawn.offsets
+            is_there[some] = True
+        return table
 
     @kept
-    def _drawn(self, epoch: int) -> _Drawn:
-        """A table without any shard."""
-        return _Drawn(self.pool)
+    def _drawn(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Room for the offsets that shards have, and which of these are there: none yet."""
+        shape = self.num_shards, int(self.pool.counts.max())
+        table = np.empty(shape, np.min_scalar_type(self.pool.longest))
+        return table, np.zeros(self.num_shards, np.bool_)
 
     def _stacked(self, name: str, epoch: int, shards: Integers) -> Integers:
         """What a method returns for some shards, once it is seen to be offsets within these."""
@@ -338,7 +331,8 @@ class SequentialSampler(Sampler):
     is_sequential: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pool", self.pool.striped)
+        pool = self.pool if self.pool.is_striped else Pool.of(self.pool.rows, self.num_shards, True)
+        object.__setattr__(self, "pool", pool)
 
     @override
     def permutation(self, epoch: int) -> Permutation:

@@ -153,7 +153,11 @@ class WeightedSampler(Sampler):
         line, num = self._line(0), len(shards)
         bits = random_bits(self.seed, epoch, _POINT).random_raw(1 + self.num_shards)
         point, turns = bits[0].astype(np.uint32), (bits[1 + shards] % np.uint64(width)).astype(int)
-        order = self._tables.get(f"{width}", epoch, lambda: self._order(epoch, width))
+        order = self._tables.get(
+            f"order of {width}",
+            epoch,
+            lambda: random_bits(self.seed, epoch, _ORDERS + width).random_raw(width).argsort(),
+        )
 
         def permuted(numbers: NDArray[Any], begins: Integers) -> NDArray[Any]:
             return sliding_window_view(numbers, width)[begins].take(order, axis=1, mode="wrap")
@@ -173,10 +177,6 @@ class WeightedSampler(Sampler):
         lasts = (self.pool.sizes[shards] - 1).astype(offsets.dtype)
         rows = np.column_stack([offsets, np.zeros_like(lasts), lasts])
         return rows.ravel().take(np.flatnonzero(hits))
-
-    def _order(self, epoch: int, width: int) -> Integers:
-        """A permutation of the inner rows of shards."""
-        return random_bits(self.seed, epoch, _ORDERS + width).random_raw(width).argsort()
 
     @kept
     def _line(self, _: int) -> _Line:
@@ -213,9 +213,8 @@ def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
     # pieces of this line, as long as the numbers of their positions. A row on a cut is in both
     # shards; one without weight is in none. Lengths are whole numbers of a small unit: nothing is
     # rounded.
-    has_length = lengths > 0
-    kept = None if has_length.all() else np.flatnonzero(has_length)
-    ends = np.cumsum(lengths if kept is None else lengths[kept])
+    kept = np.flatnonzero(lengths)
+    ends = np.cumsum(lengths[kept])
     counts = shard_rows(num_positions, pool.num_shards)
     cuts = np.append(firsts_of(counts), num_positions) << _unit_bits(num_positions)
     firsts = np.searchsorted(ends, cuts[:-1], side="right")
@@ -224,7 +223,7 @@ def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
     sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
     starts, has_rows = firsts_of(sizes), sizes > 0
     runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
-    if kept is None:
+    if len(kept) == len(lengths):
         return pool.drawing(sizes, counts, runs)
     return pool.drawing(sizes, counts, kept[runs.at(np.arange(int(sizes.sum())))])
 
