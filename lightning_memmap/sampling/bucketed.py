@@ -10,10 +10,22 @@ from typing_extensions import Self, override
 
 from lightning_memmap.errors import Described, check_integer
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import permutation, random_bits
+from lightning_memmap.sampling.permutations import (
+    Alike,
+    Permutation,
+    permutation,
+    random_bits,
+)
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Shards
-from lightning_memmap.sampling.sampler import Fields, Sampler, SamplerFactory, kept, one_by_row
+from lightning_memmap.sampling.sampler import (
+    Fields,
+    Sampler,
+    SamplerFactory,
+    check_by_row,
+    kept,
+    one_by_row,
+)
 
 #: Buckets that are exchanged with each other, at least.
 _GROUP = 4
@@ -42,7 +54,7 @@ class Bucketed(Described, SamplerFactory):
             with one, the rows of a bucket are all rows that are near each other.
 
     Raises:
-        TypeError: A number is not an integer.
+        TypeError: ``lengths`` is neither, or a number is not an integer.
         ValueError: A number is below 1.
     """
 
@@ -51,6 +63,7 @@ class Bucketed(Described, SamplerFactory):
     num_buckets: int = 100
 
     def __post_init__(self) -> None:
+        check_by_row("Bucketed: lengths", self.lengths)
         self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
         self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 
@@ -117,37 +130,34 @@ class BucketedSampler(Sampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        if self.pool.chosen is None:
-            return replace(self, shuffle_window=block)
-        pool = Pool.of(self.pool.rows, self.num_shards)
         lengths = np.empty_like(self.lengths.array)
-        lengths[self.pool.numbers(self.pool.index())] = self.lengths.array
-        lengths = lengths[pool.numbers(pool.index())]
+        lengths[self.pool.whole(self.pool.index())] = self.lengths.array
+        pool = replace(self.pool, chosen=None)
         return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
 
     @override
-    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
-        if self.pool.chosen is None:
-            return super().permute(epoch, shard, drawn)
+    def draw(self, epoch: int, shard: int) -> Integers:
+        drawn = super().draw(epoch, shard)
         # What not all shards have comes last, as everywhere.
         num_layers = int(self.pool.sizes.min())
         # How many layers a bucket would span if there were no shards, and a part of them.
-        span = num_layers / self.num_buckets
-        together = 1 + round((span + 0.5) / 4)
-        common = drawn[:num_layers]
-        if together > 1 and num_layers:
-            strata = np.arange(num_layers, dtype=np.uint64) // np.uint64(together)
-            bits = np.uint64(int(strata[-1]).bit_length())
-            keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers) >> bits
-            # In one number with the random bits: several times as fast as two keys.
-            common = common[(keys | strata << (np.uint64(64) - bits) if bits else keys).argsort()]
-        return np.append(common[self._layers(epoch)], drawn[num_layers:])
+        together = 1 + round((num_layers / self.num_buckets + 0.5) / 4)
+        if self.pool.chosen is None or together == 1 or not num_layers:
+            return drawn
+        strata = np.arange(num_layers, dtype=np.uint64) // np.uint64(together)
+        bits = np.uint64(int(strata[-1]).bit_length())
+        keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers) >> bits
+        # In one number with the random bits: several times as fast as two keys.
+        drawn[:num_layers] = (keys | strata << (np.uint64(64) - bits) if bits else keys).argsort()
+        return drawn
 
-    @kept
-    def _layers(self, epoch: int) -> Integers:
-        """The order of the rows that all shards have, the same for each."""
-        count, bits = int(self.pool.sizes.min()), random_bits(self.seed, epoch)
-        return permutation(count, bits) if count else np.zeros(0, np.int64)
+    @override
+    def permutation(self, epoch: int) -> Permutation:
+        if self.pool.chosen is None:
+            return super().permutation(epoch)
+        # The rows that all shards have are in one order, the same for each.
+        layers = permutation(int(self.pool.sizes.min()), random_bits(self.seed, epoch))
+        return Alike(np.append(layers, np.arange(len(layers), self.pool.longest)))
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:

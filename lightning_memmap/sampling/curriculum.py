@@ -16,6 +16,7 @@ from lightning_memmap.sampling.sampler import (
     Sampler,
     SamplerFactory,
     ShuffledSampler,
+    blocked,
     made_sampler,
 )
 
@@ -48,8 +49,7 @@ class Curriculum(Described, SamplerFactory):
         if not isinstance(stages, Mapping) or not all(type(epoch) is int for epoch in stages):
             raise TypeError(f"Curriculum: {stages!r}: give samplers by epoch, such as {example}")
         for epoch, stage in stages.items():
-            is_class = isinstance(stage, type)
-            if is_class or not (
+            if isinstance(stage, type) or not (
                 stage is None or callable(stage) or isinstance(stage, SamplerFactory)
             ):
                 raise TypeError(f"Curriculum: epoch {epoch}: {stage!r} is no sampler: {example}")
@@ -139,7 +139,7 @@ class CurriculumSampler(Sampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)
+        made = tuple(blocked(sampler, block) for sampler in self.stages.samplers)
         stages = EpochOrders(self.stages.epochs, made)
         return replace(self, stages=stages, shuffle_window=block)
 

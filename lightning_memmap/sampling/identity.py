@@ -9,7 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 #: From what says most to what says least. All other names come first.
-_VAGUE = ("sampler", "", "num_positions", "num_rows", "length", "digest")
+_VAGUE = ("sampler", "version", "", "num_positions", "num_rows", "length", "digest")
 _REMEDIES = {
     "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
     "num_positions": "the num_samples and the rows of the checkpoint",
@@ -19,6 +19,7 @@ _REMEDIES = {
     "stores": "the training sets of the checkpoint",
     "subset": "the subset of the checkpoint",
     "windows": "the windows of the checkpoint",
+    "version": "the release of the package that saved the checkpoint",
     "digest": "the rows, shares, weights and lengths of the checkpoint",
 }
 #: In place of what an order lacks.
@@ -95,7 +96,7 @@ def _differences(
 def _vagueness(difference: tuple[tuple[str, ...], Any, Any]) -> int:
     path, one, other = difference
     is_lacking = one in (None, _LACKING) or other in (None, _LACKING)
-    is_one_sided = is_lacking and path[-1] != "shuffle_window"
+    is_one_sided = is_lacking and path[-1] not in ("shuffle_window", "version")
     name = "" if is_one_sided else path[-1]
     is_windows = path[-2:] == ("windows", "length")
     return _VAGUE.index(name) if name in _VAGUE and not is_windows else -1

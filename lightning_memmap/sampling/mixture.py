@@ -6,7 +6,7 @@ from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
@@ -93,31 +93,27 @@ class Mixture(Described, SamplerFactory):
             edges = np.append(0, pool.rows.ends)[edges]
         sizes = np.diff(edges)
         shares = np.array([self.shares[name] for name in joined.stores])
-        if empty := [
-            name
-            for name, size, share in zip(joined.stores, sizes, shares, strict=True)
-            if share and not size
-        ]:
-            raise ValueError(f"{self!r}: the training set {empty[0]!r} has no window")
         count = pool.num_rows if self.num_samples is None else self.num_samples
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         shares /= shares.sum()
-        batch = pool.global_batch if self.by_batch else None
-        if batch is None and self.by_batch:
+        batch = pool.global_batch or 0 if self.by_batch else 0
+        if self.by_batch and not batch:
             raise ValueError(f"{self!r}: give it a pool with the global_batch")
         # Of batches of one set each, a set has whole ones.
         unit = batch or 1
         num_units = max(1, count // unit)
         counts = [each * unit for each in _rounded(num_units * shares, num_units)]
-        for name, share, each in zip(joined.stores, shares, counts, strict=True):
-            if batch is not None and share and not each:
+        for name, share, size, each in zip(joined.stores, shares, sizes, counts, strict=True):
+            if share and not size:
+                raise ValueError(f"{self!r}: the training set {name!r} has no window")
+            if batch and share and not each:
                 raise ValueError(
                     f"{self!r}: of the {num_units} batches of an epoch, which have {batch} rows"
                     f" each, none would be of {name!r}: give it a larger share, or more and smaller"
                     " batches, by num_samples and batch_size"
                 )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
-        kind = MixtureSampler if batch is None else ByBatchSampler
+        kind = ByBatchSampler if batch else MixtureSampler
         return kind(sets.pool_of(pool), seed, sets=sets)
 
 
@@ -155,43 +151,40 @@ class Sets:
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
-    global_batch: int | None = None
+    #: Of batches of one set each; 0 where their rows are of any.
+    global_batch: int = 0
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells these from others, as JSON values."""
         # What differs first is what a checkpoint is refused for.
-        found = {} if self.global_batch is None else {"global_batch": self.global_batch}
+        found = {"global_batch": self.global_batch} if self.global_batch else {}
         return {**found, "positions of sets": str(self.counts)}
 
     def _on_line(self, num_shards: int) -> tuple[Integers, Integers]:
-        """The shards in the order of their pieces, and the positions that each has of each set."""
-        shards = np.arange(num_shards)
-        if self.global_batch is None:
+        """Which positions of each set a shard has: first and one past the last, (C, sets) each."""
+        shards, counts = np.arange(num_shards), np.array(self.counts)
+        if not self.global_batch:
             shards = (shards * _GOLDEN % 1).argsort()
-            edges = np.append(0, np.cumsum(shard_rows(sum(self.counts), num_shards)[shards]))
-            ends = np.append(0, np.cumsum(self.counts))
-            overlaps = np.minimum.outer(edges[1:], ends[1:]) - np.maximum.outer(
-                edges[:-1], ends[:-1]
-            )
-            return shards, np.maximum(overlaps, 0)
+            edges = np.append(0, np.cumsum(shard_rows(int(counts.sum()), num_shards)[shards]))
+            on_line = np.subtract.outer(edges, firsts_of(counts)).clip(0, counts)
+            return on_line[:-1][shards.argsort()], on_line[1:][shards.argsort()]
         begins = self.batch_begins(num_shards)
-        num_batches = np.zeros((num_shards, len(self.counts)), np.int64)
+        num_batches = np.zeros((num_shards, len(counts)), np.int64)
         np.add.at(num_batches, (begins, self.sets_of_batches(begins)), 1)
         rounds, more = divmod(self.global_batch, num_shards)
         # A batch has a row more of the shards that follow the one that it begins at.
         has_more = np.subtract.outer(shards, shards) % num_shards < more
-        return shards, (rounds + has_more) @ num_batches
+        positions = (rounds + has_more) @ num_batches
+        return firsts_of(positions), np.cumsum(positions, axis=0)
 
     def batch_begins(self, num_shards: int) -> Integers:
         """The shard that each batch of an epoch begins at."""
-        assert self.global_batch is not None
         numbers = np.arange(sum(self.counts) // self.global_batch)
         return numbers * self.global_batch % num_shards
 
     def sets_of_batches(self, begins: Integers, keys: NDArray[Any] | None = None) -> Integers:
         """The set of each batch of an epoch."""
-        assert self.global_batch is not None
         counts = np.array(self.counts) // self.global_batch
         numbers = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -202,10 +195,9 @@ class Sets:
 
     def pieces(self, num_shards: int) -> _Pieces:
         """What shards have."""
-        order, on_line = self._on_line(num_shards)
-        ends, counts = (each[order.argsort()] for each in (np.cumsum(on_line, axis=0), on_line))
-        shard, number = np.nonzero(counts)
-        begin, end = (ends - counts)[shard, number], ends[shard, number]
+        begins, ends = self._on_line(num_shards)
+        shard, number = np.nonzero(ends > begins)
+        begin, end = begins[shard, number], ends[shard, number]
         # Of any size, and so exact. Row r has the positions from r * count / size on.
         sizes, totals = (np.array(each, object)[number] for each in (self.sizes, self.counts))
         first = (begin * sizes // totals).astype(np.int64)
@@ -249,7 +241,7 @@ class MixtureSampler(Sampler):
         """The same of some shards, shard after shard."""
         pieces, numbers = self._pieces(0)
         begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
-        which = np.concatenate([np.arange(*edges) for edges in zip(begins, ends, strict=True)])
+        which = _counted(begins, ends - begins)
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
@@ -274,19 +266,37 @@ class MixtureSampler(Sampler):
         starts = np.zeros((len(first), 3), np.int64)
         # The epochs before had so many.
         starts[:, 1] = (random + epoch * between * totals // sizes) % between
-        return _read_on(rows, nums, starts.ravel(), counts).reshape(len(shards), -1)
+        positions = self.pool.counts
+        shape = len(shards), int(positions.max())
+        found = np.zeros(shape, np.min_scalar_type(self.pool.longest))
+        # Shards differ by one position at most.
+        has_row = np.ones(shape, np.bool_)
+        has_row[:, -1] = positions[shards] == shape[1]
+        found[has_row] = _counted(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
+        return found
 
 
-def _read_on(rows: Integers, nums: Integers, starts: Integers, counts: Integers) -> Integers:
-    """So many rows of several stretches, each read round after round from one of its rows on."""
+def _read_on(
+    rows: Integers, nums: Integers, starts: Integers, counts: Integers
+) -> tuple[Integers, Integers]:
+    """The runs of several stretches, so many rows of each, read on and on from one of its rows on.
+
+    The first row of each run, and how many rows it has.
+    """
     ends = starts + counts
     num_rounds = np.where(counts > 0, -(-ends // nums), 0)
     which = np.repeat(np.arange(len(rows)), num_rounds)
-    passed = (np.arange(len(which)) - firsts_of(num_rounds)[which]) * nums[which]
+    passed = _counted(np.zeros_like(num_rounds), num_rounds) * nums[which]
     begins = np.maximum(starts[which], passed)
     lengths = np.minimum(ends[which], passed + nums[which]) - begins
-    found: Integers = np.repeat(rows[which] + begins - passed - firsts_of(lengths), lengths)
-    found += np.arange(len(found))
+    return rows[which] + begins - passed, lengths
+
+
+def _counted(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """Runs of consecutive numbers, from their first ones on, so many of each."""
+    # Numbers without a sign may wrap around on the way.
+    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
+    found += np.arange(len(found), dtype=dtype)
     return found
 
 
@@ -304,7 +314,6 @@ class ByBatchSampler(MixtureSampler):
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         held, _ = self._of_shards(np.array([shard]))
-        assert self.sets.global_batch is not None
         of_rows = held.set[np.searchsorted(held.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         found = np.empty_like(offsets)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,16 +86,8 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
 
 def permutation(size: int, bits: np.random.Philox) -> Integers:
     """A permutation of one set of rows, int64 of shape (size,)."""
-    return columns_of(permuted(np.array([size]), bits), np.zeros(1, np.int64), size).ravel()
-
-
-def columns_of(permutations: Permutation, shards: Integers, count: int) -> Integers:
-    """The first permuted offsets of some shards, at least one: int64 of shape (shards, count)."""
-    if isinstance(permutations, _Rotated):
-        return permutations.columns(0, count - 1, shards)
-    grid = permutations.grid(0, count - 1, shards, np.zeros_like(shards))
-    offsets: Integers = grid.reshape(count, len(shards)).T
-    return offsets
+    zero = np.zeros(1, np.int64)
+    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero) if size else zero[:0]
 
 
 def every(columns: Integers) -> Integers | slice:
@@ -105,6 +97,17 @@ def every(columns: Integers) -> Integers | slice:
     first, last, step = int(columns[0]), int(columns[-1]), int(columns[1] - columns[0])
     is_slice = step > 0 and np.array_equal(columns, np.arange(first, last + 1, step))
     return slice(first, last + 1, step) if is_slice else columns
+
+
+class Alike(NamedTuple):
+    """The same order of all shards; by default that of the files."""
+
+    order: Integers | None = None
+
+    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
+        """Permuted offsets; see `Permutation`."""
+        rows = np.arange(first, last + 1) if self.order is None else self.order[first : last + 1]
+        return np.add.outer(rows, begins).ravel()
 
 
 class _Sorted:
@@ -165,15 +168,6 @@ class _Rotated:
         short = np.flatnonzero((at >= first) & (at <= last))
         offsets[at[short] - first, short] = (self._instead[columns] + begins)[short]
         return offsets.ravel()
-
-    def columns(self, first: int, last: int, columns: Integers) -> Integers:
-        """The permuted offsets of some shards, one shard after the other."""
-        places = self._first[first : last + 1] + self._rotations[columns][:, None]
-        offsets: Integers = self._last.take(places, mode="wrap").astype(np.int64)
-        at = self._short[columns]
-        short = np.flatnonzero((at >= first) & (at <= last))
-        offsets[short, at[short] - first] = self._instead[columns[short]]
-        return offsets
 
 
 class _Cipher:

@@ -75,11 +75,6 @@ class Pool:
         lined = rows.is_lined if is_striped is None else not is_striped
         return cls(rows, num_shards, not lined, sizes, sizes)
 
-    @property
-    def striped(self) -> "Pool":
-        """All rows, each once, as dataset order needs them."""
-        return self if self.is_striped else self.of(self.rows, self.num_shards, True)
-
     def drawing(self, sizes: Integers, counts: Integers, chosen: NDArray[Any] | Runs) -> "Pool":
         """Shards of other rows of this pool, which has all rows once.
 

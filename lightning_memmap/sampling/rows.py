@@ -44,8 +44,8 @@ def shard_rows(num_rows: int, num_shards: int) -> Integers:
 
 
 def firsts_of(sizes: Integers) -> Integers:
-    """Where each of several parts begins that lie one after the other."""
-    firsts: Integers = np.cumsum(sizes, dtype=np.int64) - sizes
+    """Where each of several parts begins that lie one after the other, along the first axis."""
+    firsts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes
     return firsts
 
 
@@ -115,9 +115,9 @@ class Rows(ABC):
         """Whether the line is the files: row 0 of it lies at place 0, and so on."""
         return True
 
-    @abstractmethod
     def line(self, numbers: Integers) -> Integers:
         """Where rows are on the line, int64 of shape (B,)."""
+        return self.places(numbers)
 
     @abstractmethod
     def on_line(self, index: Integers) -> Integers:
@@ -271,17 +271,6 @@ class JoinedRows(Rows):
         ]
 
 
-class Stretches(NamedTuple):
-    """Windows that follow one another in a series."""
-
-    #: The series of each stretch, on their line, int64 of shape (n,).
-    series: Integers
-    #: The place of its first window, int64 of shape (n,).
-    firsts: Integers
-    #: How many windows it has.
-    counts: Integers
-
-
 class InSeries(NamedTuple):
     """Where windows are."""
 
@@ -373,10 +362,6 @@ class WindowedRows(Rows):
         return located
 
     @override
-    def line(self, numbers: Integers) -> Integers:
-        return self.places(numbers)
-
-    @override
     def on_line(self, index: Integers) -> Integers:
         ranks, windows = self.in_series(index)
         series = self.series.on_line(ranks)
@@ -410,9 +395,13 @@ class WindowedRows(Rows):
 
     def stretches(
         self, num_shards: int, edges: Sequence[tuple[int, int]], wanted: Sequence[int] | None
-    ) -> Stretches:
-        """The windows between places; or, for dataset order, between numbers."""
-        every, ends = self._by_number if wanted is not None else self._by_place
+    ) -> list[Integers]:
+        """The windows between places; or, for dataset order, between numbers.
+
+        In stretches: their series on the line, the places of their first windows, and how many
+        windows they have.
+        """
+        *every, ends = self._in_order[wanted is not None]
         # How many of the wanted shards come before each, twice around.
         is_wanted = np.isin(np.arange(num_shards), [] if wanted is None else list(wanted))
         before = np.append(0, np.cumsum(np.tile(is_wanted, 2)))
@@ -431,25 +420,21 @@ class WindowedRows(Rows):
                 needed = before[shards + np.clip(counts, 0, num_shards)] > before[shards]
             found = series, places + firsts - begins, counts
             pieces.append([each[needed] for each in found])
-        return Stretches(*map(np.concatenate, zip(*pieces, strict=True)))
+        return [*map(np.concatenate, zip(*pieces, strict=True))]
 
     @cached_property
-    def _by_place(self) -> tuple[Stretches, Integers]:
-        return self._stretches_of(np.arange(len(self.counts)))
-
-    @cached_property
-    def _by_number(self) -> tuple[Stretches, Integers]:
-        return self._stretches_of(self._ranks)
-
-    def _stretches_of(self, series: Integers) -> tuple[Stretches, Integers]:
-        """All windows in the order of some series, and where those of each end."""
-        series = series[self.counts[series] > 0]
-        counts = self.counts[series]
-        return Stretches(series, self.ends[series] - counts, counts), np.cumsum(counts)
+    def _in_order(self) -> list[tuple[Integers, Integers, Integers, Integers]]:
+        """By place, and by number: series, their first places, windows, and where these end."""
+        found = []
+        for series in (np.arange(len(self.counts)), self._ranks):
+            series = series[self.counts[series] > 0]
+            counts = self.counts[series]
+            found.append((series, self.ends[series] - counts, counts, np.cumsum(counts)))
+        return found
 
     def steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
         """The steps of all windows before others, where those of a series share what they can."""
-        (_, _, counts), ends = self._by_number if is_by_number else self._by_place
+        _, _, counts, ends = self._in_order[is_by_number]
         num_series = np.searchsorted(ends - counts, windows, side="left")
         return windows * self.stride + num_series * (self.length - self.stride)
 

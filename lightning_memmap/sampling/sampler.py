@@ -3,7 +3,8 @@
 An epoch has the positions ``p = 0 .. N-1``. Position ``p`` is supplied by shard ``c = p % C``,
 whatever the order: that keeps rows where they are, and global batches the same under every
 strategy and device count. An order says which row of the shard it is, in three steps: it draws
-rows of the shard, permutes them, and arranges them. All tables are the order's own.
+rows of the shard, permutes them, and arranges them. All tables are the order's own. Permutations
+are computed where positions are looked up; what an order draws or arranges is a table of the epoch.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +20,10 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import check_integer, is_refused_call
 from lightning_memmap.sampling.identity import identity_of
 from lightning_memmap.sampling.permutations import (
+    Alike,
     BlockPermutation,
     Permutation,
     Tables,
-    columns_of,
     every,
     permuted,
     random_bits,
@@ -32,7 +33,7 @@ from lightning_memmap.sampling.rows import Integers
 
 MAX_SEED = 2**63 - 1
 #: Rows of shards that are drawn together: for short shards, that takes half of the time.
-_TOGETHER = 2**17
+_TOGETHER = 2**18
 T = TypeVar("T")
 S = TypeVar("S", bound="Sampler")
 
@@ -53,17 +54,6 @@ def kept(make: Callable[[S, int], T]) -> Callable[[S, int], T]:
         return order._tables.get(make.__name__, epoch, lambda: make(order, epoch))
 
     return get
-
-
-class _Drawn:
-    """The rows of one epoch: by shard the offset of each position. Shards are filled when asked."""
-
-    def __init__(self, pool: Pool) -> None:
-        shape = pool.num_shards, int(pool.counts.max())
-        self.offsets: NDArray[Any] = np.empty(shape, np.min_scalar_type(pool.longest))
-        # A shard may have one position less, and what stands there may be looked up.
-        self.offsets[:, -1:] = 0
-        self.has = np.zeros(pool.num_shards, np.bool_)
 
 
 # Not of dataclasses alone: jsonargparse would not take the class of a user's own for one.
@@ -97,6 +87,8 @@ class Sampler(ABC):
 
     #: Whether the epoch has the rows in dataset order, each once.
     is_sequential: ClassVar[bool] = False
+    #: Counts up when the same fields stand for another order.
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -116,19 +108,19 @@ class Sampler(ABC):
         return np.arange(self.pool.sizes[shard], dtype=np.int64)
 
     def draws(self, epoch: int, shards: Integers) -> Integers:
-        """The same for shards that have as many positions, of shape (shards, positions)."""
+        """The same of several shards, of shape (shards, positions of the longest)."""
         return self._stacked("draw", epoch, shards)
 
-    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
-        """The same in random order, block by block where there are blocks."""
-        if not len(drawn):
-            return drawn
-        found = columns_of(self._permutation(epoch), np.array([shard]), len(drawn))
-        permuted: Integers = drawn[found[0]]
-        return permuted
+    def permutation(self, epoch: int) -> Permutation:
+        """How what is drawn is permuted: at random, block by block where there are blocks."""
+        if self.shuffle_window is None:
+            return permuted(self.pool.counts, random_bits(self.seed, epoch))
+        # Other bits than those of draws.
+        seed = self.seed if self._is_plain else derive_seed(self.seed, 1)
+        return BlockPermutation(self.pool.counts, self.shuffle_window, seed, epoch)
 
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
-        """The same as they come."""
+        """The same as they come, once they are permuted."""
         return offsets
 
     def offsets(self, epoch: int, shard: int) -> Integers:
@@ -141,8 +133,11 @@ class Sampler(ABC):
         Returns:
             Offsets within the shard, int64 of shape (pool.counts[shard],).
         """
-        drawn = self.draws(epoch, np.array([shard]))[0]
-        return self.arrange(epoch, shard, self.permute(epoch, shard, drawn))
+        column, zero = np.array([shard]), np.zeros(1, np.int64)
+        last = int(self.pool.counts[shard]) - 1
+        order = self._permutation(epoch).grid(0, last, column, zero) if last >= 0 else zero[:0]
+        drawn = self.draws(epoch, column)[0, order].astype(np.int64)
+        return self.arrange(epoch, shard, drawn)
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
@@ -161,74 +156,68 @@ class Sampler(ABC):
             int64 of shape ((last + 1 - first) * S,), row by row. Undefined behind the last
             position.
         """
-        found = self._table(epoch, shards)[every(shards), first : last + 1]
-        grid = np.empty((last + 1 - first, len(shards)), np.int64)
-        np.add(found.T, starts, out=grid)
-        return grid.ravel()
+        if self._is_plain:
+            return self._permutation(epoch).grid(first, last, shards, starts)
+        table = self._table(epoch, shards)
+        order = Alike() if self._overrides("arrange", "offsets") else self._permutation(epoch)
+        index = order.grid(first, last, shards, shards * table.shape[1])
+        # No index is outside of the table: "wrap" is the fastest mode.
+        found = table.ravel().take(index, mode="wrap").reshape(-1, len(shards))
+        grid: Integers = np.add(found, starts, dtype=np.int64).ravel()
+        return grid
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass has one of these methods itself."""
+        return any(getattr(type(self), name) is not getattr(Sampler, name) for name in names)
 
     @property
-    def _is_arranged(self) -> bool:
-        """Whether a subclass says how rows come, and not only which."""
-        return any(
-            getattr(type(self), name) is not getattr(Sampler, name)
-            for name in ("permute", "arrange", "offsets")
-        )
+    def _is_plain(self) -> bool:
+        """Whether the epoch has all rows once, as they are permuted."""
+        return not self._overrides("draw", "draws", "arrange", "offsets")
 
     def _table(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        """The rows of an epoch by shard, filled for some shards."""
-        drawn = self._drawn(epoch)
-        missing = shards[~drawn.has[shards]]
-        counts = self.pool.counts[missing]
-        for count in np.unique(counts[counts > 0]).tolist():
-            alike = missing[counts == count]
-            # One after the other, short shards would take several times as long.
-            step = max(1, _TOGETHER // max(count, self.pool.longest))
-            for begin in range(0, len(alike), step):
-                some = alike[begin : begin + step]
-                if self._is_arranged:
-                    found = self._stacked("offsets", epoch, some)
-                else:
-                    drawn_rows = self.draws(epoch, some)
-                    index = columns_of(self._permutation(epoch), some, count)
-                    index += np.arange(0, drawn_rows.size, count)[:, None]
-                    found = drawn_rows.ravel().take(index)
-                # At once: a thread that reads blocks may look up what another one draws again.
-                drawn.offsets[every(some), :count] = found
-                drawn.has[some] = True
-        return drawn.offsets
+        """What shards draw in an epoch; as it comes, where a subclass arranges it."""
+        table, is_there = self._drawn(epoch)
+        missing, is_arranged = shards[~is_there[shards]], self._overrides("arrange", "offsets")
+        # One after the other, short shards would take several times as long.
+        step = max(1, _TOGETHER // max(table.shape[1], self.pool.longest))
+        for begin in range(0, len(missing), step):
+            some = missing[begin : begin + step]
+            # At once: a thread that reads blocks may look up what another one draws again.
+            table[every(some)] = (
+                self._stacked("offsets", epoch, some) if is_arranged else self.draws(epoch, some)
+            )
+            is_there[some] = True
+        return table
 
     @kept
-    def _drawn(self, epoch: int) -> _Drawn:
-        """A table without any shard."""
-        return _Drawn(self.pool)
+    def _drawn(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Room for the offsets that shards have, and which of these are there: none yet."""
+        shape = self.num_shards, int(self.pool.counts.max())
+        table = np.empty(shape, np.min_scalar_type(self.pool.longest))
+        return table, np.zeros(self.num_shards, np.bool_)
 
     def _stacked(self, name: str, epoch: int, shards: Integers) -> Integers:
         """What a method returns for some shards, once it is seen to be offsets within these."""
-        found = list[NDArray[Any]]()
-        for shard in shards.tolist():
-            found.append(np.asarray(getattr(self, name)(epoch, shard)))
+        found = np.zeros((len(shards), int(self.pool.counts.max())), np.int64)
+        for row, shard in zip(found, shards.tolist(), strict=True):
+            given = np.asarray(getattr(self, name)(epoch, shard))
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
-            is_right = found[-1].shape == (count,) and found[-1].dtype.kind in "iu"
+            is_right = given.shape == (count,) and (given.dtype.kind in "iu" or not count)
             # A negative number is a huge one without a sign.
-            if not is_right or found[-1].view(f"u{found[-1].itemsize}").max() >= size:
+            if not is_right or (given.view(f"u{given.itemsize}") >= size).any():
                 raise ValueError(
                     f"sampler: {type(self).__name__}.{name}(epoch={epoch}, shard={shard}) returned"
-                    f" {found[-1]!r}: return {count} integers from 0 to {size - 1}, the offset"
+                    f" {given!r}: return {count} integers from 0 to {size - 1}, the offset"
                     " within the shard of the row at each of its positions"
                 )
-        return np.stack(found)
-
-    @property
-    def _block_seed(self) -> int:
-        """The seed of the permutations of blocks: its bits are not those of draws."""
-        return derive_seed(self.seed, 1)
+            row[:count] = given
+        return found
 
     @kept
     def _permutation(self, epoch: int) -> Permutation:
         """The permutations of all shards."""
-        if self.shuffle_window is None:
-            return permuted(self.pool.counts, random_bits(self.seed, epoch))
-        return BlockPermutation(self.pool.counts, self.shuffle_window, self._block_seed, epoch)
+        return self.permutation(epoch)
 
     @property
     def block(self) -> int | None:
@@ -252,7 +241,8 @@ class Sampler(ABC):
             Ranges of offsets, the same for each shard. None, for every block, where shards differ
             in them or a row comes twice.
         """
-        return None
+        found = self._permutation(epoch) if self._is_plain else None
+        return found.runs(number) if isinstance(found, BlockPermutation) else None
 
     def clear(self) -> None:
         """Free the tables; they are made again when they are needed."""
@@ -273,6 +263,8 @@ class Sampler(ABC):
         """What decides the order, as JSON values."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
         found = {"sampler": type(self).__name__, "shards": values.pop("pool")}
+        if self.version > 1:
+            found["version"] = self.version
         if self.num_positions != self.pool.rows.num_rows:
             found["num_positions"] = self.num_positions
         return {**found, **values}
@@ -339,17 +331,12 @@ class SequentialSampler(Sampler):
     is_sequential: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pool", self.pool.striped)
+        pool = self.pool if self.pool.is_striped else Pool.of(self.pool.rows, self.num_shards, True)
+        object.__setattr__(self, "pool", pool)
 
     @override
-    def permute(self, epoch: int, shard: int, drawn: Integers) -> Integers:
-        return drawn
-
-    @override
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        return np.add.outer(np.arange(first, last + 1, dtype=np.int64), starts).ravel()
+    def permutation(self, epoch: int) -> Permutation:
+        return Alike()
 
     @override
     def in_blocks(self, block: int) -> Self:
@@ -375,22 +362,6 @@ class ShuffledSampler(Sampler):
     """
 
     shuffle_window: int | None = None
-
-    @property
-    @override
-    def _block_seed(self) -> int:
-        return self.seed
-
-    @override
-    def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
-    ) -> Integers:
-        return self._permutation(epoch).grid(first, last, shards, starts)
-
-    @override
-    def block_runs(self, epoch: int, number: int) -> list[range] | None:
-        found = self._permutation(epoch)
-        return found.runs(number) if isinstance(found, BlockPermutation) else None
 
 
 def _identifying(sampler: Sampler) -> list[Any]:
@@ -486,6 +457,12 @@ class SamplerFactory(ABC):
         """
 
 
+def check_by_row(name: str, given: Any) -> None:
+    """Check an argument that names a field, or has something for each row."""
+    if not isinstance(given, str) and not np.ndim(given):
+        raise TypeError(f"{name}={given!r}: give one for each row, or the name of a field")
+
+
 def one_by_row(name: str, given: Any, num_rows: int) -> NDArray[Any]:
     """What is given for each row of a dataset, of shape (num_rows,)."""
     found = np.asarray(given)
@@ -516,8 +493,11 @@ def made_sampler(
             f" ({error}): give a function of these two that returns a sampler, or Weighted(...)"
         ) from error
     _check_sampler(sampler, pool)
-    if block is None:
-        return sampler
+    return sampler if block is None else blocked(sampler, block)
+
+
+def blocked(sampler: Sampler, block: int) -> Sampler:
+    """The same order, permuted in blocks; it is an error where it cannot be."""
     found = sampler.in_blocks(block)
     if found.block != block and not found.is_sequential:
         raise ValueError(

@@ -6,14 +6,14 @@ They are index views: several splits may share one store, and no row is copied.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_memmap.errors import Described, check_integer
+from lightning_memmap.errors import Described, check_integer, check_number
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Fields, check_seed
@@ -66,17 +66,12 @@ class _Named(Described, Selection):
     where: Callable[[NDArray[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        if (self.rows is None) == (self.field is None):
-            raise TypeError(
-                f"{name}: give the rows, as numbers or as a mask, or a field that chooses them:"
-                f" {name}([0, 1, 2]) or {name}(field='label', values=[0, 1])"
-            )
+        name, is_field = type(self).__name__, self.field is not None
         num_given = (self.values is not None) + (self.where is not None)
-        if num_given != (self.field is not None):
+        if is_field != (self.rows is None) or is_field != num_given:
             raise TypeError(
-                f"{name}: field={self.field!r}, values={self.values!r}, where={self.where!r}: a"
-                " field needs either its values or a function of them, and these need a field"
+                f"{self!r}: give the rows, as numbers or as a mask, or a field with its values or a"
+                f" function of them: {name}([0, 1, 2]) or {name}(field='label', values=[0, 1])"
             )
         if self.where is not None and not callable(self.where):
             raise TypeError(f"{name}: where={self.where!r}: give a function of the field's values")
@@ -220,10 +215,8 @@ class RandomSplit(Described, _HoldingOut):
                 f"RandomSplit: stratify={self.stratify!r} with group={self.group!r}: leave one of"
                 " them out; groups that stay whole cannot have their share of each value too"
             )
-        given = self.validation
-        if isinstance(given, bool) or not isinstance(given, Real):
-            raise TypeError(f"validation={given!r}: give a share or a number of rows")
-        given = int(given) if isinstance(given, Integral) else float(given)
+        share = check_number("validation", self.validation)
+        given = int(self.validation) if isinstance(self.validation, Integral) else share
         if not (given >= 1 if isinstance(given, int) else 0 < given < 1):
             raise ValueError(
                 f"validation={given}: give a share of the rows, such as 0.1, or a number of them,"
@@ -314,6 +307,11 @@ class KFold(Described, _HoldingOut):
 
     @override
     def _held_out(self, member: int, fields: Fields) -> Integers:
+        if self.num_folds > fields.num_rows:
+            raise ValueError(
+                f"num_folds={self.num_folds}: of {fields.num_rows} rows, so that folds would be"
+                " empty: give at most as many folds as rows"
+            )
         return self._dealt(fields, self.shuffle)[member :: self.num_folds]
 
 

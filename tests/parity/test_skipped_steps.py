@@ -101,7 +101,14 @@ def test_other_steps_have_the_rows_that_they_would_have_had(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("memmap_dp", 2), ("auto", 1), ("memmap_superbatch", 8)]
+    ("strategy", "devices"),
+    [
+        ("memmap_dp", 2),
+        ("auto", 1),
+        ("memmap_superbatch", 8),
+        ("memmap_model_parallel", 2),
+        ("memmap_independent", 1),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"residency": "stream", "shuffle_window": 3}], ids=str)
 def test_steps_are_left_out_the_same_under_every_strategy(

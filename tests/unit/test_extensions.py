@@ -49,6 +49,18 @@ class TwiceSampler(Sampler):
         return np.where(places < size, places, places - size + size // 2)
 
 
+@dataclass(frozen=True)
+class Newest(Sampler):
+    """The newest row of each shard alone, as often as it has positions."""
+
+    def draw(self, epoch: int, shard: int) -> Integers:
+        return np.full(self.pool.counts[shard], self.pool.sizes[shard] - 1)
+
+
+def newest(pool: Pool, seed: int) -> Sampler:
+    return Newest(pool, seed)
+
+
 def twice(pool: Pool, seed: int) -> Sampler:
     lengths = [size + (size - size // 2) for size in pool.sizes.tolist()]
     return TwiceSampler(pool.with_positions(min(lengths) * pool.num_shards), seed % 2)
@@ -79,13 +91,34 @@ def test_sampler_of_a_test_gives_its_rows_under_any_number_of_devices(tmp_path: 
         assert rows == expected
 
 
-@pytest.mark.parametrize("name", ["TwiceSampler", "twice"])
-def test_sampler_of_a_test_is_named_in_a_config(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        ("sampler: {}.TwiceSampler", 0),
+        ("sampler: {{class_path: {}.TwiceSampler, init_args: {{start: 1}}}}", 1),
+        ("sampler: {}.twice", 0),
+    ],
+)
+def test_sampler_of_a_test_is_named_in_a_config(tmp_path: Path, given: str, start: int) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MemmapDataModule, "data")
-    given = {"store_dir": str(tmp_path), "sampler": f"{__name__}.{name}"}
-    made = parser.instantiate(parser.parse_object({"data": given})).data.sampler
-    assert isinstance(made(pool_of(NUM_ROWS, 24), 0), TwiceSampler)
+    text = f"data: {{store_dir: {tmp_path}, {given.format(__name__)}}}"
+    made = parser.instantiate(parser.parse_string(text)).data.sampler
+    found = made(pool_of(NUM_ROWS, 24), 5)
+    assert isinstance(found, TwiceSampler)
+    assert found.start == start
+
+
+def test_sampler_of_four_lines_is_streamed(tmp_path: Path) -> None:
+    rows = {
+        residency: trained_rows(
+            tmp_path, "memmap_superbatch", 2, 6, sampler=newest, shuffle_window=2, **residency_of
+        )
+        for residency, residency_of in (("mmap", {}), ("stream", {"residency": "stream"}))
+    }
+    assert rows["mmap"] == rows["stream"]
+    # Of each of 24 shards the last row alone, twice.
+    assert set(rows["mmap"]) == set(range(NUM_ROWS - 24, NUM_ROWS))
 
 
 def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, SamplerFactory, Weighted
 from lightning_memmap.sampling.permutations import Tables
+from lightning_memmap.sampling.weighted import WeightedSampler
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.joined import JoinedStore
@@ -145,6 +146,20 @@ def test_checkpoint_of_another_order_is_refused(
     second.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=words):
         next(iter(second))
+
+
+def test_checkpoint_of_an_order_that_was_drawn_otherwise_is_refused(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightedSampler, "version", 1)
+    saved = make(stores, "weighted")
+    next(iter(saved))
+    state = saved.state_dict()
+    monkeypatch.undo()
+    loader = make(stores, "weighted")
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"version=None, .*version=2, .*release of the package"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -15,11 +15,7 @@ import pytest
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.placement import DataTopology, SplitSize
-from lightning_memmap.sampling import (
-    Pool,
-    Sampler,
-    Weighted,
-)
+from lightning_memmap.sampling import Curriculum, Pool, Sampler, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store
 from tests.models import Points, Regression, make_trainer, set_up
@@ -116,10 +112,14 @@ def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Pa
         def offsets(self, epoch: int, shard: int) -> Any:
             return np.arange(self.pool.sizes[shard])[::-1]
 
-    data = make_data(tmp_path, sampler=lambda pool, seed: Reversed(pool), residency="stream")
-    data.prepare_data()
-    with pytest.raises(ValueError, match="Reversed decides itself how rows come"):
-        data.setup("fit")
+    def reversed_rows(pool: Pool, seed: int) -> Sampler:
+        return Reversed(pool)
+
+    for sampler in (reversed_rows, Curriculum({0: None, 1: reversed_rows})):
+        data = make_data(tmp_path, sampler=sampler, residency="stream")
+        data.prepare_data()
+        with pytest.raises(ValueError, match="Reversed decides itself how rows come"):
+            data.setup("fit")
 
 
 def test_order_is_made_once_and_draws_shards_that_are_asked_for(tmp_path: Path) -> None:

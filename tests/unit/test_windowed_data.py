@@ -94,7 +94,7 @@ def test_each_window_is_in_one_shard_and_found_again(
     assert line.stored_rows(in_dataset).tolist() == [row for row, _ in expected]
     assert line.on_line(line.places(numbers)).tolist() == numbers.tolist()
     for pool in (Pool.of(line, num_shards), Pool.of(line, num_shards, is_striped=True)):
-        assert pool.is_striped is (pool.striped is pool)
+        assert pool.is_striped is (SequentialSampler(pool).pool is pool)
         found = [pool.numbers(pool.index(shard)) for shard in range(num_shards)]
         assert [len(each) for each in found] == pool.sizes.tolist()
         assert sorted(np.concatenate(found).tolist()) == numbers.tolist()

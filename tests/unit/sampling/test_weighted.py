@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Pool, Sampler, Weighted
+from lightning_memmap.sampling import Bucketed, Pool, Sampler, Weighted
 from lightning_memmap.sampling.weighted import WeightedSampler
 from tests.rows import StridedRows, pool_of
 
@@ -139,6 +139,34 @@ def test_rows_that_share_an_epoch_are_others_in_another() -> None:
     assert abs(both - 0.24 * epochs) < 5 * np.sqrt(0.25 * 0.75 * epochs)
 
 
+def test_any_two_rows_share_an_epoch_as_often_as_independent_draws_would() -> None:
+    # Of equal weight: whole layers of shards must not come together.
+    epochs = 1500
+    for given_weights, related in ((np.ones(2000), 1.5), (np.arange(1, 2001) % 7 + 1, 1.2)):
+        sampler = made(given_weights, 24, num_samples=1000)
+        counts = np.stack([drawn(sampler, epoch) for epoch in range(epochs)])
+        found = np.corrcoef(counts.T)[~np.eye(2000, dtype=bool)]
+        # 1 if they were independent; rows on cuts are related to their neighbours.
+        assert np.sqrt(epochs * (found**2).mean()) < related
+
+
+def test_shards_that_differ_in_size_hold_what_their_weights_say() -> None:
+    # From many rows of a shard down to a single one.
+    given_weights = 1 / np.arange(1, 20_001)
+    sampler = made(given_weights, 24, num_samples=4800)
+    assert sampler.pool.sizes.min() == 1
+    assert sampler.pool.sizes.max() > 1500
+    counts = np.stack([drawn(sampler, epoch) for epoch in range(200)])
+    expected = 4800 * given_weights / given_weights.sum()
+    assert (counts >= np.floor(expected - 1e-9)).all()
+    assert (counts <= np.ceil(expected + 1e-9)).all()
+    for rows in (slice(1, 20), slice(20, 400), slice(400, None)):
+        assert abs(counts[:, rows].sum(axis=1).mean() - expected[rows].sum()) < 1
+    blocks = sampler.in_blocks(50)
+    for epoch in range(3):
+        assert (drawn(blocks, epoch) == counts[epoch]).all()
+
+
 def test_classes_of_a_field_come_equally_often() -> None:
     label = np.array([0] * 90 + [1] * 9 + [2])
     sampler = Weighted("label").make(pool_of(100, 8), 3, Table(100, label=label))
@@ -151,7 +179,7 @@ def test_classes_are_counted_in_the_training_rows_alone() -> None:
     pool = Pool.of(StridedRows(0, 2).among(pool_of(120, 8).rows), 8)
     fields = Table(120, label=label, weight=label.astype(np.float32))
     sampler = Weighted("label").make(pool, 0, fields)
-    rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(100)])
+    rows = np.stack([sampler.dataset_rows(epoch, range(60)) for epoch in range(400)])
     assert (rows % 2 == 0).all()
     assert abs(label[rows].sum(1).mean() - 30) < 0.5
     rows = Weighted("weight", num_samples=200).make(pool, 0, fields).dataset_rows(0, range(200))
@@ -184,11 +212,24 @@ def test_known_weights_and_seed_give_known_rows() -> None:
     assert uneven.dataset_rows(2, range(50_000, 50_024)).tolist() == GOLDEN_UNEVEN
 
 
-GOLDEN_SMALL = [6, 10, 5, 18, 7, 11, 3, 10, 14, 1, 10, 13]
-GOLDEN_SMALL += [6, 10, 10, 12, 1, 8, 18, 1, 16, 18, 10, 17]
-GOLDEN_LARGE = [5504, 40497, 20842, 36155, 85884]
-GOLDEN_UNEVEN = [69315, 38356, 67132, 31925, 40373, 94181, 62982, 10999, 51367, 97375, 78320, 79858]
-GOLDEN_UNEVEN += [82956, 42591, 73792, 66428, 3864, 64392, 13513, 55369, 95473, 26882, 1947, 51243]
+GOLDEN_SMALL = [18, 10, 2, 18, 10, 13, 6, 10, 11, 1, 10, 8]
+GOLDEN_SMALL += [6, 7, 10, 3, 1, 14, 12, 1, 16, 18, 10, 17]
+GOLDEN_LARGE = [2744, 69969, 27034, 50771, 50244]
+GOLDEN_UNEVEN = [56475, 22300, 68404, 5045, 77213, 95789, 44238, 99414, 29311, 58495, 18728, 9395]
+GOLDEN_UNEVEN += [
+    18469,
+    20655,
+    19288,
+    19653,
+    25104,
+    65040,
+    31369,
+    43417,
+    90289,
+    62978,
+    74234,
+    45171,
+]
 
 
 @pytest.mark.parametrize(
@@ -209,3 +250,11 @@ def test_weights_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         made(given_weights, **options)
+
+
+@pytest.mark.parametrize("given_weights", [None, 3, {1.0}])
+def test_weights_that_are_no_sequence_are_refused_at_once(given_weights: Any) -> None:
+    with pytest.raises(TypeError, match=rf"weights={given_weights}"):
+        Weighted(given_weights)
+    with pytest.raises(TypeError, match=rf"lengths={given_weights}"):
+        Bucketed(given_weights, 8)
