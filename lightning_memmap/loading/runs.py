@@ -5,6 +5,7 @@ the steps of series. Items that follow one another in a file are a run, and do s
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,13 +28,20 @@ _GAP_BYTES = 128 * 2**10
 #: In a table of runs, so many begin in one bucket at most.
 _MAX_BEGINS = 6
 
-#: Reads rows to their places; the argument is scratch memory.
-Read: TypeAlias = Callable[[memoryview], None]
+#: Reads rows to their places.
+Read: TypeAlias = Callable[[], None]
+
+#: Scratch memory of each thread.
+_OF_THREAD = threading.local()
 
 
-def scratch_memory(row_bytes: int) -> memoryview:
-    """Scratch memory for the reads of one thread, aligned for direct reads."""
-    return aligned_memory(max(_READ_BYTES, row_bytes) + 2 * MAX_BLOCK_BYTES)
+def _scratch(row_bytes: int) -> memoryview:
+    """Scratch memory of this thread for one read, aligned for direct reads."""
+    num_bytes = max(_READ_BYTES, row_bytes) + 2 * MAX_BLOCK_BYTES
+    found: memoryview | None = getattr(_OF_THREAD, "memory", None)
+    if found is None or len(found) < num_bytes:
+        found = _OF_THREAD.memory = aligned_memory(num_bytes)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +172,6 @@ def _read(
     ends: Integers,
     places: Integers,
     memory: np.ndarray,
-    scratch: memoryview,
 ) -> None:
     first, last, size = int(begins[0]), int(ends[-1]), file.row_bytes
     place, num_bytes = int(places[0]) * size, (last - first) * size
@@ -172,7 +179,7 @@ def _read(
         # Whole blocks, straight to their place.
         file.read_bytes(first * size, last * size, memory.data[place : place + num_bytes])
         return
-    data = np.frombuffer(file.read_rows(first, last - first, scratch), np.uint8)
+    data = np.frombuffer(file.read_rows(first, last - first, _scratch(size)), np.uint8)
     if len(begins) == 1:
         # numpy lets other threads run meanwhile.
         memory[place : place + num_bytes] = data

@@ -1,27 +1,18 @@
 """A stream: threads read the next window of the files while rows of this one are fetched."""
 
-import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap.loading.ahead import Ahead
 from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import (
-    Leaf,
-    RowSource,
-    Take,
-    in_order,
-    released_error,
-)
-from lightning_memmap.loading.runs import Read, scratch_memory
+from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
 from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
 from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 
@@ -29,9 +20,6 @@ from lightning_memmap.sampling import Integers, ReadWindows, Sampler
 _NUM_BUFFERS = 2
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4
-
-#: Scratch memory of each thread.
-_OF_THREAD = threading.local()
 
 
 class Stream(RowSource):
@@ -82,13 +70,12 @@ class _StreamedEpoch:
         position: int,
         idle: list[StreamMemory],
     ) -> None:
-        self._layout, self._windows, self._epoch = layout, windows, epoch
-        self._idle = idle
-        #: The window whose rows are fetched, and its memory.
-        self._number = windows.number_of(position) - 1
-        self._window: StreamMemory | None = None
-        self._is_closed = False
-        self._start()
+        self._layout, self._windows, self._epoch, self._idle = layout, windows, epoch, idle
+        #: The window whose rows are fetched. Its memory is the first one.
+        self._number = windows.number_of(position)
+        self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
+        for _ in range(_NUM_BUFFERS):
+            self._read(idle.pop() if idle else None)
 
     def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
         """Copy rows into a batch: some after those before, in the order of the windows."""
@@ -106,76 +93,24 @@ class _StreamedEpoch:
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if os.getpid() == self._process:
-            self._threads.shutdown(cancel_futures=True)
         # Nobody writes there any more.
-        self._idle.extend(memory for memory, _ in self._coming)
-        if self._window is not None:
-            self._idle.append(self._window)
-        self._window = None
-        self._coming.clear()
+        self._idle.extend(self._memory.close())
         del self._idle[_NUM_BUFFERS:]
 
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._threads = ThreadPoolExecutor(
-            _NUM_THREADS,
-            "lightning_memmap window-reader",
-            initializer=_make_scratch,
-            initargs=(self._layout.item_bytes,),
-        )
-        #: The memory of coming windows, which are read.
-        self._coming = deque[tuple[StreamMemory, list[Future[None]]]]()
-        for _ in range(min(_NUM_BUFFERS, len(self._windows) - 1 - self._number)):
-            self._read(self._idle.pop() if self._idle else StreamMemory(self._layout))
-
-    def _read(self, memory: StreamMemory) -> None:
+    def _read(self, memory: StreamMemory | None) -> None:
         """Begin to read the next window that is not read yet."""
-        number = self._number + 1 + len(self._coming)
+        number = self._number + len(self._memory)
         if number < len(self._windows):
-            # One future for each thread: one for each read would take longer than short reads.
-            reads, lock = memory.reads(self._windows, self._epoch, number), threading.Lock()
-            threads = [self._threads.submit(self._do, reads, lock) for _ in range(_NUM_THREADS)]
-            self._coming.append((memory, threads))
-        else:
+            memory = memory or StreamMemory(self._layout)
+            reads = partial(memory.reads, self._windows, self._epoch, number)
+            self._memory.begin(memory, reads)
+        elif memory is not None:
             self._idle.append(memory)
 
     def _window_of(self, number: int) -> StreamMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
-        self._check_open()
-        if os.getpid() != self._process:
-            # The threads stayed with the parent, and so did what they had read.
-            self._number -= self._window is not None
-            self._window = None
-            self._start()
-        while self._window is None or self._number < number:
-            if self._window is not None:
-                used, self._window = self._window, None
-                self._read(used)
-            memory, threads = self._coming[0]
-            for each in threads:
-                each.result()
-            self._check_open()
-            self._coming.popleft()
-            self._window, self._number = memory, self._number + 1
-        return self._window
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise released_error()
-
-    def _do(self, reads: Iterator[Read], lock: threading.Lock) -> None:
-        """Do the reads of a window that no other thread does."""
-        while not self._is_closed:
-            with lock:
-                read = next(reads, None)
-            if read is None:
-                return
-            read(_OF_THREAD.scratch)
-
-
-def _make_scratch(item_bytes: int) -> None:
-    _OF_THREAD.scratch = scratch_memory(item_bytes)
+        while self._number < number:
+            used = self._memory.take()
+            self._number += 1
+            self._read(used)
+        return self._memory.first()

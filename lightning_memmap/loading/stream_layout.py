@@ -116,8 +116,6 @@ class StreamLayout:
                 read.append(file)
         #: Makes memory for the rows that have one shape, or for steps.
         self.make_items = partial(WindowItems, columns[0][0].name, read, kinds, most)
-        #: Of the largest item, which scratch memory of a read must hold.
-        self.item_bytes = max((file.row_bytes for file in files if file is not None), default=1)
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where rows are in the files, if these came again for each block."""
