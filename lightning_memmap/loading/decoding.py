@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_memmap.images import ImageError
 from lightning_memmap.loading.ahead import Ahead
-from lightning_memmap.loading.buffers import BufferPool, Buffers
+from lightning_memmap.loading.buffers import BufferPool, empty_buffers
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder
 from lightning_memmap.loading.row_source import Fetched
@@ -77,11 +77,11 @@ class Images:
             pool, num_rows = pools[receiver], len(leaves[next(iter(self.decoders))])
             with torch.inference_mode(False):
                 found = (
-                    Buffers.empty(pool.fields, num_rows, pin_memory=True)
+                    empty_buffers(pool.fields, num_rows, pin_memory=True)
                     if has_streams(device)
                     else pool.get(num_rows)
                 )
-            memory = iter(found.tensors)
+            memory = iter(found)
             for index, decoder in self.decoders.items():
                 rows = leaves[index]
                 assert isinstance(rows, VariableRows)

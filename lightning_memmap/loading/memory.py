@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading.buffers import Buffers, copy_rows, rows_of
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
@@ -137,11 +137,6 @@ class Columns:
         self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
         self.tensors = [each for each in columns if isinstance(each, Tensor)]
-        #: Their rows as raw bytes, where they lie one after the other on the CPU.
-        self._rows = [
-            rows_of(each) if device.type == "cpu" and each.is_contiguous() else None
-            for each in self.tensors
-        ]
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
@@ -150,24 +145,13 @@ class Columns:
         for _, find in self._columns:
             if find is not None and find not in places:
                 places[find] = find(slots)
-        if self.device.type != "cpu":
-            return [
-                column.take(places[find].cpu().numpy())
-                if isinstance(column, Ragged)
-                else column.index_select(0, places[find])
-                for column, find in self._columns
-            ]
-        out = out or Buffers.empty([(c.shape[1:], c.dtype) for c in self.tensors], len(slots))
-        memory = zip(self._rows, out.tensors, out.rows, strict=True)
-        leaves = list[Leaf]()
-        for column, find in self._columns:
-            if isinstance(column, Ragged):
-                leaves.append(column.take(places[find].numpy()))
-            else:
-                rows, target, raw = next(memory)
-                copy_rows(column, rows, places[find], target, raw)
-                leaves.append(target)
-        return leaves
+        memory = iter(out or [])
+        return [
+            column.take(places[find].cpu().numpy())
+            if isinstance(column, Ragged)
+            else torch.index_select(column, 0, places[find], out=next(memory, None))
+            for column, find in self._columns
+        ]
 
 
 @dataclass(frozen=True, eq=False)
