@@ -346,7 +346,7 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
     """
 
     monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda *_: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")
 

@@ -7,7 +7,7 @@ a window. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -26,7 +26,6 @@ from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spa
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
-    ComingItems,
     ItemRows,
     Located,
     OpenColumn,
@@ -90,30 +89,15 @@ class Ragged:
     """Rows of a field that differ in length, by their slots."""
 
     field: Field
-    items: Tensor
-    at: Callable[[Integers], Located]
+    #: The items that rows are among, and where they are.
+    among: Callable[[Integers], tuple[Tensor, Located]]
     allocate: Allocate | None = None
 
     def take(self, slots: Integers) -> VariableRows:
         """The rows in some slots."""
-        starts, sizes = self.at(slots)
-        rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
+        items, (starts, sizes) = self.among(slots)
+        rows = VariableRows(self.field, items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
-
-
-@dataclass(frozen=True, eq=False)
-class _ComingRagged(Ragged):
-    """Rows of a store of which some are still to come, which are copied."""
-
-    column: ComingItems = field(kw_only=True)
-
-    @override
-    def take(self, places: Integers) -> VariableRows:
-        items, sizes, _ = self.column.read(places)
-        assert sizes is not None
-        lengths = sizes.prod(axis=1)
-        starts = np.cumsum(lengths) - lengths
-        return VariableRows(self.field, items, starts, sizes, largest(sizes))
 
 
 #: From slots to the places at which a column has their rows, on the same device.
@@ -252,10 +236,8 @@ def mapped(
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
     """The rows of an open column where they are."""
-    if isinstance(column, ComingItems):
-        return _ComingRagged(column.field, column.items, column.at, column=column)
     if isinstance(column, ItemRows):
-        return Ragged(column.field, column.items, column.at)
+        return Ragged(column.field, column.among)
     return column.tensor.as_subclass(Tensor)
 
 
@@ -329,8 +311,7 @@ def _copied_column(
     items = _copied_items(column.items, pairs, num_items, device)
     none = np.zeros((0, column.field.num_variable), np.int64)
     index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
-    rows = ItemRows(column.field, column.shards, items, index)
-    return Ragged(rows.field, items, rows.at)
+    return Ragged(column.field, ItemRows(column.field, column.shards, items, index).among)
 
 
 def _copied_items(

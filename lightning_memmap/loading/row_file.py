@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.files import replaced
@@ -28,33 +27,40 @@ _MADV_WIPEONFORK = 18 if sys.platform == "linux" else None
 
 
 class RowFile:
-    """A file of rows of one size, or of items, read without the page cache where that can be."""
+    """Rows of one size, or items, in one file or in several, between which bytes are missing.
 
-    def __init__(self, path: Path, row_bytes: int) -> None:
-        self.path = path
+    They are read without the page cache where that can be.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Path, int, int]], row_bytes: int) -> None:
         self.row_bytes = row_bytes
-        #: Reads begin at a multiple of this, in the file and in memory.
+        #: Reads begin at a multiple of this, in the files and in memory.
         self.block_bytes = 1
+        #: The files, and which of all bytes each of them has.
+        self._parts = [
+            (path, self._opened(path), range(first, first + size)) for path, first, size in parts
+        ]
+
+    def _opened(self, path: Path) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._descriptor = self._open(getattr(os, "O_DIRECT", 0))
+            descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0))
         except FileNotFoundError as error:
             raise replaced(path) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._descriptor = self._open(0)
+            descriptor = os.open(path, flags)
         else:
             if hasattr(os, "O_DIRECT"):
-                self.block_bytes = self._find_block_bytes()
-        weakref.finalize(self, os.close, self._descriptor)
+                self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
-    def _open(self, flags: int) -> int:
-        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-
-    def _find_block_bytes(self) -> int:
+    def _find_block_bytes(self, descriptor: int) -> int:
         memory = aligned_memory(2 * _MIN_BLOCK_BYTES)[_MIN_BLOCK_BYTES:]
         try:
-            os.preadv(self._descriptor, [memory], _MIN_BLOCK_BYTES)
+            os.preadv(descriptor, [memory], _MIN_BLOCK_BYTES)
         except OSError:
             return MAX_BLOCK_BYTES
         return _MIN_BLOCK_BYTES
@@ -71,51 +77,33 @@ class RowFile:
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
-        """Read bytes of the file."""
+        """Read bytes, counted over all files."""
+        for path, descriptor, there in self._parts:
+            first, last = max(begin, there.start), min(end, there.stop)
+            if first < last:
+                here = memory[first - begin : self.whole_blocks(last) - begin]
+                self._read_part(path, descriptor, first - there.start, last - there.start, here)
+
+    def _read_part(
+        self, path: Path, descriptor: int, begin: int, end: int, memory: memoryview
+    ) -> None:
         done = 0
         while done < end - begin:
-            count = self._read(begin + done, memory[done:])
+            try:
+                count = os.preadv(descriptor, [memory[done:]], begin + done)
+            except OSError as error:
+                reason = f"{error.strerror}, reading at byte {begin + done}"
+                raise OSError(error.errno, reason, str(path)) from error
             # A direct read can only go on at the start of a block: part of a block is read again.
             went_on = (done + count) // self.block_bytes * self.block_bytes - done
             if done + count < end - begin and not went_on:
                 raise StoreError(
-                    f"{self.path} has {os.fstat(self._descriptor).st_size} bytes, and was read to"
-                    f" byte {end}: it was cut short while it was in use; build the store again"
+                    f"{path} has {os.fstat(descriptor).st_size} bytes, and was read to byte {end}:"
+                    " it was cut short while it was in use; build the store again"
                 )
             done = done + went_on if done + count < end - begin else end - begin
-        if self.block_bytes == 1:
-            self._drop_pages(begin, len(memory))
-
-    def _read(self, offset: int, memory: memoryview) -> int:
-        try:
-            return os.preadv(self._descriptor, [memory], offset)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}, reading at byte {offset}", str(self.path)
-            ) from error
-
-    def _drop_pages(self, begin: int, num_bytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-class JoinedFile(RowFile):
-    """Several files of rows of one size as one, between which bytes are missing."""
-
-    def __init__(self, parts: Sequence[tuple[Path, int, int]], row_bytes: int) -> None:
-        self.row_bytes = row_bytes
-        self._parts = [
-            (RowFile(path, row_bytes), range(first, first + size)) for path, first, size in parts
-        ]
-        self.block_bytes = max(file.block_bytes for file, _ in self._parts)
-
-    @override
-    def read_bytes(self, begin: int, end: int, memory: memoryview) -> None:
-        for file, there in self._parts:
-            first, last = max(begin, there.start), min(end, there.stop)
-            if first < last:
-                here = memory[first - begin : self.whole_blocks(last) - begin]
-                file.read_bytes(first - there.start, last - there.start, here)
+        if self.block_bytes == 1 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, begin, len(memory), os.POSIX_FADV_DONTNEED)
 
 
 def aligned_memory(num_bytes: int) -> memoryview:
@@ -133,15 +121,10 @@ def aligned_memory(num_bytes: int) -> memoryview:
 
 def open_row_files(store: Store, in_steps: Collection[str] = ()) -> list[RowFile | None]:
     """Open the files of all fields of a store."""
-    files: list[RowFile | None] = []
+    files = list[RowFile | None]()
     for column in store.manifest.columns:
         is_series = column.field.name in in_steps
         size = column.field.step_bytes if is_series else column.field.item_bytes
         parts = store.row_files(column)
-        if not parts:
-            files.append(None)
-        elif store.has_gaps:
-            files.append(JoinedFile(parts, size))
-        else:
-            files.append(RowFile(parts[0][0], size))
+        files.append(RowFile(parts, size) if parts else None)
     return files

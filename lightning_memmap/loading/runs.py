@@ -119,10 +119,10 @@ class WindowItems:
         """Where items are in memory, by their places in the files."""
         return torch.from_numpy(self.runs.of(slots.numpy()))
 
-    def located(self, rows: ItemRows, slots: Integers) -> Located:
-        """Where the items of some rows are in memory."""
+    def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
+        """The items of all rows, and where those of some are."""
         starts, sizes = rows.at(slots)
-        return Located(self.runs.of(starts), sizes)
+        return self.memory[0], Located(self.runs.of(starts), sizes)
 
 
 def runs_of(found: Located) -> tuple[Integers, Integers]:

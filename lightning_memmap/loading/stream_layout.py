@@ -53,8 +53,7 @@ class StreamMemory:
             find: Find | None = None
             if isinstance(rows, ItemRows) and (items := self.ragged.get(index)) is not None:
                 # The memory will be read over.
-                at = partial(items.located, rows)
-                columns.append(Ragged(field, items.memory[0], at, byte_pool()))
+                columns.append(Ragged(field, partial(items.among, rows), byte_pool()))
             elif series is None:
                 columns.append(next(memory))
                 find = self.items.places
