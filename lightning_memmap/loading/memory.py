@@ -31,7 +31,7 @@ from lightning_memmap.store.open_columns import (
     OpenColumn,
     packed_index,
 )
-from lightning_memmap.store.segments import pack_segments
+from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
 #: Up to so many rows, a table has their slots, in 4 bytes each where these are below 2**32.
@@ -342,6 +342,7 @@ def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tens
             here = slice(first, end)
             memory = source.view(-1).view(torch.uint8).numpy()
             target = packed.view(-1).view(torch.uint8).numpy()
-            pack_segments(memory, begins[here] * size, target, lengths[here] * size)
+            places = (ends - lengths)[here] - done
+            copy_segments(memory, begins[here] * size, target, places * size, lengths[here] * size)
             yield packed
         first, done = end, int(ends[end - 1])
