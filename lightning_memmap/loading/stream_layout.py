@@ -5,6 +5,7 @@ which are told by their slots, and the items of rows that differ in length. With
 series, the fields that have one value for each series are read in the file mapping.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -21,8 +22,7 @@ from lightning_memmap.loading.memory import (
     SeriesPlaces,
     in_place,
 )
-from lightning_memmap.loading.row_file import RowFile
-from lightning_memmap.loading.runs import Read, WindowItems
+from lightning_memmap.loading.row_file import Read, RowFile, Runs, aligned_memory, reads_of
 from lightning_memmap.sampling import Integers, ReadWindows, WindowedRows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
@@ -36,6 +36,63 @@ _STEPS = 64
 _LOOKUP_ROWS = 2**18
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
+
+
+class WindowItems:
+    """Memory for the items that a window has of some files, at the same places in each of them."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[RowFile | None],
+        kinds: Sequence[tuple[Sequence[int], torch.dtype]],
+        max_items: int,
+    ) -> None:
+        self._name, self._files, self._max_items = name, files, max_items
+        #: By file, the items; undefined before they are read.
+        self.memory = [self._allocate(*kind) for kind in kinds]
+        #: Where the items of the window are.
+        self.runs = Runs(*np.zeros((3, 1), np.int64))
+
+    def _allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that a disk can write items to."""
+        num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
+        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+        return flat.view(dtype).view(self._max_items, *item_shape)
+
+    def reads(self, found: Located) -> Iterator[Read]:
+        """The reads that bring the items of a window to their places."""
+        begins, ends = runs_of(found)
+        lengths = ends - begins
+        if (count := int(lengths.sum())) > self._max_items:
+            raise ValueError(
+                f"residency='stream': a window has {count} items of field {self._name!r}, and"
+                f" windows of rows that follow one another have {self._max_items} at most: let"
+                " block_runs of the sampler return such rows"
+            )
+        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        for file, items in zip(self._files, self.memory, strict=True):
+            if file is not None and items.numel():
+                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
+
+    def places(self, slots: Tensor) -> Tensor:
+        """Where items are in memory, by their places in the files."""
+        return torch.from_numpy(self.runs.of(slots.numpy()))
+
+    def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
+        """The items of all rows, and where those of some are."""
+        starts, sizes = rows.at(slots)
+        return self.memory[0], Located(self.runs.of(starts), sizes)
+
+
+def runs_of(found: Located) -> tuple[Integers, Integers]:
+    """The first item of each run, and one past its last one, ascending."""
+    lengths = found.sizes.prod(axis=1)
+    order = np.argsort(found.starts, kind="stable")
+    begins = found.starts[order]
+    ends = np.maximum.accumulate(begins + lengths[order])
+    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
+    return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
 
 
 class StreamMemory:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import runs
+from lightning_memmap.loading import row_file
 from lightning_memmap.loading.stream import Stream
 from lightning_memmap.loading.stream_layout import (
     StreamMemory,
@@ -110,7 +110,7 @@ def test_each_token_is_read_about_once_however_much_windows_overlap(
     shuffle: bool,
 ) -> None:
     # As in a store whose shards lie further apart.
-    monkeypatch.setattr(runs, "_GAP_BYTES", 0)
+    monkeypatch.setattr(row_file, "_GAP_BYTES", 0)
     data = MemmapDataModule(
         TokenStream(tokens, length, stride, row_tokens=20_000),
         store_dir=tmp_path,
