@@ -41,24 +41,21 @@ _MAX_RUNS = 3
 class WindowItems:
     """Memory for the items that a window has of some files, at the same places in each of them."""
 
-    def __init__(
-        self,
-        name: str,
-        files: Sequence[RowFile | None],
-        kinds: Sequence[tuple[Sequence[int], torch.dtype]],
-        max_items: int,
-    ) -> None:
-        self._name, self._files, self._max_items = name, files, max_items
+    def __init__(self, name: str, max_items: int) -> None:
+        self._name, self._max_items = name, max_items
+        self._files: list[RowFile | None] = []
         #: By file, the items; undefined before they are read.
-        self.memory = [self._allocate(*kind) for kind in kinds]
+        self.memory: list[Tensor] = []
         #: Where the items of the window are.
         self.runs = Runs(*np.zeros((3, 1), np.int64))
 
-    def _allocate(self, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that a disk can write items to."""
+    def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for the items of one more file, which a disk can write to."""
         num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
         flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
-        return flat.view(dtype).view(self._max_items, *item_shape)
+        self._files.append(file)
+        self.memory.append(flat.view(dtype).view(self._max_items, *item_shape))
+        return self.memory[-1]
 
     def reads(self, found: Located) -> Iterator[Read]:
         """The reads that bring the items of a window to their places."""
@@ -101,22 +98,26 @@ class StreamMemory:
     def __init__(self, layout: "StreamLayout") -> None:
         self._layout, series = layout, layout.series
         #: Rows of one shape, or steps.
-        self.items = layout.make_items()
-        #: The items of rows that differ in length, by the places of their fields.
-        self.ragged = {index: make() for index, make in layout.ragged.items()}
+        self.items = WindowItems(layout.columns[0][0].name, layout.most_items)
+        #: The items of each field whose rows differ in length.
+        self.ragged = list[tuple[ItemRows, WindowItems]]()
         columns, finds = list[Tensor | Ragged](), list[Find | None]()
-        memory = iter(self.items.memory)
-        for index, (field, rows) in enumerate(layout.columns):
-            find: Find | None = None
-            if isinstance(rows, ItemRows) and (items := self.ragged.get(index)) is not None:
+        pairs = zip(layout.columns, layout.files, strict=True)
+        for index, ((field, rows), file) in enumerate(pairs):
+            find: Find | None = self.items.places
+            if series is None and isinstance(rows, ItemRows):
+                items = WindowItems(field.name, layout.most_ragged[index])
+                items.add(file, field.item_shape, field.dtype)
+                self.ragged.append((rows, items))
                 # The memory will be read over.
                 columns.append(Ragged(field, partial(items.among, rows), byte_pool()))
+                find = None
             elif series is None:
-                columns.append(next(memory))
-                find = self.items.places
+                columns.append(self.items.add(file, field.item_shape, field.dtype))
             elif field.name in series.line.fields:
-                columns.append(windows_over(next(memory), series.line.length))
-                find = self.items.places
+                step_shape = field.windowed(1).item_shape[1:]
+                steps = self.items.add(file, step_shape, field.dtype)
+                columns.append(windows_over(steps, series.line.length))
             else:
                 columns.append(in_place(rows))
                 find = series.rows_of
@@ -132,9 +133,7 @@ class StreamMemory:
             counts = ends - begins
             shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
             slots = shifts + np.arange(len(shifts))
-            for index, items in self.ragged.items():
-                rows = self._layout.columns[index][1]
-                assert isinstance(rows, ItemRows)
+            for rows, items in self.ragged:
                 yield from items.reads(rows.at(slots))
 
 
@@ -154,24 +153,17 @@ class StreamLayout:
     ) -> None:
         self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
-        self.series, most = series, len(held) * windows.longest
+        self.files, self.series = files, series
+        #: How many rows of one shape, or steps, a window has at most.
+        self.most_items = len(held) * windows.longest
         if series is not None:
-            most = largest_window_steps(held, windows)
-        #: By the place of a field whose rows differ in length, what makes memory for their items.
-        self.ragged = dict[int, Callable[[], WindowItems]]()
-        kinds, read = list[tuple[Sequence[int], torch.dtype]](), list[RowFile | None]()
-        for index, ((field, rows), file) in enumerate(zip(columns, files, strict=True)):
-            name, kind = field.name, (field.item_shape, field.dtype)
-            if series is None and isinstance(rows, ItemRows):
-                items = largest_window(rows, places, held, windows)
-                self.ragged[index] = partial(WindowItems, name, [file], [kind], items)
-            elif series is None or name in series.line.fields:
-                # Of a series, the items are steps.
-                shape = field.item_shape if series is None else field.windowed(1).item_shape[1:]
-                kinds.append((shape, field.dtype))
-                read.append(file)
-        #: Makes memory for the rows that have one shape, or for steps.
-        self.make_items = partial(WindowItems, columns[0][0].name, read, kinds, most)
+            self.most_items = largest_window_steps(held, windows)
+        #: The same of the items of rows that differ in length, by the places of their fields.
+        self.most_ragged = {
+            index: largest_window(rows, places, held, windows)
+            for index, (_, rows) in enumerate(columns)
+            if series is None and isinstance(rows, ItemRows)
+        }
 
     def locate(self, windows: ReadWindows, epoch: int, positions: range) -> Integers:
         """Where rows are in the files, if these came again for each block."""

@@ -113,7 +113,7 @@ class TestMemory:
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        assert StreamMemory(source.layout).ragged[0].memory[0].nbytes == largest
+        assert StreamMemory(source.layout).ragged[0][1].memory[0].nbytes == largest
         topology = DataTopology((CPU,) * 2)
 
         def plan(window: int) -> int:
