@@ -13,7 +13,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
 from lightning_memmap.loading import row_file
-from lightning_memmap.loading.stream_layout import LOOKUP_BYTES
+from lightning_memmap.loading.stream import LOOKUP_BYTES
 from lightning_memmap.sampling import Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
