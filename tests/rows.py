@@ -19,7 +19,7 @@ from lightning_memmap.loading import (
     SuperBatch,
     SuperBatchLoader,
     load_split,
-    runs,
+    row_file,
 )
 from lightning_memmap.loading.row_file import RowFile
 from lightning_memmap.loading.split import largest_window_bytes
@@ -345,8 +345,8 @@ def read_in_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int, read_bytes
         read_bytes: The most bytes that are read at once.
     """
 
-    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda self: block_bytes)
+    monkeypatch.setattr(row_file, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(RowFile, "_find_block_bytes", lambda *_: block_bytes)
     if block_bytes == 1:
         monkeypatch.delattr(os, "O_DIRECT")
 

@@ -3,9 +3,10 @@
 split            the sources of a split, made for its placement
 row_source       what a source is: memory, or a stream
 memory           rows in the file mapping, or copied, and where each of them is
-stream           rows read window by window (stream_layout, runs, row_file)
+stream           rows read window by window (row_file)
 fetch            the rows of coming steps (buffers, device_streams)
 decoding         images of the next step are decoded while a step is used (image_decoder)
+ahead            the threads of both
 variable_rows    rows that differ in length, not copied yet: padded, jagged or listed
 variable_batch   nests a batch, each field in its form
 transform        batch transforms, repeatable

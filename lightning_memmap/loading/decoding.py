@@ -2,23 +2,24 @@
 
 import math
 import os
-import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_memmap.images import ImageError
-from lightning_memmap.loading.buffers import BufferPool, Buffers
+from lightning_memmap.loading.ahead import Ahead
+from lightning_memmap.loading.buffers import BufferPool, empty_buffers
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder
-from lightning_memmap.loading.row_source import Fetched, released_error
+from lightning_memmap.loading.row_source import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Sampler
 
@@ -39,8 +40,7 @@ class Images:
 
     decoders: Mapping[int, ImageDecoder]  # By the place of the field among those of the store.
     num_threads: int
-    _stages: "weakref.WeakSet[_Stage]" = field(default_factory=weakref.WeakSet)
-    _pools: dict[int, BufferPool] = field(default_factory=dict)
+    _begun: "weakref.WeakSet[Ahead[_Step]]" = field(default_factory=weakref.WeakSet)
 
     @property
     def row_bytes(self) -> int:
@@ -49,117 +49,43 @@ class Images:
 
     def decoded(self, steps: Iterator[Fetched], sampler: Sampler) -> Generator[Fetched, None, None]:
         """The same steps with images instead of their bytes, and their places behind the fields."""
-        with closing(_Stage(self, sampler)) as stage:
-            self._stages.add(stage)
+        fields = list[tuple[tuple[int, ...], torch.dtype]]()
+        for decoder in self.decoders.values():
+            fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
+        # Of each receiver.
+        memory = defaultdict[int, BufferPool](partial(BufferPool, fields, _NUM_BUFFERS))
+        # The next step is decoded, and the one behind it.
+        with closing(Ahead[_Step]("decode", self.num_threads)) as begun:
+            self._begun.add(begun)
             for step in steps:
-                stage.begin(step)
-                del step
-                if len(stage.begun) > 1:
-                    yield stage.take()
-            while stage.begun:
-                yield stage.take()
+                images = [*self._images(step, memory)]
+                begun.begin((step, images), partial(_jobs, images))
+                del step, images
+                if len(begun) > 1:
+                    yield _decoded(*begun.take(), sampler)
+            while len(begun):
+                yield _decoded(*begun.take(), sampler)
 
     def release(self) -> None:
         """End all threads. No step comes any more."""
-        for stage in list(self._stages):
-            stage.close()
-        self._pools.clear()
+        for begun in list(self._begun):
+            begun.close()
 
-    def memory(self, num_rows: int, receivers: int, device: torch.device) -> list[Tensor]:
-        """Memory for the images and the places of each field, which nobody else holds."""
-        fields: list[Any] = []
-        for decoder in self.decoders.values():
-            fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
-        if has_streams(device):
-            return Buffers.empty(fields, num_rows, pin_memory=True).tensors
-        with torch.inference_mode(False):
-            if receivers not in self._pools:
-                self._pools[receivers] = BufferPool(fields, _NUM_BUFFERS * receivers)
-            return self._pools[receivers].get(num_rows).tensors
-
-
-class _Stage:
-    """Threads that decode the images of one epoch."""
-
-    def __init__(self, images: Images, sampler: Sampler) -> None:
-        self._images, self._sampler = images, sampler
-        #: The steps whose images are decoded: the next one, and the one behind it.
-        self.begun: list[tuple[Fetched, list[_FieldImages]]] = []
-        self._is_closed = False
-        self._start()
-
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._threads = ThreadPoolExecutor(self._images.num_threads, "decode")
-
-    def begin(self, step: Fetched) -> None:
-        """Let the threads decode the images of a step."""
-        self._check()
-        works = list[_FieldImages]()
+    def _images(self, step: Fetched, pools: Mapping[int, BufferPool]) -> Iterator["_FieldImages"]:
+        """The images of a step, with memory for them that nobody else holds."""
         for receiver, (leaves, device) in enumerate(zip(step.leaves, step.devices, strict=True)):
-            num_rows = len(leaves[next(iter(self._images.decoders))])
-            memory = iter(self._images.memory(num_rows, len(step.leaves), device))
-            for index, decoder in self._images.decoders.items():
+            pool, num_rows = pools[receiver], len(leaves[next(iter(self.decoders))])
+            with torch.inference_mode(False):
+                found = (
+                    empty_buffers(pool.fields, num_rows, pin_memory=True)
+                    if has_streams(device)
+                    else pool.get(num_rows)
+                )
+            memory = iter(found)
+            for index, decoder in self.decoders.items():
                 rows = leaves[index]
                 assert isinstance(rows, VariableRows)
-                works.append(
-                    _FieldImages(receiver, index, decoder, rows, next(memory), next(memory))
-                )
-        self._submit(works)
-        self.begun.append((step, works))
-
-    def _submit(self, works: list["_FieldImages"]) -> None:
-        for each in works:
-            each.submit(self._threads, self._images.num_threads)
-
-    def take(self) -> Fetched:
-        """The step that was begun first, once its images are decoded."""
-        self._check()
-        step, works = self.begun.pop(0)
-        for each in works:
-            for future in each.futures:
-                future.result()
-            if each.errors:
-                raise self._failed(each, step)
-            device = step.devices[each.receiver]
-            step.leaves[each.receiver][each.index] = send(each.pixels, device)
-            if each.decoder.form.with_scale:
-                step.leaves[each.receiver].append(send(each.places, device))
-        return step
-
-    def _failed(self, images: "_FieldImages", step: Fetched) -> Exception:
-        index = min(images.errors)
-        error = images.errors[index]
-        if not isinstance(error, ImageError):
-            return error
-        positions = step.steps.positions[step.rows_of(images.receiver)][index : index + 1]
-        row = self._sampler.dataset_rows(step.steps.epoch, positions)
-        failure = images.decoder.failed(int(row[0]), error)
-        failure.__cause__ = error
-        return failure
-
-    def _check(self) -> None:
-        """Check that the rows are there, and that the threads are those of this process."""
-        if self._is_closed:
-            raise released_error()
-        if os.getpid() != self._process:
-            # The threads stayed with the parent, and so did what they had not decoded.
-            self._start()
-            for _, works in self.begun:
-                self._submit(works)
-
-    def close(self) -> None:
-        """End the threads. No step comes any more."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for _, works in self.begun:
-            for each in works:
-                each.turn = count(len(each.pixels)).__next__
-        self.begun.clear()
-        # When the interpreter ends, it has ended the threads, and much of the library is gone.
-        if os.getpid() == self._process and not sys.is_finalizing():
-            self._threads.shutdown(cancel_futures=True)
+                yield _FieldImages(receiver, index, decoder, rows, next(memory), next(memory))
 
 
 @dataclass(eq=False)
@@ -173,23 +99,47 @@ class _FieldImages:
     pixels: Tensor  # Where they go, uint8 of shape (B, *shape).
     places: Tensor  # Where their scales and offsets go, float32 of shape (B, 3).
     errors: dict[int, Exception] = field(default_factory=dict)  # By its place in the step.
-    turn: Callable[[], int] = count().__next__  # The next image that no thread has begun.
-    futures: list[Future[None]] = field(default_factory=list)
 
-    def submit(self, threads: ThreadPoolExecutor, num_threads: int) -> None:
-        """Let threads decode all images."""
-        self.turn = count().__next__
-        self.futures = [
-            threads.submit(self._decode) for _ in range(min(num_threads, len(self.pixels)))
-        ]
+    def jobs(self) -> Iterator[Callable[[], None]]:
+        """What decodes each image."""
+        data, ends = self.rows.memory, self.rows.starts + self.rows.lengths
+        pixels, places = self.pixels.numpy(), self.places.numpy()
+        for index, (begin, end) in enumerate(zip(self.rows.starts, ends, strict=True)):
+            yield partial(self._decode, index, data[begin:end], pixels[index], places[index])
 
-    def _decode(self) -> None:
-        starts, lengths = self.rows.starts, self.rows.lengths
-        pixels, places, data = self.pixels.numpy(), self.places.numpy(), self.rows.memory
-        # Drawing the next number is one operation, which no other thread can interrupt.
-        while (index := self.turn()) < len(starts):
-            file = data[starts[index] : starts[index] + lengths[index]]
-            try:
-                self.decoder.decode(file, pixels[index], places[index])
-            except Exception as error:
-                self.errors[index] = error
+    def _decode(self, index: int, *arguments: Any) -> None:
+        try:
+            self.decoder.decode(*arguments)
+        except Exception as error:
+            self.errors[index] = error
+
+    def failed(self, step: Fetched, sampler: Sampler) -> Exception:
+        """The error of the first image that cannot be decoded."""
+        index = min(self.errors)
+        error = self.errors[index]
+        if not isinstance(error, ImageError):
+            return error
+        positions = step.steps.positions[step.rows_of(self.receiver)][index : index + 1]
+        row = sampler.dataset_rows(step.steps.epoch, positions)
+        failure = self.decoder.failed(int(row[0]), error)
+        failure.__cause__ = error
+        return failure
+
+
+_Step: TypeAlias = tuple[Fetched, list[_FieldImages]]
+
+
+def _jobs(images: list[_FieldImages]) -> Iterator[Callable[[], None]]:
+    return chain.from_iterable(each.jobs() for each in images)
+
+
+def _decoded(step: Fetched, images: list[_FieldImages], sampler: Sampler) -> Fetched:
+    """A step whose images are decoded."""
+    for each in images:
+        if each.errors:
+            raise each.failed(step, sampler)
+        leaves, device = step.leaves[each.receiver], step.devices[each.receiver]
+        leaves[each.index] = send(each.pixels, device)
+        if each.decoder.form.with_scale:
+            leaves.append(send(each.places, device))
+    return step

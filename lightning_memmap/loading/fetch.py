@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import BufferPool, Buffers
+from lightning_memmap.loading.buffers import BufferPool, Buffers, empty_buffers
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
@@ -58,7 +58,7 @@ class Fetcher:
             elif any(map(has_streams, users)):
                 # Copies to a device may still be reading this memory when the next rows come:
                 # torch's allocator does not hand it out again before they are done.
-                self._memory.append(partial(Buffers.empty, fixed, pin_memory=True))
+                self._memory.append(partial(empty_buffers, fixed, pin_memory=True))
             else:
                 self._memory.append(BufferPool(fixed, slots).get)
 

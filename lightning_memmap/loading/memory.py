@@ -7,7 +7,7 @@ a window. Steps that windows have in common are there once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading.buffers import Buffers, copy_rows, rows_of
+from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
@@ -26,13 +26,12 @@ from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spa
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
-    ComingItems,
     ItemRows,
     Located,
     OpenColumn,
     packed_index,
 )
-from lightning_memmap.store.segments import pack_segments
+from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.series import read_series, series_places, steps_of, windows_over
 
 #: Up to so many rows, a table has their slots, in 4 bytes each where these are below 2**32.
@@ -90,30 +89,15 @@ class Ragged:
     """Rows of a field that differ in length, by their slots."""
 
     field: Field
-    items: Tensor
-    at: Callable[[Integers], Located]
+    #: The items that rows are among, and where they are.
+    among: Callable[[Integers], tuple[Tensor, Located]]
     allocate: Allocate | None = None
 
     def take(self, slots: Integers) -> VariableRows:
         """The rows in some slots."""
-        starts, sizes = self.at(slots)
-        rows = VariableRows(self.field, self.items, starts, sizes, largest(sizes))
+        items, (starts, sizes) = self.among(slots)
+        rows = VariableRows(self.field, items, starts, sizes, largest(sizes))
         return rows if self.allocate is None else rows.but(allocate=self.allocate).copied()
-
-
-@dataclass(frozen=True, eq=False)
-class _ComingRagged(Ragged):
-    """Rows of a store of which some are still to come, which are copied."""
-
-    column: ComingItems = field(kw_only=True)
-
-    @override
-    def take(self, places: Integers) -> VariableRows:
-        items, sizes, _ = self.column.read(places)
-        assert sizes is not None
-        lengths = sizes.prod(axis=1)
-        starts = np.cumsum(lengths) - lengths
-        return VariableRows(self.field, items, starts, sizes, largest(sizes))
 
 
 #: From slots to the places at which a column has their rows, on the same device.
@@ -137,11 +121,6 @@ class Columns:
         self._columns = [*zip(columns, finds or [None] * len(columns), strict=True)]
         #: The fields whose rows have one shape.
         self.tensors = [each for each in columns if isinstance(each, Tensor)]
-        #: Their rows as raw bytes, where they lie one after the other on the CPU.
-        self._rows = [
-            rows_of(each) if device.type == "cpu" and each.is_contiguous() else None
-            for each in self.tensors
-        ]
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
@@ -150,24 +129,13 @@ class Columns:
         for _, find in self._columns:
             if find is not None and find not in places:
                 places[find] = find(slots)
-        if self.device.type != "cpu":
-            return [
-                column.take(places[find].cpu().numpy())
-                if isinstance(column, Ragged)
-                else column.index_select(0, places[find])
-                for column, find in self._columns
-            ]
-        out = out or Buffers.empty([(c.shape[1:], c.dtype) for c in self.tensors], len(slots))
-        memory = zip(self._rows, out.tensors, out.rows, strict=True)
-        leaves = list[Leaf]()
-        for column, find in self._columns:
-            if isinstance(column, Ragged):
-                leaves.append(column.take(places[find].numpy()))
-            else:
-                rows, target, raw = next(memory)
-                copy_rows(column, rows, places[find], target, raw)
-                leaves.append(target)
-        return leaves
+        memory = iter(out or [])
+        return [
+            column.take(places[find].cpu().numpy())
+            if isinstance(column, Ragged)
+            else torch.index_select(column, 0, places[find], out=next(memory, None))
+            for column, find in self._columns
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,10 +236,8 @@ def mapped(
 
 def in_place(column: OpenColumn) -> Tensor | Ragged:
     """The rows of an open column where they are."""
-    if isinstance(column, ComingItems):
-        return _ComingRagged(column.field, column.items, column.at, column=column)
     if isinstance(column, ItemRows):
-        return Ragged(column.field, column.items, column.at)
+        return Ragged(column.field, column.among)
     return column.tensor.as_subclass(Tensor)
 
 
@@ -345,8 +311,7 @@ def _copied_column(
     items = _copied_items(column.items, pairs, num_items, device)
     none = np.zeros((0, column.field.num_variable), np.int64)
     index = packed_index(np.concatenate([none, *(each.sizes for each in found)]))
-    rows = ItemRows(column.field, column.shards, items, index)
-    return Ragged(rows.field, items, rows.at)
+    return Ragged(column.field, ItemRows(column.field, column.shards, items, index).among)
 
 
 def _copied_items(
@@ -377,6 +342,7 @@ def _parts(source: Tensor, begins: Integers, lengths: Integers) -> Iterator[Tens
             here = slice(first, end)
             memory = source.view(-1).view(torch.uint8).numpy()
             target = packed.view(-1).view(torch.uint8).numpy()
-            pack_segments(memory, begins[here] * size, target, lengths[here] * size)
+            places = (ends - lengths)[here] - done
+            copy_segments(memory, begins[here] * size, target, places * size, lengths[here] * size)
             yield packed
         first, done = end, int(ends[end - 1])

@@ -17,10 +17,9 @@ from lightning_memmap.loading.memory import (
 )
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.loading.row_source import RowSource
-from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import (
+from lightning_memmap.loading.stream import (
     LOOKUP_BYTES,
-    StreamLayout,
+    Stream,
     largest_window,
     largest_window_steps,
 )
@@ -150,17 +149,16 @@ def _source(
         if series is None:
             return copied_rows(columns, places, shards, device)
         return copied_windows(columns, series, pool, shards, device)
-    windows, last = placement.size.windows, np.array([store.num_rows - 1])
-    layout = StreamLayout(
+    last = np.array([store.num_rows - 1])
+    return Stream(
         columns,
         open_row_files(store, () if series is None else series.line.fields),
         places,
         int(places.moved(last)[0]) + 1 if series is None else series.num_slots,
         held=shards,
-        windows=windows,
+        windows=placement.size.windows,
         series=series,
     )
-    return Stream(layout, windows.rows)
 
 
 def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]) -> int:

@@ -1,37 +1,139 @@
-"""A stream: threads read the next window of the files while rows of this one are fetched."""
+"""A stream: threads read the next window of the files while rows of this one are fetched.
 
-import os
-import threading
+Items that follow one another in the files do so in memory: rows of one shape and steps of series,
+which are told by their slots, and the items of rows that differ in length. With windows over
+series, the fields that have one value for each series are read in the file mapping.
+"""
+
+import math
 import weakref
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading.buffers import Buffers
-from lightning_memmap.loading.row_source import (
-    Leaf,
-    RowSource,
-    Take,
-    in_order,
-    released_error,
+from lightning_memmap.loading.ahead import Ahead
+from lightning_memmap.loading.buffers import Buffers, byte_pool
+from lightning_memmap.loading.memory import (
+    Columns,
+    Find,
+    Places,
+    Ragged,
+    SeriesPlaces,
+    in_place,
 )
-from lightning_memmap.loading.runs import Read, scratch_memory
-from lightning_memmap.loading.stream_layout import StreamLayout, StreamMemory
-from lightning_memmap.sampling import Integers, ReadWindows, Sampler
+from lightning_memmap.loading.row_file import Read, RowFile, Runs, aligned_memory, reads_of
+from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
+from lightning_memmap.sampling import Integers, ReadWindows, Sampler, WindowedRows
+from lightning_memmap.schema import Field
+from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
+from lightning_memmap.store.series import windows_over
 
 #: Windows in memory: rows are fetched from one while the other is read.
 _NUM_BUFFERS = 2
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4
+#: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
+LOOKUP_BYTES = 56
+#: The largest part of a window is found among those that begin at so many places in its length.
+_STEPS = 64
+#: Rows whose lengths are looked up at once.
+_LOOKUP_ROWS = 2**18
+#: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
+_MAX_RUNS = 3
 
-#: Scratch memory of each thread.
-_OF_THREAD = threading.local()
+
+class WindowItems:
+    """Memory for the items that a window has of some files, at the same places in each of them."""
+
+    def __init__(self, name: str, max_items: int) -> None:
+        self._name, self._max_items = name, max_items
+        self._files: list[RowFile | None] = []
+        #: By file, the items; undefined before they are read.
+        self.memory: list[Tensor] = []
+        #: Where the items of the window are.
+        self.runs = Runs(*np.zeros((3, 1), np.int64))
+
+    def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for the items of one more file, which a disk can write to."""
+        num_bytes = self._max_items * math.prod(item_shape) * dtype.itemsize
+        flat = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+        self._files.append(file)
+        self.memory.append(flat.view(dtype).view(self._max_items, *item_shape))
+        return self.memory[-1]
+
+    def reads(self, found: Located) -> Iterator[Read]:
+        """The reads that bring the items of a window to their places."""
+        begins, ends = runs_of(found)
+        lengths = ends - begins
+        if (count := int(lengths.sum())) > self._max_items:
+            raise ValueError(
+                f"residency='stream': a window has {count} items of field {self._name!r}, and"
+                f" windows of rows that follow one another have {self._max_items} at most: let"
+                " block_runs of the sampler return such rows"
+            )
+        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        for file, items in zip(self._files, self.memory, strict=True):
+            if file is not None and items.numel():
+                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
+
+    def places(self, slots: Tensor) -> Tensor:
+        """Where items are in memory, by their places in the files."""
+        return torch.from_numpy(self.runs.of(slots.numpy()))
+
+    def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
+        """The items of all rows, and where those of some are."""
+        starts, sizes = rows.at(slots)
+        return self.memory[0], Located(self.runs.of(starts), sizes)
+
+
+class StreamMemory:
+    """The memory of a window, on the CPU, with undefined content."""
+
+    def __init__(self, stream: "Stream") -> None:
+        series = stream.series
+        #: Rows of one shape, or steps.
+        self.items = WindowItems(stream.columns[0][0].name, stream.most_items)
+        #: The items of each field whose rows differ in length.
+        self.ragged = list[tuple[ItemRows, WindowItems]]()
+        columns, finds = list[Tensor | Ragged](), list[Find | None]()
+        pairs = zip(stream.columns, stream.files, strict=True)
+        for index, ((field, rows), file) in enumerate(pairs):
+            find: Find | None = self.items.places
+            if series is None and isinstance(rows, ItemRows):
+                items = WindowItems(field.name, stream.most_ragged[index])
+                items.add(file, field.item_shape, field.dtype)
+                self.ragged.append((rows, items))
+                # The memory will be read over.
+                columns.append(Ragged(field, partial(items.among, rows), byte_pool()))
+                find = None
+            elif series is None:
+                columns.append(self.items.add(file, field.item_shape, field.dtype))
+            elif field.name in series.line.fields:
+                step_shape = field.windowed(1).item_shape[1:]
+                steps = self.items.add(file, step_shape, field.dtype)
+                columns.append(windows_over(steps, series.line.length))
+            else:
+                columns.append(in_place(rows))
+                find = series.rows_of
+            finds.append(find)
+        self._columns = Columns(columns, torch.device("cpu"), finds)
+        self.take = self._columns.take
+
+    def reads(self, located: Callable[[], Located]) -> Iterator[Read]:
+        """The reads that fill a window, which several threads may do at once."""
+        yield from self.items.reads(located())
+        if self.ragged:
+            begins, ends = self.items.runs.begins, self.items.runs.ends
+            counts = ends - begins
+            shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
+            slots = shifts + np.arange(len(shifts))
+            for rows, items in self.ragged:
+                yield from items.reads(rows.at(slots))
 
 
 class Stream(RowSource):
@@ -39,10 +141,33 @@ class Stream(RowSource):
 
     device = torch.device("cpu")
 
-    def __init__(self, layout: StreamLayout, window: int) -> None:
-        self.layout, self._window = layout, window
+    def __init__(
+        self,
+        columns: Sequence[tuple[Field, OpenColumn]],
+        files: Sequence[RowFile | None],
+        places: Places,
+        num_slots: int,
+        *,
+        held: Sequence[int],
+        windows: ReadWindows,
+        series: SeriesPlaces | None = None,
+    ) -> None:
+        self.num_slots, self._places, self.columns = num_slots, places, columns
+        self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
+        self.files, self.series = files, series
+        #: How many rows of one shape, or steps, a window has at most.
+        self.most_items = len(held) * windows.longest
+        if series is not None:
+            self.most_items = largest_window_steps(held, windows)
+        #: The same of the items of rows that differ in length, by the places of their fields.
+        self.most_ragged = {
+            index: largest_window(rows, places, held, windows)
+            for index, (_, rows) in enumerate(columns)
+            if series is None and isinstance(rows, ItemRows)
+        }
+        self._window = windows.rows
         #: Memory for windows that nobody uses.
-        self._idle: list[StreamMemory] = []
+        self.idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
@@ -52,14 +177,17 @@ class Stream(RowSource):
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
+        found = self._places.locate(sampler, epoch, positions)
         # As if all windows lay one after the other.
-        return self.layout.locate(ReadWindows(sampler, self._window), epoch, positions)
+        for number, here in ReadWindows(sampler, self._window).parts(positions):
+            found[here] += number * self.num_slots
+        return found
 
     @override
     @contextmanager
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
         windows = ReadWindows(sampler, self._window)
-        with closing(_StreamedEpoch(self.layout, windows, epoch, position, self._idle)) as rows:
+        with closing(_StreamedEpoch(self, windows, epoch, position)) as rows:
             self._epochs.add(rows)
             yield rows.take
 
@@ -68,31 +196,38 @@ class Stream(RowSource):
         super().release()
         for rows in list(self._epochs):
             rows.close()
-        self._idle.clear()
+        self.idle.clear()
+
+    def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
+        """The items of a window in the files: the first of each run, and their number."""
+        if self.series is not None:
+            return located_steps(self.series, self._held, windows, epoch, number)
+        starts, sizes = self._places.starts, self._pool.sizes[self._held]
+        if starts is not None and windows.has_runs:
+            runs = windows.runs(epoch, number)
+            begins = np.array([run.start for run in runs])
+            ends = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
+            counts = np.maximum(0, ends - begins).ravel()
+            firsts = (starts[self._held, None] + begins).ravel()
+            return Located(firsts[counts > 0], counts[counts > 0, None])
+        rows = distinct(self._places.of(windows.index(epoch, number, self._held)))
+        return Located(rows, np.ones((len(rows), 1), np.int64))
 
 
 class _StreamedEpoch:
     """Rows of the windows of one epoch, in the order in which they come."""
 
-    def __init__(
-        self,
-        layout: StreamLayout,
-        windows: ReadWindows,
-        epoch: int,
-        position: int,
-        idle: list[StreamMemory],
-    ) -> None:
-        self._layout, self._windows, self._epoch = layout, windows, epoch
-        self._idle = idle
-        #: The window whose rows are fetched, and its memory.
-        self._number = windows.number_of(position) - 1
-        self._window: StreamMemory | None = None
-        self._is_closed = False
-        self._start()
+    def __init__(self, stream: Stream, windows: ReadWindows, epoch: int, position: int) -> None:
+        self._stream, self._windows, self._epoch = stream, windows, epoch
+        #: The window whose rows are fetched. Its memory is the first one.
+        self._number = windows.number_of(position)
+        self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
+        for _ in range(_NUM_BUFFERS):
+            self._read(stream.idle.pop() if stream.idle else None)
 
     def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
         """Copy rows into a batch: some after those before, in the order of the windows."""
-        size = self._layout.num_slots
+        size = self._stream.num_slots
         first, last = (int(edge) // size for edge in slots.aminmax())
         assert first >= self._number, "windows come in their order"
         if first == last:
@@ -106,76 +241,156 @@ class _StreamedEpoch:
 
     def close(self) -> None:
         """End the threads. No row can be fetched any more."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if os.getpid() == self._process:
-            self._threads.shutdown(cancel_futures=True)
         # Nobody writes there any more.
-        self._idle.extend(memory for memory, _ in self._coming)
-        if self._window is not None:
-            self._idle.append(self._window)
-        self._window = None
-        self._coming.clear()
-        del self._idle[_NUM_BUFFERS:]
+        self._stream.idle.extend(self._memory.close())
+        del self._stream.idle[_NUM_BUFFERS:]
 
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._threads = ThreadPoolExecutor(
-            _NUM_THREADS,
-            "lightning_memmap window-reader",
-            initializer=_make_scratch,
-            initargs=(self._layout.item_bytes,),
-        )
-        #: The memory of coming windows, which are read.
-        self._coming = deque[tuple[StreamMemory, list[Future[None]]]]()
-        for _ in range(min(_NUM_BUFFERS, len(self._windows) - 1 - self._number)):
-            self._read(self._idle.pop() if self._idle else StreamMemory(self._layout))
-
-    def _read(self, memory: StreamMemory) -> None:
+    def _read(self, memory: StreamMemory | None) -> None:
         """Begin to read the next window that is not read yet."""
-        number = self._number + 1 + len(self._coming)
+        number = self._number + len(self._memory)
         if number < len(self._windows):
-            # One future for each thread: one for each read would take longer than short reads.
-            reads, lock = memory.reads(self._windows, self._epoch, number), threading.Lock()
-            threads = [self._threads.submit(self._do, reads, lock) for _ in range(_NUM_THREADS)]
-            self._coming.append((memory, threads))
-        else:
-            self._idle.append(memory)
+            memory = memory or StreamMemory(self._stream)
+            located = partial(self._stream.located, self._windows, self._epoch, number)
+            self._memory.begin(memory, partial(memory.reads, located))
+        elif memory is not None:
+            self._stream.idle.append(memory)
 
     def _window_of(self, number: int) -> StreamMemory:
         """The memory of a window, once it is read. That of earlier windows is used again."""
-        self._check_open()
-        if os.getpid() != self._process:
-            # The threads stayed with the parent, and so did what they had read.
-            self._number -= self._window is not None
-            self._window = None
-            self._start()
-        while self._window is None or self._number < number:
-            if self._window is not None:
-                used, self._window = self._window, None
-                self._read(used)
-            memory, threads = self._coming[0]
-            for each in threads:
-                each.result()
-            self._check_open()
-            self._coming.popleft()
-            self._window, self._number = memory, self._number + 1
-        return self._window
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise released_error()
-
-    def _do(self, reads: Iterator[Read], lock: threading.Lock) -> None:
-        """Do the reads of a window that no other thread does."""
-        while not self._is_closed:
-            with lock:
-                read = next(reads, None)
-            if read is None:
-                return
-            read(_OF_THREAD.scratch)
+        while self._number < number:
+            used = self._memory.take()
+            self._number += 1
+            self._read(used)
+        return self._memory.first()
 
 
-def _make_scratch(item_bytes: int) -> None:
-    _OF_THREAD.scratch = scratch_memory(item_bytes)
+def runs_of(found: Located) -> tuple[Integers, Integers]:
+    """The first item of each run, and one past its last one, ascending."""
+    lengths = found.sizes.prod(axis=1)
+    order = np.argsort(found.starts, kind="stable")
+    begins = found.starts[order]
+    ends = np.maximum.accumulate(begins + lengths[order])
+    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1])[: len(begins)])
+    return begins[firsts], ends[np.append(firsts, len(order))[1:] - 1]
+
+
+def located_steps(
+    series: SeriesPlaces, held: Integers, windows: ReadWindows, epoch: int, number: int
+) -> Located:
+    """The steps of a window of the epoch: the first of each run, and their number."""
+    line, pool = series.line, windows.sampler.pool
+    if windows.has_runs:
+        runs, num_shards = windows.runs(epoch, number), pool.num_shards
+        if pool.is_striped:
+            edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
+            found = line.stretches(num_shards, edges, held.tolist())
+        else:
+            sizes = zip(pool.starts[held], pool.sizes[held], strict=True)
+            edges = [
+                (start + run.start, start + min(run.stop, size))
+                for start, size in sizes
+                for run in runs
+            ]
+            found = line.stretches(num_shards, edges, None)
+        numbers, firsts, counts = found
+    else:
+        firsts = distinct(pool.places(windows.index(epoch, number, held)))
+        numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
+    lengths = (counts - 1) * line.stride + line.length
+    return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
+
+
+def distinct(numbers: Integers) -> Integers:
+    """The different numbers, ascending. numpy's `unique` takes four times as long."""
+    ordered = np.sort(numbers)
+    found: Integers = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+    return found
+
+
+def largest_window(
+    rows: ItemRows, places: Places, shards: Sequence[int], windows: ReadWindows
+) -> int:
+    """How many items the rows of a window have at most, wherever it begins."""
+    window = windows.longest
+    if not windows.has_runs:
+        return sum(_longest(rows, places, shard, window) for shard in shards)
+
+    def in_one_run(shard: int, edges: Integers) -> Integers:
+        size = int(edges[-1])
+        if not size:
+            return np.zeros_like(edges)
+        found = rows.at(places.of(places.pool.starts[shard] + np.minimum(edges, size - 1)))
+        return np.where(edges < size, found.starts, found.starts + found.sizes.prod(axis=1))
+
+    def apart(shard: int, edges: Integers) -> Integers:
+        lengths = [np.zeros(1, np.int64), *_lengths(rows, places, shard)]
+        return np.cumsum(np.concatenate(lengths))[edges]
+
+    sizes, is_one_run = places.pool.sizes, places.starts is not None
+    return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+
+
+def _longest(rows: ItemRows, places: Places, shard: int, count: int) -> int:
+    """How many items so many rows of a shard have at most, whichever they are."""
+    longest = np.zeros(0, np.int64)
+    for lengths in _lengths(rows, places, shard):
+        longest = np.append(longest, lengths)
+        if len(longest) > count:
+            longest = np.partition(longest, -count)[-count:]
+    return int(longest.sum())
+
+
+def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:
+    """The items of each row of a shard, some rows at a time."""
+    index = places.pool.index(shard)
+    for first in range(0, len(index), _LOOKUP_ROWS):
+        yield rows.at(places.of(index[first : first + _LOOKUP_ROWS])).sizes.prod(axis=1)
+
+
+def most_items(
+    sizes: Integers,
+    shards: Sequence[int],
+    window: int,
+    items_before: Callable[[int, Integers], Integers],
+    is_exact: bool = False,
+) -> int:
+    """How many items windows have at most, by the items before some places in a shard."""
+    # The circle has the rows that all shards have. Some have one more.
+    circle = int(sizes.min())
+    step = 1 if is_exact else max(1, window // _STEPS)
+    places = np.append(np.arange(0, circle, step), circle)
+    totals, extra = np.zeros(len(places), np.int64), 0
+    for shard in shards:
+        before = items_before(shard, np.append(places, sizes[shard]))
+        totals += before[:-1] - before[0]
+        extra += int(before[-1] - before[-2])
+    if not circle:
+        return extra
+    # Two rounds of the circle.
+    places = np.append(places, places[1:] + circle)
+    totals = np.append(totals, totals[1:] + totals[-1])
+    num_begins = len(places) // 2
+    # A window that begins before the next place ends before this one.
+    ends = np.searchsorted(places, places[1 : num_begins + 1] - 1 + min(window, circle))
+    return int((totals[ends] - totals[:num_begins]).max()) + extra
+
+
+def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
+    """How many steps a window of the epoch has at most, each counted once for each shard."""
+    window, pool = windows.longest, windows.sampler.pool
+    line = pool.rows
+    assert isinstance(line, WindowedRows)
+    if not windows.has_runs:
+        return len(held) * window * line.length
+    # A run that begins inside of a series.
+    shared = max(0, line.length - line.stride)
+    if pool.is_striped:
+        size = window * pool.num_shards
+        edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
+        return int(np.diff(line.steps_before(edges, True)).max()) + shared
+
+    def steps_before(shard: int, offsets: Integers) -> Integers:
+        return line.steps_before(pool.starts[shard] + offsets, False)
+
+    most = most_items(pool.sizes, held, window, steps_before)
+    return most + _MAX_RUNS * shared * len(held)

@@ -98,7 +98,7 @@ class Collator:
             return [torch.empty((num_rows, *shape), dtype=d, device=device) for shape, d in fields]
         if self._pool.fields != fields:
             self._pool = BufferPool(fields)
-        return self._pool.get(num_rows).tensors
+        return self._pool.get(num_rows)
 
 
 @dataclass(eq=False, repr=False, slots=True)

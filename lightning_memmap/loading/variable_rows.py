@@ -23,7 +23,7 @@ from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Decode, Field, RowList, Values
-from lightning_memmap.store.segments import Bytes, copy_segments, pack_segments
+from lightning_memmap.store.segments import Bytes, copy_segments
 
 #: Small steps are copied together, up to this number of bytes.
 _TOGETHER_BYTES = 2**24
@@ -167,9 +167,11 @@ class VariableRows:
             starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
             shifts = starts.repeat_interleave(counts, output_size=total)
             return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
-        size = self.field.item_bytes
+        size, places = self.field.item_bytes, ends - lengths
         memory = self.allocate(total * size)
-        pack_segments(self.memory, self.starts * size, memory.numpy(), lengths * size)
+        copy_segments(
+            self.memory, self.starts * size, memory.numpy(), places * size, lengths * size
+        )
         return memory.view(self.field.dtype).view(total, *self.field.item_shape)
 
     def packed_together(self) -> Tensor:

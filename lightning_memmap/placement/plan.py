@@ -39,6 +39,10 @@ class Residency(str, Enum):
     #: In the files, read in their order: only two windows of rows are in host memory.
     STREAM = "stream"
 
+    def memory(self, device: torch.device) -> torch.device | None:
+        """The device whose memory shards of a data device take; None where they take none."""
+        return {Residency.DEVICE: device, Residency.HOST: _CPU}.get(self)
+
 
 _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
@@ -202,14 +206,12 @@ def plan_placement(
                 chosen.append(None)
                 continue
             device = topology.data_devices[owner]
-            choice = _choose(
-                residency,
-                device,
-                fits_device=used[device] + size <= budget_bytes[device],
-                fits_host=used[_CPU] + size <= budget_bytes[_CPU],
-            )
-            used[device] += size * (choice is Residency.DEVICE)
-            used[_CPU] += size * (choice is Residency.HOST)
+            for choice in _choices(residency, device):
+                memory = choice.memory(device)
+                if memory is None or used[memory] + size <= budget_bytes[memory]:
+                    break
+            if memory is not None:
+                used[memory] += size
             chosen.append(choice)
         placed[name] = SplitPlacement(split, tuple(chosen))
     if residency == Residency.STREAM.value:
@@ -228,6 +230,14 @@ def plan_placement(
                 f" devices, a larger memory_fraction, smaller dtypes, or {others}"
             )
     return Placement(topology, placed, dict(budget_bytes))
+
+
+def _choices(residency: str, device: torch.device) -> list[Residency]:
+    """Where shards of a data device may live; the first of these that fits is chosen."""
+    if residency != "auto":
+        return [Residency(residency)]
+    is_host = device == _CPU
+    return [Residency.MMAP] if is_host else [Residency.DEVICE, Residency.HOST, Residency.MMAP]
 
 
 def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
@@ -252,18 +262,6 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> N
     )
 
 
-def _choose(
-    residency: str, device: torch.device, *, fits_device: bool, fits_host: bool
-) -> Residency:
-    if residency != "auto":
-        return Residency(residency)
-    if device == _CPU:
-        return Residency.MMAP
-    if fits_device:
-        return Residency.DEVICE
-    return Residency.HOST if fits_host else Residency.MMAP
-
-
 def placement_table(placement: Placement) -> Table:
     """A table with a row for each data device, split and residency of this process."""
     table = Table(title="Placement of shards", title_justify="left")
@@ -275,8 +273,7 @@ def placement_table(placement: Placement) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for held in placement.held():
-        places = {Residency.DEVICE: held.device, Residency.HOST: torch.device("cpu")}
-        place = places.get(held.residency)
+        memory = held.residency.memory(held.device)
         cells = [
             held.device_name,
             held.split,
@@ -284,7 +281,7 @@ def placement_table(placement: Placement) -> Table:
             str(len(held.shards)),
             f"{held.num_rows:,}",
             format_bytes(held.num_bytes),
-            "-" if place is None else format_bytes(placement.budget_bytes[place]),
+            "-" if memory is None else format_bytes(placement.budget_bytes[memory]),
             _windows(placement, held),
         ]
         table.add_row(*cells[: len(table.columns)])

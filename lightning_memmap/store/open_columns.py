@@ -19,6 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.fields import take_rows
 from lightning_memmap.store.files import open_plain, unreadable
@@ -180,6 +181,10 @@ class ItemRows:
             raise damaged_index(self.field)
         return Located(starts, sizes)
 
+    def among(self, locations: Integers) -> tuple[Tensor, Located]:
+        """The items that rows are among, and where they are."""
+        return self.items, self.at(locations)
+
     def lengths(self) -> Integers:
         """The items of each row, int64 of shape (rows,), in dataset order."""
         lengths = np.empty(self.shards.num_rows, np.int64)
@@ -217,6 +222,12 @@ class ComingItems(ItemRows):
     @override
     def at(self, locations: Integers) -> Located:
         return self.whole().at(locations)
+
+    @override
+    def among(self, locations: Integers) -> tuple[Tensor, Located]:
+        items, sizes, _ = self.read(locations)
+        assert sizes is not None
+        return items, Located(firsts_of(sizes.prod(axis=1)), sizes)
 
     @override
     def fetch(self, rows: Integers) -> list[Tensor]:

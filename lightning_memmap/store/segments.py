@@ -10,11 +10,9 @@ from lightning_memmap.sampling import Integers
 Bytes = NDArray[np.uint8]
 
 #: From this length on, one call for each piece costs less than dividing it into blocks.
-LONG_BYTES = 2**11
+_LONG_BYTES = 2**11
 #: Blocks are copied through a buffer of this size, which stays in the processor's cache.
 _PASS_BYTES = 2**17
-#: At most this many times the bytes of the pieces are copied to spare calls.
-_MOST_COPIED = 2.5
 
 
 def copy_segments(
@@ -26,14 +24,14 @@ def copy_segments(
     for memory, firsts in ((source, starts), (target, places)):
         if firsts.min() < 0 or (firsts + lengths).max() > len(memory) or lengths.min() < 0:
             raise IndexError("a piece is outside the memory that it is copied from or to")
-    long = np.flatnonzero(lengths >= LONG_BYTES)
+    long = np.flatnonzero(lengths >= _LONG_BYTES)
     # Python takes half as long as numpy to cut a piece out of memory.
     taken, put = source.data, target.data
     begins, ends = starts[long], places[long]
     edges = (begins, begins + lengths[long], ends, ends + lengths[long])
     for begin, stop, place, end in zip(*(edge.tolist() for edge in edges), strict=True):
         put[place:end] = taken[begin:stop]
-    for block, found in _by_block(lengths, LONG_BYTES):
+    for block, found in _by_block(lengths, _LONG_BYTES):
         blocks, spots = _windows(source, block), _windows(target, block)
         begins, ends, rests = starts[found], places[found], lengths[found] - block
         step = _PASS_BYTES // block
@@ -42,28 +40,6 @@ def copy_segments(
             rest = rests[first : first + step]
             spots[end] = blocks[begin]
             spots[end + rest] = blocks[begin + rest]
-
-
-def pack_segments(source: Bytes, starts: Integers, target: Bytes, lengths: Integers) -> None:
-    """Copy pieces of memory, one directly after the other."""
-    places = np.cumsum(lengths) - lengths
-    longest = int(lengths.max(initial=0))
-    is_uneven = longest * len(lengths) > _MOST_COPIED * len(target)
-    if longest >= LONG_BYTES or is_uneven or lengths.min(initial=0) < 0:
-        copy_segments(source, starts, target, places, lengths)
-        return
-    # Each piece is copied together with what follows it, which the next piece then overwrites.
-    has_room = (starts >= 0) & (starts + longest <= len(source))
-    has_room &= places + longest <= len(target)
-    if longest and has_room.any():
-        whole = np.flatnonzero(has_room)
-        taken, put = _windows(source, longest), _windows(target, longest)
-        step = max(1, _PASS_BYTES // longest)
-        for first in range(0, len(whole), step):
-            some = whole[first : first + step]
-            put[places[some]] = taken[starts[some]]
-    left = np.flatnonzero(~has_room)
-    copy_segments(source, starts[left], target, places[left], lengths[left])
 
 
 def _by_block(lengths: Integers, below: int) -> Iterator[tuple[int, Integers]]:

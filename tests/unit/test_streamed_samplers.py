@@ -12,8 +12,8 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.errors import PlacementError, StoreError
-from lightning_memmap.loading import runs
-from lightning_memmap.loading.stream_layout import LOOKUP_BYTES
+from lightning_memmap.loading import row_file
+from lightning_memmap.loading.stream import LOOKUP_BYTES
 from lightning_memmap.sampling import Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream
@@ -41,7 +41,7 @@ def test_one_read_has_rows_of_several_files_and_what_lies_between(
     stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int
 ) -> None:
     expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
-    monkeypatch.setattr(runs, "_GAP_BYTES", gap_bytes)
+    monkeypatch.setattr(row_file, "_GAP_BYTES", gap_bytes)
     data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
     assert epoch_of(data) == expected
 
@@ -95,7 +95,7 @@ def test_bytes_of_a_token_mixture_are_read_about_once(
     num_samples: int,
 ) -> None:
     # As in stores whose shards lie further apart.
-    monkeypatch.setattr(runs, "_GAP_BYTES", 0)
+    monkeypatch.setattr(row_file, "_GAP_BYTES", 0)
     sizes = {"a": 9000, "b": 600}
     sampler = Mixture(shares, num_samples)
     data = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40)

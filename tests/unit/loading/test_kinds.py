@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, runs
+from lightning_memmap.loading import FormedCollate, SuperBatchLoader, row_file
 from lightning_memmap.placement import DataTopology, Residency
 from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted, striping
 from lightning_memmap.schema import Windows, read_forms
@@ -205,8 +205,8 @@ def test_runs_are_read_to_their_places_wherever_their_blocks_begin(
 def test_rows_that_lie_apart_are_read_in_pieces(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, kind: str, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(runs, "_READ_BYTES", read_bytes)
-    monkeypatch.setattr(runs, "_GAP_BYTES", read_bytes // 2)
+    monkeypatch.setattr(row_file, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(row_file, "_GAP_BYTES", read_bytes // 2)
     for num_devices in (1, 5):
         streamed, mapped = both(
             stores, kind, num_devices=num_devices, window=4, subset=StridedRows(1, 3, excluded=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_memmap.loading.runs import Runs
+from lightning_memmap.loading.row_file import Runs
 
 
 @pytest.mark.parametrize(

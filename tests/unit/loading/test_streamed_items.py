@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_window_bytes
-from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import LOOKUP_BYTES, StreamMemory, largest_window
+from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
     Pool,
@@ -113,7 +112,7 @@ class TestMemory:
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
         assert isinstance(source, Stream)
-        assert StreamMemory(source.layout).ragged[0].memory[0].nbytes == largest
+        assert StreamMemory(source).ragged[0][1].memory[0].nbytes == largest
         topology = DataTopology((CPU,) * 2)
 
         def plan(window: int) -> int:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.loading import runs
-from lightning_memmap.loading.stream import Stream
-from lightning_memmap.loading.stream_layout import (
+from lightning_memmap.loading import row_file
+from lightning_memmap.loading.stream import (
+    Stream,
     StreamMemory,
     largest_window_steps,
     located_steps,
@@ -110,7 +110,7 @@ def test_each_token_is_read_about_once_however_much_windows_overlap(
     shuffle: bool,
 ) -> None:
     # As in a store whose shards lie further apart.
-    monkeypatch.setattr(runs, "_GAP_BYTES", 0)
+    monkeypatch.setattr(row_file, "_GAP_BYTES", 0)
     data = MemmapDataModule(
         TokenStream(tokens, length, stride, row_tokens=20_000),
         store_dir=tmp_path,
@@ -138,8 +138,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
     loader = make_window_loader(store, Windows(64, 1), **options)
     (source,) = loader._rows.sources
     assert isinstance(source, Stream)
-    layout = source.layout
-    steps = StreamMemory(layout).items.memory[0]
+    steps = StreamMemory(source).items.memory[0]
     # Of 40,000 windows of 64 tokens.
     assert 40_000 * 2 <= steps.nbytes < 44_000 * 2
     for memory in (2 * 44_000 * 2, 2 * 30_000 * 2):

@@ -17,7 +17,7 @@ from lightning_memmap.loading import FormedCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
-from lightning_memmap.store.segments import copy_segments, pack_segments
+from lightning_memmap.store.segments import copy_segments
 from tests.datasets import Counting, Ragged, Replaced, Wrapped
 from tests.unit.store.layout import names_in
 from tests.unit.store.signing import sign_manifest
@@ -66,9 +66,7 @@ alike = st.lists(st.tuples(st.integers(0, 4900), st.integers(60, 100)), min_size
 
 
 @given(pieces | alike, st.integers(0, 2**31))
-def test_segments_are_copied_and_packed_as_slices_are(
-    found: list[tuple[int, int]], seed: int
-) -> None:
+def test_segments_are_copied_as_slices_are(found: list[tuple[int, int]], seed: int) -> None:
     # The last of them is at the end of the memory.
     size = max((start + length for start, length in found), default=0)
     source = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
@@ -80,9 +78,6 @@ def test_segments_are_copied_and_packed_as_slices_are(
     parts = [source[start : start + length] for start, length in found]
     expected = np.concatenate([np.zeros(0, np.uint8), *parts])
     assert np.array_equal(target, expected)
-    target[:] = 0
-    pack_segments(source, starts, target, lengths)
-    assert np.array_equal(target, expected)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +88,6 @@ def test_segment_outside_memory_is_refused(start: int, place: int, length: int) 
     numbers = [np.array([number], np.int64) for number in (start, place, length)]
     with pytest.raises(IndexError, match="outside the memory"):
         copy_segments(memory[0], numbers[0], memory[1], numbers[1], numbers[2])
-    if not place:
-        with pytest.raises(IndexError, match="outside the memory"):
-            pack_segments(memory[0], numbers[0], memory[1], numbers[2])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
