@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_memmap.data.set_up import SetUp
+from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import argument_of
 from lightning_memmap.errors import with_article
@@ -24,7 +24,7 @@ class FirstEpoch:
     def __init__(self) -> None:
         self._builds: list[BackgroundBuild] = []
 
-    def begin(self, stores: SplitStores, splits: Iterable[str]) -> list[str]:
+    def begin(self, planner: Planner, splits: Iterable[str]) -> list[str]:
         """Begin to build the stores of splits, whose rows can then be read.
 
         Returns:
@@ -34,13 +34,14 @@ class FirstEpoch:
             ValueError: A dataset is a stream.
             MemmapError: No store can be made of a dataset; see `build_store`.
         """
+        stores = planner.stores
         others = [
             split for split in splits if not any(each.is_building(split) for each in self._builds)
         ]
         asked = {split: _asked(stores, split) for split in others if _can_grow(stores, split)}
         if not asked:
             return others
-        self._builds.append(BackgroundBuild(asked, stores.options.num_workers))
+        self._builds.append(BackgroundBuild(asked, stores.options.num_workers, planner.first_rows))
         return [split for split in others if split not in asked]
 
     def end(self) -> None:

@@ -372,7 +372,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores.check()
         splits = dict.fromkeys(map(stores.stored_split, self._splits()))
         parts = (part for split in splits for part in stores.parts(split))
-        for part in self._first_epoch.begin(stores, parts):
+        planner = Planner(stores, topology_of(self._strategy), self._is_overfitting)
+        for part in self._first_epoch.begin(planner, parts):
             stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:

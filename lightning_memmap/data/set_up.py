@@ -1,8 +1,12 @@
 """The set-up of a data module: its open stores, where their shards live, and the order of rows."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from warnings import catch_warnings, simplefilter
+
+import numpy as np
 
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
@@ -16,13 +20,13 @@ from lightning_memmap.placement import (
     device_budgets,
     plan_placement,
 )
-from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling import Integers, Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
-#: Steps whose rows are asked for before there is a loader.
+#: Steps whose rows are read before there is a loader.
 FIRST_STEPS = 16
 
 
@@ -36,14 +40,9 @@ class Planner:
     is_overfitting: bool = False
 
     def place(self, opened: Mapping[str, Store]) -> Placement:
-        """Plan where the shards live, and ask for the first rows where they are still to come."""
+        """Plan where the shards live."""
         options, topology = self.stores.options, self.topology
         sizes = {split: self.size(split, store) for split, store in opened.items()}
-        # Before all else: they take a while.
-        if "train" in opened and (supply := opened["train"].supply) is not None:
-            order = sizes["train"].order
-            num_rows = FIRST_STEPS * options.batch_size * topology.num_data_devices
-            supply.want(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )
@@ -57,6 +56,20 @@ class Planner:
             if opened[split].supply is not None
         }
         return replace(placement, splits={**placement.splits, **coming})
+
+    def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
+        """The rows of the first training steps, by store, each with its place among them. Of the
+        stores no row need be there."""
+        num_rows = FIRST_STEPS * self.stores.options.batch_size * self.topology.num_data_devices
+        # Some orders look up a field, and what is wrong with an order is said at the set-up.
+        with suppress(Exception), catch_warnings():
+            simplefilter("ignore")
+            if (store := self.stores.joined("train", found)) is not None:
+                order = self.size("train", store).order
+                rows = order.dataset_rows(0, range(min(num_rows, order.num_positions)))
+                parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
+                return {name: np.stack(each[1:]) for name, each in parts}
+        return {}
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> "SetUp":
         """Make the shards resident."""

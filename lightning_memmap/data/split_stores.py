@@ -2,7 +2,7 @@
 their rows a split has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import length_hint
 from pathlib import Path
@@ -151,17 +151,22 @@ class SplitStores:
         for split in splits:
             found = {part: self._open(part) for part in self.parts(split)}
             stores = {part: store for part, store in found.items() if store is not None}
-            if {*found} != {split}:
-                named = {part.partition("/")[2]: store for part, store in stores.items()}
-                opened[split] = JoinedStore(Path(str(self.path(split))), named)
-            elif stores:
-                opened[split] = stores[split]
+            if (joined := self.joined(split, stores)) is not None:
+                opened[split] = joined
             elif given := [name for name, each in self.options.by_split() if each == split]:
                 raise ValueError(
                     f"{given[0]} for {split!r}: there are no such rows: give {argument_of(split)},"
                     f" or leave {split!r} out of {given[0]}"
                 )
         return opened
+
+    def joined(self, split: str, found: Mapping[str, Store]) -> Store | None:
+        """The store of a split, which is that of its only part, or several as one."""
+        parts = self.parts(split)
+        if parts == [split]:
+            return found.get(split)
+        named = {part.partition("/")[2]: found[part] for part in parts}
+        return JoinedStore(Path(str(self.path(split))), named)
 
     def _open(self, split: str) -> Store | None:
         """Open a store, and check that it is of its dataset."""

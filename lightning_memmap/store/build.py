@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
-from lightning_memmap.sampling import default_shards
+from lightning_memmap.sampling import Shards, default_shards
 from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
@@ -37,7 +37,7 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import known_forms
+from lightning_memmap.store.sources import is_read_by_item, known_forms
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
@@ -387,6 +387,21 @@ class Asked:
         return is_stream(self.dataset)
 
     @property
+    def is_read_by_item(self) -> bool:
+        """Whether each row of the dataset is made by itself, as far as its class tells."""
+        return not isinstance(self.dataset, Store) and is_read_by_item(self.dataset)
+
+    @property
+    def shards(self) -> Shards:
+        """The rows of a map-style dataset, divided."""
+        check_length(self.dataset)
+        return self._shards(len(self.dataset))
+
+    def _shards(self, num_rows: int) -> Shards:
+        given = self.num_shards
+        return Shards(num_rows, default_shards(num_rows) if given is None else int(given))
+
+    @property
     def show(self) -> ShowProgress:
         """What shows the progress."""
         return partial(show_progress, hidden=not self.progress)
@@ -408,10 +423,10 @@ class Asked:
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""
-        num_rows = len(rows)
+        shards = self._shards(len(rows))
         return Manifest.draft(
-            num_rows,
-            default_shards(num_rows) if self.num_shards is None else int(self.num_shards),
+            shards.num_rows,
+            shards.num_shards,
             probes.schema,
             probes=probes.digests,
             fingerprint=identity,

@@ -82,23 +82,9 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     assert_finishes(server, directory)
 
 
-work = workers_module._work
-
-
-def work_and_end(make: bytes, task: Any) -> Any:
-    """A worker that ends when its task is done, if its builder is gone."""
-    builder = os.getpgid(0)
-    try:
-        return work(make, task)
-    finally:
-        if os.getppid() != builder:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def build_outlived(dataset: Any, path: Path) -> None:
-    """Build with workers that do not end with this process."""
+    """Build with workers that end only once they have done their tasks, if this process ends."""
     workers_module.end_with_starter = lambda: None
-    workers_module._work = work_and_end
     build_and_check(dataset, path, range_rows=RANGE_ROWS, num_workers=2)
 
 
@@ -244,7 +230,7 @@ def pid_of_worker(task: int) -> int:
 def test_processes_end_though_one_of_them_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "_PATIENCE_S", 0.2)
     workers, pids = Workers(None, 2), set[int]()
-    workers.run(pid_maker, range(8), pids.add)
+    workers.run(pid_maker, range(8), lambda _, pid: pids.add(pid))
     # Like one that waits for a lock of another that was killed.
     os.kill(min(pids), signal.SIGSTOP)
     workers.close()
