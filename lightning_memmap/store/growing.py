@@ -55,7 +55,7 @@ from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
-_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
+_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.01, 0.05, 32 * 2**20
 #: Rows that a process reads at most before it is known how they are stored.
 _NUM_AHEAD = 2 * NUM_PROBES
 #: How often a reader looks whether rows are there, less and less often, and at whether the build is
