@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress, validate_anew
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
+from lightning_memmap.data.first_epoch import show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -49,6 +49,7 @@ from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, 
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
+from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -210,7 +211,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._resume: Resume | None = None
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
-        self._first_epoch = FirstEpoch()
+        self._builds: list[BackgroundBuild] = []
         SplitStores(self.options, None, self._built).check_datasets()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
@@ -233,7 +234,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 )
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
-        other._built, other._first_epoch = dict(self._built), FirstEpoch()
+        other._built, other._builds = dict(self._built), []
         return other
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -289,7 +290,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             "trainer": None if self._running is None else self.trainer,
             "_set_up": None,
             "_train_loader": None,
-            "_first_epoch": FirstEpoch(),
+            "_builds": [],
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
@@ -353,6 +354,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise self._split_stores.missing(split)
         return rows
 
+    @property
+    def _planner(self) -> Planner:
+        return Planner(self._split_stores, topology_of(self._strategy), self._is_overfitting)
+
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built.
 
@@ -371,9 +376,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores = self._split_stores
         stores.check()
         splits = dict.fromkeys(map(stores.stored_split, self._splits()))
-        parts = (part for split in splits for part in stores.parts(split))
-        planner = Planner(stores, topology_of(self._strategy), self._is_overfitting)
-        for part in self._first_epoch.begin(planner, parts):
+        parts = [part for split in splits for part in stores.parts(split)]
+        for build in self._builds:
+            parts = [part for part in parts if not build.is_building(part)]
+        asked = {part: stores.asked(part, self.num_shards) for part in parts if stores.grows(part)}
+        if asked:
+            plan = partial(Planner.first_rows, self._planner)
+            self._builds.append(BackgroundBuild(asked, self.num_workers, plan))
+        for part in [part for part in parts if part not in asked]:
             stores.build(part)
 
     def setup(self, stage: str | None = None) -> None:
@@ -417,8 +427,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        topology = topology_of(self._strategy)
-        planner = Planner(self._split_stores, topology, self._is_overfitting)
+        planner = self._planner
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
@@ -447,14 +456,18 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             stage: Not used.
         """
         self._release()
-        self._first_epoch.end()
+        self._end_builds()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """End the builds that go on while training: the next run goes on with their rows."""
-        self._first_epoch.end()
+        self._end_builds()
+
+    def _end_builds(self) -> None:
+        while self._builds:
+            self._builds.pop().stop()
 
     def _release(self) -> None:
         if self._set_up is not None:
@@ -662,7 +675,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = self._set_up
         # Not while a training epoch goes on.
         if made is not None and not made.is_released and split == next(iter(made.stores)):
-            self._set_up = found = renewed(made)
+            self._set_up = found = made.renewed()
             if found is not made:
                 self._print_placement(found.placement)
         return self._rows.get(split)

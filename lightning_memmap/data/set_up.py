@@ -15,7 +15,6 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
-    Residency,
     SplitSize,
     device_budgets,
     plan_placement,
@@ -46,16 +45,7 @@ class Planner:
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )
-        placement = plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
-        # Rows that are still to come are read from the files that they come into.
-        coming = {
-            split: replace(
-                placed, residency=tuple(each and Residency.MMAP for each in placed.residency)
-            )
-            for split, placed in placement.splits.items()
-            if opened[split].supply is not None
-        }
-        return replace(placement, splits={**placement.splits, **coming})
+        return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
 
     def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
         """The rows of the first training steps, by store, each with its place among them. Of the
@@ -175,6 +165,19 @@ class SetUp:
                 values[f"the {part} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values
+
+    def renewed(self) -> "SetUp":
+        """The same set-up, once stores whose rows were to come are whole."""
+        whole = {
+            split: found
+            for split, store in self.stores.items()
+            if store.supply is not None and (found := store.finished()) is not None
+        }
+        if not whole:
+            return self
+        self.release()
+        opened = {**self.stores, **whole}
+        return self.planner.load(opened, self.planner.place(opened))
 
     @property
     def is_released(self) -> bool:

@@ -3,6 +3,7 @@ their rows a split has.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import length_hint
 from pathlib import Path
@@ -17,16 +18,19 @@ from lightning_memmap.errors import (
     StoreNotFoundError,
     naming,
     nearest,
+    with_article,
 )
 from lightning_memmap.sampling import Integers, Rows, Selection
 from lightning_memmap.schema import Windows
-from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import RemoteStore
+from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 
@@ -118,32 +122,46 @@ class SplitStores:
         """Build the store of a split from its dataset, or find it built."""
         options, dataset = self.options, self.datasets[split]
         # At a URL, `open` finds a store or says that there is none.
-        if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
+        if dataset is None or isinstance(self.directory, StoreUrl):
             return
-        self.check_place(split)
+        path = self.directory / split
+        with suppress(MemmapError):
+            if self._is_its_own(split, open_store(path)):
+                return
+        self._check_place(split)
         if not length_hint(dataset, 1):
             raise ValueError(
                 f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
                 " leave it out"
             )
-        path = self.directory / split
         # The rows of a store that is there are striped again where they are to be.
         is_kept = not options.overwrite and is_store(path)
         with naming(split):
-            store = build_store(
-                dataset,
-                path,
-                num_shards=None if is_kept else options.num_shards,
-                num_workers=options.num_workers,
-                overwrite=options.overwrite,
-                fingerprint=options.fingerprint_of(split),
-                variable=options.variable,
-            )
-        self.note(split, store)
-
-    def note(self, split: str, store: Store) -> None:
-        """Note that the store of a split is of its dataset."""
+            asked = self.asked(split, None if is_kept else options.num_shards)
+            store = build(asked, overwrite=options.overwrite)
         self.built[split] = self._source(split, store)
+
+    def asked(self, split: str, num_shards: int | None) -> Asked:
+        """What is asked to be built for a split."""
+        options, path = self.options, Path(self.directory / split)
+        fingerprint, dataset = options.fingerprint_of(split), self.datasets[split]
+        return Asked(dataset, path, num_shards, options.num_workers, fingerprint, options.forms)
+
+    def grows(self, split: str) -> bool:
+        """Whether a store is to be built while rows of it are read, and is not there."""
+        dataset, path = self.datasets[split], self.directory / split
+        if self.options.build == "first" or dataset is None or not isinstance(path, Path):
+            return False
+        if is_store(path) or not length_hint(dataset, 1):
+            return False
+        if is_stream(dataset):
+            raise ValueError(
+                f"{argument_of(split)}, {with_article(type(dataset).__name__)}, with"
+                " build='while_training': its rows come in an order of their own, and training"
+                " needs others: give build='first', or a map-style dataset"
+            )
+        self._check_place(split)
+        return True
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
         """Open the stores that have the rows of splits, of which some may have none."""
@@ -175,6 +193,7 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
+            self.built[split] = self._source(split, growing)
             return growing
         try:
             store = (
@@ -239,22 +258,16 @@ class SplitStores:
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
-    def _is_known(self, split: str) -> bool:
-        """Whether the store of a split is there as this data module has last left it."""
-        try:
-            return self._is_its_own(split, open_store(self.directory / split))
-        except MemmapError:
-            return False
-
     def _is_its_own(self, split: str, store: Store) -> bool:
+        """Whether the store of a split is there as this data module has last left it."""
         built, source = self.built.get(split), self._source(split, store)
         return built is not None and built[0] is source[0] and built[1:] == source[1:]
 
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the content of the store."""
+        """A dataset, the options that its store depends on, and the build of the store."""
         options = self.options
         given = options.num_shards, options.fingerprint_of(split)
-        return self.datasets[split], *given, store.manifest.content
+        return self.datasets[split], *given, store.manifest.generation
 
     @property
     def _selecting(self) -> str:
@@ -291,7 +304,7 @@ class SplitStores:
             )
         return member
 
-    def check_place(self, split: str) -> None:
+    def _check_place(self, split: str) -> None:
         """Check that the stores of several datasets do not go into the store of one."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind

@@ -110,12 +110,17 @@ def build_store(
     """
     forms = read_forms(variable)
     asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
+    return build(asked, overwrite=overwrite)
+
+
+def build(asked: "Asked", *, overwrite: bool = False) -> Store:
+    """Build what is asked for, or open it; see `build_store`."""
+    dataset, num_workers, directory = asked.dataset, asked.num_workers, asked.directory
     if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
-    directory = asked.directory
     check_free(directory.path, "`store_dir`")
     if is_store(directory.path) and not overwrite:
         return _reopen(asked)
@@ -125,7 +130,7 @@ def build_store(
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, forms)
+                spool = Spool(dataset, directory.path, advance, asked.forms)
             stack.callback(spool.close)
             workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
@@ -366,7 +371,7 @@ class Asked:
     num_workers: int
     fingerprint: str | None
     forms: Mapping[str, Form]
-    progress: bool
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if (instead := way_out(self.dataset)) is not None:
