@@ -41,7 +41,6 @@ from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
 from lightning_memmap.store.samples import (
-    NUM_PROBES,
     Probes,
     RandomDatasetError,
     ReadAhead,
@@ -55,9 +54,9 @@ from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
-_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.01, 0.05, 32 * 2**20
+_FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
 #: Rows that a process reads at most before it is known how they are stored.
-_NUM_AHEAD = 2 * NUM_PROBES
+_NUM_AHEAD = 16
 #: How often a reader looks whether rows are there, less and less often, and at whether the build is
 #: alive.
 _PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0005, 0.005, 1.0
@@ -361,9 +360,7 @@ class BackgroundBuild:
         for name, (_, rows) in first.items():
             if isinstance(workers.dataset[name], ReadAhead):
                 some, count = _distinct(rows), workers.num_workers
-                # The first process has the probe rows.
-                most = [_NUM_AHEAD - NUM_PROBES, *[_NUM_AHEAD] * (count - 1)]
-                shares = [some[index::count][:each] for index, each in enumerate(most)]
+                shares = [some[index::count][:_NUM_AHEAD] for index in range(count)]
                 for index, share in enumerate(shares):
                     workers.tell(index, partial(_Each, {name: _keeper}), (name, share))
                 return {name: shares}
