@@ -310,12 +310,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     @property
     def _split_stores(self) -> SplitStores:
         # A subclass may have made a property of an option.
-        made = [
-            name for name in vars(self.options) if isinstance(getattr(type(self), name), property)
-        ]
-        options = self.options
-        if made:
-            options = replace(options, **{name: getattr(self, name) for name in made})
+        made = [name for name in OPTIONS if isinstance(getattr(type(self), name), property)]
+        given = {name: getattr(self, name) for name in made}
+        options = replace(self.options, **given) if given else self.options
         return SplitStores(options, self._strategy, self._built)
 
     @property
@@ -379,12 +376,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         parts = [part for split in splits for part in stores.parts(split)]
         for build in self._builds:
             parts = [part for part in parts if not build.is_building(part)]
-        asked = {part: stores.asked(part, self.num_shards) for part in parts if stores.grows(part)}
-        if asked:
+        asked = {part: each for part in parts if (each := stores.asked(part)) is not None}
+        growing = {part: each for part, each in asked.items() if stores.grows(part, each)}
+        if growing:
             plan = partial(Planner.first_rows, self._planner)
-            self._builds.append(BackgroundBuild(asked, self.num_workers, plan))
-        for part in [part for part in parts if part not in asked]:
-            stores.build(part)
+            self._builds.append(BackgroundBuild(growing, self.num_workers, plan))
+        for part in [part for part in asked if part not in growing]:
+            stores.build(part, asked[part])
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -508,12 +506,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         if self._resume is not None:
             return self._resume.as_dict()
-        if self._train_loader is None:
+        if (loader := self._train_loader) is None:
             return {}
-        state: dict[str, Any] = {"train": self._train_loader.state_dict()}
-        if (num_trained := self._train_loader.num_trained) is not None:
-            state["num_trained"] = num_trained
-        return state
+        return Resume(loader.state_dict(), loader.num_trained).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.

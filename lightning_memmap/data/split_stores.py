@@ -30,7 +30,6 @@ from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.remote.cache import RemoteStore
-from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 
@@ -118,16 +117,17 @@ class SplitStores:
                 f" subset={{'train/{mixed[0]}': Subset(...)}}, and a val_dataset"
             )
 
-    def build(self, split: str) -> None:
-        """Build the store of a split from its dataset, or find it built."""
+    def asked(self, split: str) -> Asked | None:
+        """What is to be built, or recognised, for a split; None where it has no dataset, or its
+        store is as this data module has left it."""
         options, dataset = self.options, self.datasets[split]
         # At a URL, `open` finds a store or says that there is none.
         if dataset is None or isinstance(self.directory, StoreUrl):
-            return
+            return None
         path = self.directory / split
         with suppress(MemmapError):
             if self._is_its_own(split, open_store(path)):
-                return
+                return None
         self._check_place(split)
         if not length_hint(dataset, 1):
             raise ValueError(
@@ -136,32 +136,28 @@ class SplitStores:
             )
         # The rows of a store that is there are striped again where they are to be.
         is_kept = not options.overwrite and is_store(path)
+        num_shards = None if is_kept else options.num_shards
+        fingerprint, forms = options.fingerprint_of(split), options.forms
         with naming(split):
-            asked = self.asked(split, None if is_kept else options.num_shards)
-            store = build(asked, overwrite=options.overwrite)
-        self.built[split] = self._source(split, store)
+            return Asked(dataset, path, num_shards, options.num_workers, fingerprint, forms)
 
-    def asked(self, split: str, num_shards: int | None) -> Asked:
-        """What is asked to be built for a split."""
-        options, path = self.options, Path(self.directory / split)
-        fingerprint, dataset = options.fingerprint_of(split), self.datasets[split]
-        return Asked(dataset, path, num_shards, options.num_workers, fingerprint, options.forms)
-
-    def grows(self, split: str) -> bool:
-        """Whether a store is to be built while rows of it are read, and is not there."""
-        dataset, path = self.datasets[split], self.directory / split
-        if self.options.build == "first" or dataset is None or not isinstance(path, Path):
+    def grows(self, split: str, asked: Asked) -> bool:
+        """Whether a store is to be built while rows of it are read."""
+        if self.options.build == "first" or is_store(asked.directory.path):
             return False
-        if is_store(path) or not length_hint(dataset, 1):
-            return False
-        if is_stream(dataset):
+        if asked.is_stream:
             raise ValueError(
-                f"{argument_of(split)}, {with_article(type(dataset).__name__)}, with"
+                f"{argument_of(split)}, {with_article(type(asked.dataset).__name__)}, with"
                 " build='while_training': its rows come in an order of their own, and training"
                 " needs others: give build='first', or a map-style dataset"
             )
-        self._check_place(split)
         return True
+
+    def build(self, split: str, asked: Asked) -> None:
+        """Build the store of a split, or find it built."""
+        with naming(split):
+            store = build(asked, overwrite=self.options.overwrite)
+        self.built[split] = self._source(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
         """Open the stores that have the rows of splits, of which some may have none."""

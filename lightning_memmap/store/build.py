@@ -37,7 +37,7 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import is_read_by_item, known_forms
+from lightning_memmap.store.sources import known_forms
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
@@ -390,11 +390,6 @@ class Asked:
     def is_stream(self) -> bool:
         """Whether the dataset is iterated over."""
         return is_stream(self.dataset)
-
-    @property
-    def is_read_by_item(self) -> bool:
-        """Whether each row of the dataset is made by itself, as far as its class tells."""
-        return not isinstance(self.dataset, Store) and is_read_by_item(self.dataset)
 
     @property
     def shards(self) -> Shards:

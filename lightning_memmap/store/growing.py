@@ -40,14 +40,11 @@ from lightning_memmap.store.directory import (
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
-from lightning_memmap.store.samples import (
-    Probes,
-    RandomDatasetError,
-    ReadAhead,
-    read_probes,
-)
+from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.sources.column import as_range
+from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
 from lightning_memmap.store.writing import run_writers, writer_of
@@ -278,13 +275,12 @@ class BackgroundBuild:
             self._asked = {
                 n: each for n, each in asked.items() if not is_store(each.directory.path)
             }
-            datasets = {
+            datasets = {name: each.dataset for name, each in self._asked.items()}
+            for name, dataset in datasets.items():
                 # What was stored before is not read again.
-                name: ReadAhead(each.dataset)
-                if each.is_read_by_item and not each.directory.unfinished(KEY)
-                else each.dataset
-                for name, each in self._asked.items()
-            }
+                is_new = not self._asked[name].directory.unfinished(KEY)
+                if is_new and not isinstance(dataset, Store) and is_read_by_item(dataset):
+                    datasets[name] = ReadAhead(dataset)
             self._workers = stack.enter_context(Workers(datasets, num_workers))
             self._begin(plan)
             self._held = stack.pop_all()
@@ -335,10 +331,9 @@ class BackgroundBuild:
             first.update(plan(planned))
             ahead.update(self._read_ahead(first))
 
-        def receive(task: tuple[str, int], found: Probes) -> None:
-            probes[task[0]] = found
-
-        self._workers.run(partial(_Each, probers), tasks(), receive)
+        self._workers.run(
+            partial(_Each, probers), tasks(), lambda task, found: probes.update({task[0]: found})
+        )
         for name, one in asked.items():
             draft = one.draft(one.dataset, probes[name], identities[name])
             path, row_bytes = one.directory.path, probes[name].typical_bytes
@@ -362,7 +357,9 @@ class BackgroundBuild:
                 some, count = _distinct(rows), workers.num_workers
                 shares = [some[index::count][:_NUM_AHEAD] for index in range(count)]
                 for index, share in enumerate(shares):
-                    workers.tell(index, partial(_Each, {name: _keeper}), (name, share))
+                    workers.tell(
+                        index, partial(_Each, {name: calling(ReadAhead.keep)}), (name, share)
+                    )
                 return {name: shares}
         return {}
 
@@ -370,12 +367,10 @@ class BackgroundBuild:
         """Read and write all rows that are missing, and finish each store."""
         makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
 
-        def receive(task: tuple[str, RowNumbers], duration_s: float) -> None:
-            self._builds[task[0]].note(task[1], duration_s)
-
+        make, note = partial(_Each, makers), lambda task, s: self._builds[task[0]].note(task[1], s)
         try:
             buildings = [build.building for build in self._builds.values()]
-            run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
+            run_writers(buildings, self._workers, make, self._tasks(), note)
             self._finish()
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
@@ -408,7 +403,7 @@ class BackgroundBuild:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
             if build.serving.has_all and not build.serving.is_whole:
-                show = self._asked[name].show
+                show = partial(show_progress, hidden=True)
                 build.building.finish(num_threads=self._workers.num_workers, show=show)
                 self._locks[name].close()
 
@@ -426,10 +421,6 @@ class _Each:
             if name not in self._made:
                 self._made[name] = self._makes[name](self._datasets[name])
             return self._made[name](task)
-
-
-def _keeper(dataset: ReadAhead) -> Callable[[Integers], None]:
-    return dataset.keep
 
 
 class GrowingStore(Store):

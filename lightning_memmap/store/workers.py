@@ -20,7 +20,6 @@ from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-def
 from multiprocessing.util import Finalize
 from threading import Barrier, Thread
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -115,12 +114,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(at_once=error is not None)
 
 
