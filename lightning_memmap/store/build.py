@@ -391,13 +391,8 @@ class Asked:
         """Whether the dataset is iterated over."""
         return is_stream(self.dataset)
 
-    @property
-    def shards(self) -> Shards:
-        """The rows of a map-style dataset, divided."""
-        check_length(self.dataset)
-        return self._shards(len(self.dataset))
-
-    def _shards(self, num_rows: int) -> Shards:
+    def shards(self, num_rows: int) -> Shards:
+        """Rows, divided."""
         given = self.num_shards
         return Shards(num_rows, default_shards(num_rows) if given is None else int(given))
 
@@ -423,7 +418,7 @@ class Asked:
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""
-        shards = self._shards(len(rows))
+        shards = self.shards(len(rows))
         return Manifest.draft(
             shards.num_rows,
             shards.num_shards,
@@ -459,8 +454,8 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
 
 
-def check_length(dataset: Any) -> None:
-    """Check that a dataset has rows, and says how many."""
+def check_length(dataset: Any) -> int:
+    """Check that a dataset has rows, and says how many: so many."""
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -471,6 +466,7 @@ def check_length(dataset: Any) -> None:
         ) from error
     if num_rows < 1:
         raise ValueError("the dataset is empty: there is nothing to store")
+    return num_rows
 
 
 def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:

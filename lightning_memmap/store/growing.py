@@ -26,7 +26,7 @@ from typing_extensions import Self, override
 from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Schema, Values
-from lightning_memmap.store.build import Asked
+from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.directory import (
@@ -313,12 +313,11 @@ class BackgroundBuild:
 
     def _begin(self, plan: Plan) -> None:
         """Read the probe rows, and begin all builds, or go on with them."""
-        asked = self._asked
-        planned = {
+        asked, planned = self._asked, dict[str, Store]()
+        for name, each in asked.items():
+            shards = each.shards(check_length(each.dataset))
             # Enough of a store to find an order of its rows.
-            name: Store(each.directory.path, Manifest(each.shards, _NO_SCHEMA, ()), ())
-            for name, each in asked.items()
-        }
+            planned[name] = Store(each.directory.path, Manifest(shards, _NO_SCHEMA, ()), ())
         probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
         identities, probes = dict[str, Fingerprint](), dict[str, Probes]()
         first, ahead = dict[str, Integers](), dict[str, list[Integers]]()

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -225,6 +226,17 @@ def pid_maker(dataset: Any) -> Any:
 def pid_of_worker(task: int) -> int:
     sleep(0.05)
     return os.getpid()
+
+
+def length_maker(dataset: Any) -> Any:
+    return len
+
+
+def test_tasks_larger_than_a_pipe_holds_are_done() -> None:
+    tasks, lengths = [np.arange(200_000 + task) for task in range(9)], list[int]()
+    with Workers(None, 2) as workers:
+        workers.run(length_maker, tasks, lambda task, length: lengths.append(length - len(task)))
+    assert lengths == [0] * len(tasks)
 
 
 def test_processes_end_though_one_of_them_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
