@@ -20,7 +20,7 @@ from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-def
 from multiprocessing.util import Finalize
 from threading import Barrier, Thread
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from typing_extensions import Self
@@ -30,6 +30,7 @@ from lightning_memmap.sampling import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
+Connection: TypeAlias = "connection.Connection[Any, Any]"
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 RowNumbers = range | Integers
 
@@ -124,7 +125,9 @@ class _Process:
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.tasks, self._num_workers = deque[Any](), num_workers
         self.connection, other = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=_serve, args=(other, dataset))
+        self.process = multiprocessing.Process(
+            target=_serve, args=(other, self.connection, dataset)
+        )
         self.process.start()
         other.close()
 
@@ -160,7 +163,8 @@ def _end_all(processes: list[_Process], patience_s: float = 0.0) -> None:
     another held that was killed."""
     ending, ends = processes[:], monotonic() + patience_s
     processes.clear()
-    for each in ending:
+    # Who is at work may have no room for a word.
+    for each in ending if patience_s else ():
         with suppress(DatasetError):  # It has ended.
             each.send(None)
     for each in ending:
@@ -254,8 +258,10 @@ def _our_errors() -> Iterator[None]:
 # In a worker process
 
 
-def _serve(parent: "connection.Connection[Any, Any]", dataset: Any) -> None:
+def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
     """What a worker process does."""
+    # Or else it would never hear that the other process has ended.
+    theirs.close()
     end_with_starter()
     # The process that started this one decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
