@@ -196,7 +196,7 @@ class _Build:
             self._pieces = {int(pieces[part[0]]): part for part in parts}
 
     def begin(self, wanted: Integers, ahead: list[Integers]) -> None:
-        """Note what is needed until a reader asks, and which of it each process reads already."""
+        """Note what is needed before a reader asks, and which of it each process reads already."""
         self.serving.want(wanted[1], wanted[0])
         self.ahead = ahead
         for rows in ahead:
@@ -205,10 +205,7 @@ class _Build:
     def wants(self) -> list[tuple[int, Integers]]:
         """What each reader wants that nobody reads yet: the turn of the first row, and rows."""
         known, self._wants = self._wants, {}
-        paths = self.serving.wanted()
-        if len(paths) > 1:
-            self.serving.close()
-        for path in paths:
+        for path in self.serving.wanted():
             with suppress(FileNotFoundError):  # Its reader has just said something else.
                 found = known.get(path)
                 if found is None:
