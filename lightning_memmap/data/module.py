@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -585,7 +584,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
         # Nothing is printed for a stage whose splits lie where the last table shows them.
         if found.items() - self._printed.items():
-            _print(placement_table(placement))
+            rank_zero_only(Console().print)(placement_table(placement))
         self._printed |= found
         # And once, that the mapped shards do not fit into memory.
         free = free_bytes(torch.device("cpu"))
@@ -689,8 +688,3 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         else:
             sample = first_sample(dataset, self.num_workers)
         return FormedCollate(schema, options.forms, sample, options.with_row_numbers)
-
-
-@rank_zero_only
-def _print(table: Table) -> None:
-    Console().print(table)
