@@ -13,13 +13,12 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import TrainerProgress
 from lightning_memmap._compat.tensors import empty_caches
-from lightning_memmap.data.first_epoch import FirstEpoch, renewed, show_stored
+from lightning_memmap.data.first_epoch import show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
     DataOptions,
@@ -49,6 +48,7 @@ from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, 
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
+from lightning_memmap.store.growing import BackgroundBuild
 from lightning_memmap.store.places import StoreUrl
 from lightning_memmap.store.samples import first_sample
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
@@ -210,7 +210,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._resume: Resume | None = None
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
-        self._first_epoch = FirstEpoch()
+        self._builds: list[BackgroundBuild] = []
         SplitStores(self.options, None, self._built).check_datasets()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
@@ -233,7 +233,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 )
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
-        other._built, other._first_epoch = dict(self._built), FirstEpoch()
+        other._built, other._builds = dict(self._built), []
         return other
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -289,7 +289,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             "trainer": None if self._running is None else self.trainer,
             "_set_up": None,
             "_train_loader": None,
-            "_first_epoch": FirstEpoch(),
+            "_builds": [],
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
@@ -309,12 +309,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     @property
     def _split_stores(self) -> SplitStores:
         # A subclass may have made a property of an option.
-        made = [
-            name for name in vars(self.options) if isinstance(getattr(type(self), name), property)
-        ]
-        options = self.options
-        if made:
-            options = replace(options, **{name: getattr(self, name) for name in made})
+        made = [name for name in OPTIONS if isinstance(getattr(type(self), name), property)]
+        given = {name: getattr(self, name) for name in made}
+        options = replace(self.options, **given) if given else self.options
         return SplitStores(options, self._strategy, self._built)
 
     @property
@@ -353,6 +350,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise self._split_stores.missing(split)
         return rows
 
+    @property
+    def _planner(self) -> Planner:
+        return Planner(self._split_stores, topology_of(self._strategy), self._is_overfitting)
+
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built.
 
@@ -371,9 +372,16 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         stores = self._split_stores
         stores.check()
         splits = dict.fromkeys(map(stores.stored_split, self._splits()))
-        parts = (part for split in splits for part in stores.parts(split))
-        for part in self._first_epoch.begin(stores, parts):
-            stores.build(part)
+        parts = [part for split in splits for part in stores.parts(split)]
+        for build in self._builds:
+            parts = [part for part in parts if not build.is_building(part)]
+        asked = {part: each for part in parts if (each := stores.asked(part)) is not None}
+        growing = {part: each for part, each in asked.items() if stores.grows(part, each)}
+        if growing:
+            plan = partial(Planner.first_rows, self._planner)
+            self._builds.append(BackgroundBuild(growing, self.num_workers, plan))
+        for part in [part for part in asked if part not in growing]:
+            stores.build(part, asked[part])
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.
@@ -416,8 +424,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
-        topology = topology_of(self._strategy)
-        planner = Planner(self._split_stores, topology, self._is_overfitting)
+        planner = self._planner
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
         placement = planner.place(opened)
@@ -446,14 +453,18 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             stage: Not used.
         """
         self._release()
-        self._first_epoch.end()
+        self._end_builds()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """End the builds that go on while training: the next run goes on with their rows."""
-        self._first_epoch.end()
+        self._end_builds()
+
+    def _end_builds(self) -> None:
+        while self._builds:
+            self._builds.pop().stop()
 
     def _release(self) -> None:
         if self._set_up is not None:
@@ -494,12 +505,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         if self._resume is not None:
             return self._resume.as_dict()
-        if self._train_loader is None:
+        if (loader := self._train_loader) is None:
             return {}
-        state: dict[str, Any] = {"train": self._train_loader.state_dict()}
-        if (num_trained := self._train_loader.num_trained) is not None:
-            state["num_trained"] = num_trained
-        return state
+        return Resume(loader.state_dict(), loader.num_trained).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.
@@ -578,7 +586,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
         # Nothing is printed for a stage whose splits lie where the last table shows them.
         if found.items() - self._printed.items():
-            _print(placement_table(placement))
+            rank_zero_only(Console().print)(placement_table(placement))
         self._printed |= found
         # And once, that the mapped shards do not fit into memory.
         free = free_bytes(torch.device("cpu"))
@@ -663,7 +671,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = self._set_up
         # Not while a training epoch goes on.
         if made is not None and not made.is_released and split == next(iter(made.stores)):
-            self._set_up = found = renewed(made)
+            self._set_up = found = made.renewed()
             if found is not made:
                 self._print_placement(found.placement)
         return self._rows.get(split)
@@ -682,8 +690,3 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         else:
             sample = first_sample(dataset, self.num_workers)
         return FormedCollate(schema, options.forms, sample, options.with_row_numbers)
-
-
-@rank_zero_only
-def _print(table: Table) -> None:
-    Console().print(table)

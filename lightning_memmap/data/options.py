@@ -108,10 +108,11 @@ class DataOptions:
         self._check_window()
         self._check_build()
         read_forms(self.variable)
-        given = self.fingerprint
-        for split, each in (given if isinstance(given, Mapping) else {"train": given}).items():
+        for argument, split in self.by_split():
             if str(split).partition("/")[0] not in SPLITS:
-                raise _no_split("fingerprint", split, SPLITS)
+                raise _no_split(argument, split, SPLITS)
+        given = self.fingerprint
+        for each in given.values() if isinstance(given, Mapping) else [given]:
             check_given(each)
 
     def _check_build(self) -> None:
@@ -160,8 +161,6 @@ class DataOptions:
     def _check_subset(self) -> None:
         if isinstance(self.subset, Mapping):
             for split, subset in self.subset.items():
-                if str(split).partition("/")[0] not in SPLITS:
-                    raise _no_split("subset", split, SPLITS)
                 if not isinstance(subset, Subset):
                     raise TypeError(f"subset[{split!r}]={subset!r}: give a Subset")
         elif not isinstance(self.subset, (Selection, type(None))):

@@ -1,7 +1,6 @@
 """Resuming a fit: where training stood, as a checkpoint has it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -12,36 +11,34 @@ from lightning_memmap.loading import SuperBatchLoader
 from lightning_memmap.loading.state import Count, LoaderState
 
 
-class _Saved(msgspec.Struct):
-    """The state of a data module."""
-
-    train: Any = None
-    num_trained: Count | None = None
-
-
-@dataclass(frozen=True)
-class Resume:
+class Resume(msgspec.Struct, frozen=True):
     """Where the training of a data module stood."""
 
-    loader: LoaderState
-    num_trained: int | None
+    #: The state of its loader.
+    train: Any = None
+    num_trained: Count | None = None
 
     @classmethod
     def read(cls, state: object) -> "Resume | None":
         """Check what is loaded for a data module. Subclasses may have added to it."""
         try:
-            read = msgspec.convert(state, _Saved)
+            found = msgspec.convert(state, cls)
         except msgspec.ValidationError as error:
             raise ValueError(
                 f"the state of the data module cannot be loaded: {error}: give load_state_dict the"
                 " dict that state_dict has returned"
             ) from error
-        return None if read.train is None else cls(LoaderState.read(read.train), read.num_trained)
+        return None if found.train is None else cls(found.loader.as_dict(), found.num_trained)
+
+    @property
+    def loader(self) -> LoaderState:
+        """The state of its loader, checked."""
+        return LoaderState.read(self.train)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `read` has read."""
-        state: dict[str, Any] = {"train": self.loader.as_dict()}
-        return state if self.num_trained is None else {**state, "num_trained": self.num_trained}
+        """What `read` reads."""
+        given = {"train": self.train, "num_trained": self.num_trained}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check_rows(self, subset: Mapping[str, Any] | None) -> None:
         """Check that training goes on with the rows that it had."""
@@ -56,7 +53,7 @@ class Resume:
         """Let a fit go on from here."""
         epoch = trainer.current_epoch
         loader.set_epoch(epoch)
-        loader.load_state_dict(self.loader.as_dict())
+        loader.load_state_dict(self.train)
         if self.num_trained is not None and self.loader.epoch == epoch:
             go_on_after(trainer, self.num_trained)
 

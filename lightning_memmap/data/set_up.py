@@ -1,10 +1,13 @@
 """The set-up of a data module: its open stores, where their shards live, and the order of rows."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from warnings import catch_warnings, simplefilter
 
 import msgspec
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
@@ -14,12 +17,12 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
     DataTopology,
     Placement,
-    Residency,
     SplitSize,
     device_budgets,
     plan_placement,
 )
 from lightning_memmap.sampling import (
+    Integers,
     Pool,
     Sampler,
     SequentialSampler,
@@ -31,7 +34,7 @@ from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
-#: Steps whose rows are asked for before there is a loader.
+#: Steps whose rows are read before there is a loader.
 FIRST_STEPS = 16
 
 
@@ -45,27 +48,27 @@ class Planner:
     is_overfitting: bool = False
 
     def place(self, opened: Mapping[str, Store]) -> Placement:
-        """Plan where the shards live, and ask for the first rows where they are still to come."""
+        """Plan where the shards live."""
         options, topology = self.stores.options, self.topology
         sizes = {split: self.size(split, store) for split, store in opened.items()}
-        # Before all else: they take a while.
-        if "train" in opened and (supply := opened["train"].supply) is not None:
-            order = sizes["train"].order
-            num_rows = FIRST_STEPS * options.batch_size * topology.num_data_devices
-            supply.want(order.dataset_rows(0, range(min(num_rows, order.num_positions))))
         budgets = device_budgets(
             topology.data_devices, options.memory_fraction, topology.num_local_processes
         )
-        placement = plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
-        # Rows that are still to come are read from the files that they come into.
-        coming = {
-            split: replace(
-                placed, residency=tuple(each and Residency.MMAP for each in placed.residency)
-            )
-            for split, placed in placement.splits.items()
-            if opened[split].supply is not None
-        }
-        return replace(placement, splits={**placement.splits, **coming})
+        return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
+
+    def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
+        """The rows of the first training steps, by store, each with its place among them. Of the
+        stores no row need be there."""
+        num_rows = FIRST_STEPS * self.stores.options.batch_size * self.topology.num_data_devices
+        # Some orders look up a field, and what is wrong with an order is said at the set-up.
+        with suppress(Exception), catch_warnings():
+            simplefilter("ignore")
+            if (store := self.stores.joined("train", found)) is not None:
+                order = self.size("train", store).order
+                rows = order.dataset_rows(0, range(min(num_rows, order.num_positions)))
+                parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
+                return {name: np.stack(each[1:]) for name, each in parts}
+        return {}
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> "SetUp":
         """Make the shards resident."""
@@ -186,6 +189,19 @@ class SetUp:
                 values[f"the {part} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values
+
+    def renewed(self) -> "SetUp":
+        """The same set-up, once stores whose rows were to come are whole."""
+        whole = {
+            split: found
+            for split, store in self.stores.items()
+            if store.supply is not None and (found := store.finished()) is not None
+        }
+        if not whole:
+            return self
+        self.release()
+        opened = {**self.stores, **whole}
+        return self.planner.load(opened, self.planner.place(opened))
 
     @property
     def is_released(self) -> bool:

@@ -2,7 +2,8 @@
 their rows a split has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import length_hint
 from pathlib import Path
@@ -17,10 +18,12 @@ from lightning_memmap.errors import (
     StoreNotFoundError,
     naming,
     nearest,
+    with_article,
 )
 from lightning_memmap.sampling import Integers, Rows, Selection
 from lightning_memmap.schema import Windows
-from lightning_memmap.store import Store, build_store, open_store
+from lightning_memmap.store import Store, open_store
+from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
@@ -114,35 +117,46 @@ class SplitStores:
                 f" subset={{'train/{mixed[0]}': Subset(...)}}, and a val_dataset"
             )
 
-    def build(self, split: str) -> None:
-        """Build the store of a split from its dataset, or find it built."""
+    def asked(self, split: str) -> Asked | None:
+        """What is to be built, or recognised, for a split; None where it has no dataset, or its
+        store is as this data module has left it."""
         options, dataset = self.options, self.datasets[split]
         # At a URL, `open` finds a store or says that there is none.
-        if dataset is None or isinstance(self.directory, StoreUrl) or self._is_known(split):
-            return
-        self.check_place(split)
+        if dataset is None or isinstance(self.directory, StoreUrl):
+            return None
+        path = self.directory / split
+        with suppress(MemmapError):
+            if self._is_its_own(split, open_store(path)):
+                return None
+        self._check_place(split)
         if not length_hint(dataset, 1):
             raise ValueError(
                 f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
                 " leave it out"
             )
-        path = self.directory / split
         # The rows of a store that is there are striped again where they are to be.
         is_kept = not options.overwrite and is_store(path)
+        num_shards = None if is_kept else options.num_shards
+        fingerprint, forms = options.fingerprint_of(split), options.forms
         with naming(split):
-            store = build_store(
-                dataset,
-                path,
-                num_shards=None if is_kept else options.num_shards,
-                num_workers=options.num_workers,
-                overwrite=options.overwrite,
-                fingerprint=options.fingerprint_of(split),
-                variable=options.variable,
-            )
-        self.note(split, store)
+            return Asked(dataset, path, num_shards, options.num_workers, fingerprint, forms)
 
-    def note(self, split: str, store: Store) -> None:
-        """Note that the store of a split is of its dataset."""
+    def grows(self, split: str, asked: Asked) -> bool:
+        """Whether a store is to be built while rows of it are read."""
+        if self.options.build == "first" or is_store(asked.directory.path):
+            return False
+        if asked.is_stream:
+            raise ValueError(
+                f"{argument_of(split)}, {with_article(type(asked.dataset).__name__)}, with"
+                " build='while_training': its rows come in an order of their own, and training"
+                " needs others: give build='first', or a map-style dataset"
+            )
+        return True
+
+    def build(self, split: str, asked: Asked) -> None:
+        """Build the store of a split, or find it built."""
+        with naming(split):
+            store = build(asked, overwrite=self.options.overwrite)
         self.built[split] = self._source(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
@@ -151,17 +165,22 @@ class SplitStores:
         for split in splits:
             found = {part: self._open(part) for part in self.parts(split)}
             stores = {part: store for part, store in found.items() if store is not None}
-            if {*found} != {split}:
-                named = {part.partition("/")[2]: store for part, store in stores.items()}
-                opened[split] = JoinedStore(Path(str(self.path(split))), named)
-            elif stores:
-                opened[split] = stores[split]
+            if (joined := self.joined(split, stores)) is not None:
+                opened[split] = joined
             elif given := [name for name, each in self.options.by_split() if each == split]:
                 raise ValueError(
                     f"{given[0]} for {split!r}: there are no such rows: give {argument_of(split)},"
                     f" or leave {split!r} out of {given[0]}"
                 )
         return opened
+
+    def joined(self, split: str, found: Mapping[str, Store]) -> Store | None:
+        """The store of a split, which is that of its only part, or several as one."""
+        parts = self.parts(split)
+        if parts == [split]:
+            return found.get(split)
+        named = {part.partition("/")[2]: found[part] for part in parts}
+        return JoinedStore(Path(str(self.path(split))), named)
 
     def _open(self, split: str) -> Store | None:
         """Open a store, and check that it is of its dataset."""
@@ -170,6 +189,7 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
+            self.built[split] = self._source(split, growing)
             return growing
         try:
             store = (
@@ -234,22 +254,16 @@ class SplitStores:
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
-    def _is_known(self, split: str) -> bool:
-        """Whether the store of a split is there as this data module has last left it."""
-        try:
-            return self._is_its_own(split, open_store(self.directory / split))
-        except MemmapError:
-            return False
-
     def _is_its_own(self, split: str, store: Store) -> bool:
+        """Whether the store of a split is there as this data module has last left it."""
         built, source = self.built.get(split), self._source(split, store)
         return built is not None and built[0] is source[0] and built[1:] == source[1:]
 
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the content of the store."""
+        """A dataset, the options that its store depends on, and the build of the store."""
         options = self.options
         given = options.num_shards, options.fingerprint_of(split)
-        return self.datasets[split], *given, store.manifest.content
+        return self.datasets[split], *given, store.manifest.generation
 
     @property
     def _selecting(self) -> str:
@@ -286,7 +300,7 @@ class SplitStores:
             )
         return member
 
-    def check_place(self, split: str) -> None:
+    def _check_place(self, split: str) -> None:
         """Check that the stores of several datasets do not go into the store of one."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind

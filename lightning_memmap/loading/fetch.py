@@ -138,11 +138,10 @@ class Fetcher:
         located = torch.from_numpy(slots)
         if not self._are_variable:
             located = send(located, source.device)
-        totals = sizes.sum(axis=1)
-        parts = np.split(rows, np.cumsum(totals)[:-1])
-        yield from zip(
-            located.split_with_sizes(totals.tolist()), parts, sizes.tolist(), strict=True
-        )
+        ends = np.append(0, np.cumsum(sizes.sum(axis=1))).tolist()
+        # One after the other: the first step does not wait until all are divided.
+        for (begin, end), size in zip(pairwise(ends), sizes.tolist(), strict=True):
+            yield located[begin:end], rows[begin:end], size
 
     def _leaves(self, takes: list[Take], asked: Sequence[_Asked]) -> list[list[Leaf]]:
         """The rows of a group of steps, for each receiver."""

@@ -97,7 +97,9 @@ def load_split(
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     groups = dict[tuple[Residency, torch.device], list[int]]()
-    for (owner, residency), shards in placement.held(topology).items():
+    for (owner, planned), shards in placement.held(topology).items():
+        # Rows that are still to come are read from the files that they come into.
+        residency = planned if store.supply is None else Residency.MMAP
         is_on_device = residency is Residency.DEVICE
         device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
         groups.setdefault((residency, device), []).extend(shards)

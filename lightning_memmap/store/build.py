@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
-from lightning_memmap.sampling import default_shards
+from lightning_memmap.sampling import Shards, default_shards
 from lightning_memmap.schema import Form, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
@@ -110,12 +110,17 @@ def build_store(
     """
     forms = read_forms(variable)
     asked = Asked(dataset, path, num_shards, num_workers, fingerprint, forms, progress)
+    return build(asked, overwrite=overwrite)
+
+
+def build(asked: "Asked", *, overwrite: bool = False) -> Store:
+    """Build what is asked for, or open it; see `build_store`."""
+    dataset, num_workers, directory = asked.dataset, asked.num_workers, asked.directory
     if num_workers and asked.is_stream:
         raise ValueError(
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
-    directory = asked.directory
     check_free(directory.path, "`store_dir`")
     if is_store(directory.path) and not overwrite:
         return _reopen(asked)
@@ -125,7 +130,7 @@ def build_store(
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
-                spool = Spool(dataset, directory.path, advance, forms)
+                spool = Spool(dataset, directory.path, advance, asked.forms)
             stack.callback(spool.close)
             workers, probes = stack.enter_context(Workers(spool, 0)), _probes_of(spool)
         else:
@@ -366,7 +371,7 @@ class Asked:
     num_workers: int
     fingerprint: str | None
     forms: Mapping[str, Form]
-    progress: bool
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if (instead := way_out(self.dataset)) is not None:
@@ -385,6 +390,11 @@ class Asked:
     def is_stream(self) -> bool:
         """Whether the dataset is iterated over."""
         return is_stream(self.dataset)
+
+    def shards(self, num_rows: int) -> Shards:
+        """Rows, divided."""
+        given = self.num_shards
+        return Shards(num_rows, default_shards(num_rows) if given is None else int(given))
 
     @property
     def show(self) -> ShowProgress:
@@ -408,10 +418,10 @@ class Asked:
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""
-        num_rows = len(rows)
+        shards = self.shards(len(rows))
         return Manifest.draft(
-            num_rows,
-            default_shards(num_rows) if self.num_shards is None else int(self.num_shards),
+            shards.num_rows,
+            shards.num_shards,
             probes.schema,
             probes=probes.digests,
             fingerprint=identity,
@@ -444,8 +454,8 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
 
 
-def check_length(dataset: Any) -> None:
-    """Check that a dataset has rows, and says how many."""
+def check_length(dataset: Any) -> int:
+    """Check that a dataset has rows, and says how many: so many."""
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -456,6 +466,7 @@ def check_length(dataset: Any) -> None:
         ) from error
     if num_rows < 1:
         raise ValueError("the dataset is empty: there is nothing to store")
+    return num_rows
 
 
 def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:

@@ -21,7 +21,6 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -337,12 +336,7 @@ class Building:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt) and self._is_kept and self.journal is not None:
             kept = f"{self.journal.num_done:,} of {len(self.journal.rows):,} rows"
             _log.warning("interrupted: %s are kept at %s", kept, self.path)

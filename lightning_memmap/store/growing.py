@@ -16,8 +16,8 @@ from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic, sleep
-from typing import Any
+from time import monotonic
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Values
+from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
@@ -40,9 +40,11 @@ from lightning_memmap.store.directory import (
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
-from lightning_memmap.store.samples import Probes, RandomDatasetError, read_probes
+from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources import source_of
 from lightning_memmap.store.sources.column import as_range
+from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
 from lightning_memmap.store.writing import run_writers, writer_of
@@ -50,15 +52,20 @@ from lightning_memmap.store.writing import run_writers, writer_of
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
 _FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
-#: How long nothing else is read before the first reader says what it needs.
-_FIRST_WANT_S = 0.2
-#: How often a reader and the build look at each other's files, and at whether the build is alive.
-_PAUSE_S, _LOOK_S = 0.0005, 1.0
+#: Rows that a process reads at most before it is known how they are stored.
+_NUM_AHEAD = 16
+#: How often a reader looks whether rows are there, less and less often, and at whether the build is
+#: alive.
+_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0005, 0.005, 1.0
 #: How long `BackgroundBuild.stop` waits for rows that are being read.
 _PATIENCE_S = 60.0
 #: Why builds of this process have ended, by generation.
 _errors: dict[Path, BaseException] = {}
+#: What readers in this process wait for.
+_waiting = set[Event]()
 _NO_BYTES = np.empty(0, np.uint8)
+#: Of a store before any row is read.
+_NO_SCHEMA = Schema.infer([torch.empty(0)])
 _log = logging.getLogger(__name__)
 
 
@@ -138,14 +145,21 @@ class Serving(Supply):
         self._wait(lambda: self.is_whole)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
-        looked = monotonic()
-        while not is_there():
-            if (error := _errors.get(self.generation)) is not None:
-                raise error
-            if monotonic() - looked > _LOOK_S:
-                looked = monotonic()
-                self._check_alive()
-            sleep(_PAUSE_S)
+        heard, looked, pause_s = Event(), monotonic(), _PAUSE_S
+        _waiting.add(heard)
+        try:
+            while not is_there():
+                if (error := _errors.get(self.generation)) is not None:
+                    raise error
+                if monotonic() - looked > _LOOK_S:
+                    looked = monotonic()
+                    self._check_alive()
+                # Of another process nothing is heard.
+                heard.wait(pause_s)
+                heard.clear()
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            _waiting.remove(heard)
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: it holds the lock of the journal."""
@@ -172,12 +186,21 @@ class _Build:
         self._most = max(1, _TASK_BYTES // max(1, probes.row_bytes))
         #: What readers have said: turns, and rows, int64 of shape (2, rows).
         self._wants: dict[Path, Integers] = {}
+        #: By process, rows that it has read before it was known how they are stored.
+        self.ahead: list[Integers] = []
         #: By row, the piece of a file that it is read with, and the rows of each.
         self._piece_of, self._pieces = pieces, dict[int, Integers]()
         if pieces is not None:
             order = np.argsort(pieces, kind="stable")
             parts = np.split(order, np.flatnonzero(np.diff(pieces[order])) + 1)
             self._pieces = {int(pieces[part[0]]): part for part in parts}
+
+    def begin(self, wanted: Integers, ahead: list[Integers]) -> None:
+        """Note what is needed before a reader asks, and which of it each process reads already."""
+        self.serving.want(wanted[1], wanted[0])
+        self.ahead = ahead
+        for rows in ahead:
+            self._taken[rows] = True
 
     def wants(self) -> list[tuple[int, Integers]]:
         """What each reader wants that nobody reads yet: the turn of the first row, and rows."""
@@ -211,6 +234,8 @@ class _Build:
         """Tell the readers that rows are there, and take into account how long they took."""
         if len(rows):
             self.building.wrote(rows)
+            for reader in [*_waiting]:
+                reader.set()
             self._row_s = (self._row_s + duration_s / len(rows)) / 2
 
 
@@ -219,36 +244,46 @@ def _distinct(numbers: Integers) -> Integers:
     return numbers[np.sort(np.unique(numbers, return_index=True)[1])]
 
 
+#: Finds the rows of stores that are needed first, from the stores by name, of which no row is read
+#: yet: turns, and rows, int64 of shape (2, rows).
+Plan: TypeAlias = Callable[[Mapping[str, Store]], Mapping[str, Integers]]
+
+
 class BackgroundBuild:
     """Builds stores in a thread, or goes on with interrupted builds.
 
-    It returns once rows of all of them can be read. They have the same worker processes.
+    Once it is made, rows of all of them can be read. They have the same worker processes.
 
     Args:
         asked: By name, what is to be built.
         num_workers: Processes that read and write.
+        plan: Finds the rows that are needed first.
     """
 
-    def __init__(self, asked: Mapping[str, Asked], num_workers: int) -> None:
-        self._asked = asked
-        self._workers = Workers({name: each.dataset for name, each in asked.items()}, num_workers)
-        self._builds: dict[str, _Build] = {}
-        self._locks: dict[str, ExitStack] = {}
-        self._error: BaseException | None = None
-        self._has_begun, self._is_stopped = Event(), False
-        # Processes that are forked by the thread would end with it.
-        for _ in range(num_workers):
-            self._workers.started().submit(os.getpid)
+    def __init__(self, asked: Mapping[str, Asked], num_workers: int, plan: Plan) -> None:
+        self._builds, self._locks = dict[str, _Build](), dict[str, ExitStack]()
+        self._is_stopped = False
+        with ExitStack() as stack:
+            for name, each in asked.items():
+                check_free(each.directory.path, "`store_dir`")
+                self._locks[name] = stack.enter_context(ExitStack())
+                self._locks[name].enter_context(each.directory.locked())
+            # Another process may have built them meanwhile.
+            self._asked = {
+                n: each for n, each in asked.items() if not is_store(each.directory.path)
+            }
+            datasets = {name: each.dataset for name, each in self._asked.items()}
+            for name, dataset in datasets.items():
+                # What was stored before is not read again.
+                is_new = not self._asked[name].directory.unfinished(KEY)
+                if is_new and not isinstance(dataset, Store) and is_read_by_item(dataset):
+                    datasets[name] = ReadAhead(dataset)
+            self._workers = stack.enter_context(Workers(datasets, num_workers))
+            self._begin(plan)
+            self._held = stack.pop_all()
         # It does not keep a program from ending: the next build goes on with its rows.
         self._thread = Thread(target=self._run, name="lightning_memmap build", daemon=True)
         self._thread.start()
-        try:
-            self._has_begun.wait()
-        except BaseException:
-            self._is_stopped = True
-            raise
-        if self._error is not None:
-            raise self._error
 
     def is_building(self, name: str) -> bool:
         """Whether rows of a store are still read, or it is being finished."""
@@ -266,58 +301,72 @@ class BackgroundBuild:
     def _run(self) -> None:
         """What the thread does."""
         try:
-            with ExitStack() as stack, self._workers:
-                for name, asked in self._asked.items():
-                    check_free(asked.directory.path, "`store_dir`")
-                    self._locks[name] = stack.enter_context(ExitStack())
-                    self._locks[name].enter_context(asked.directory.locked())
-                self._begin()
-                self._has_begun.set()
+            with self._held:
                 self._read()
         except BaseException as error:  # Whoever waits for rows must get it.
-            self._error = error
             for build in self._builds.values():
                 if not build.serving.is_whole:
                     _errors[build.serving.generation] = error
-        finally:
-            self._has_begun.set()
 
-    def _begin(self) -> None:
+    def _begin(self, plan: Plan) -> None:
         """Read the probe rows, and begin all builds, or go on with them."""
-        # Another process may have built them meanwhile.
-        asked = {n: e for n, e in self._asked.items() if not is_store(e.directory.path)}
-        if self._is_stopped:
-            return
+        asked, planned = self._asked, dict[str, Store]()
+        for name, each in asked.items():
+            shards = each.shards(check_length(each.dataset))
+            # Enough of a store to find an order of its rows.
+            planned[name] = Store(each.directory.path, Manifest(shards, _NO_SCHEMA, ()), ())
         probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
-        identities, found = dict[str, Fingerprint](), list[tuple[str, Probes]]()
+        identities, probes = dict[str, Fingerprint](), dict[str, Probes]()
+        first, ahead = dict[str, Integers](), dict[str, list[Integers]]()
 
-        def sizes() -> Iterator[tuple[str, int]]:
-            for name, each in asked.items():
-                check_length(each.dataset)
-                yield name, len(each.dataset)
-                # While the rows are read, by others.
-                identities[name] = each.identity()
+        def tasks() -> Iterator[tuple[str, int]]:
+            for name, store in planned.items():
+                yield name, store.num_rows
+            # While the rows are read, by others.
+            identities.update((name, each.identity()) for name, each in asked.items())
+            first.update(plan(planned))
+            ahead.update(self._read_ahead(first))
 
-        self._workers.run(partial(_Each, probers), sizes(), found.append)
+        self._workers.run(
+            partial(_Each, probers), tasks(), lambda task, found: probes.update({task[0]: found})
+        )
         for name, one in asked.items():
-            probes = dict(found)[name]
-            draft = one.draft(one.dataset, probes, identities[name])
-            path, size = one.directory.path, probes.typical_bytes
-            building = Building.begin(path, draft, resume=True, row_bytes=size)
+            draft = one.draft(one.dataset, probes[name], identities[name])
+            path, row_bytes = one.directory.path, probes[name].typical_bytes
+            building = Building.begin(path, draft, resume=True, row_bytes=row_bytes)
             self._locks[name].enter_context(building)
             pieces = source_of(one.dataset, draft.schema).pieces()
-            self._builds[name] = _Build(building, probes, pieces)
+            build = self._builds[name] = _Build(building, probes[name], pieces)
+            if name in first:
+                build.begin(first[name], ahead.get(name, []))
+
+    def _read_ahead(self, first: Mapping[str, Integers]) -> dict[str, list[Integers]]:
+        """Have each process read rows that are needed first, until it is known how they are stored.
+
+        Returns:
+            The rows of each process, of one of the stores.
+        """
+        workers = self._workers
+        workers.start()
+        for name, (_, rows) in first.items():
+            if isinstance(workers.dataset[name], ReadAhead):
+                some, count = _distinct(rows), workers.num_workers
+                shares = [some[index::count][:_NUM_AHEAD] for index in range(count)]
+                for index, share in enumerate(shares):
+                    workers.tell(
+                        index, partial(_Each, {name: calling(ReadAhead.keep)}), (name, share)
+                    )
+                return {name: shares}
+        return {}
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
         makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
 
-        def receive(outcome: tuple[str, tuple[RowNumbers, float]]) -> None:
-            self._builds[outcome[0]].note(*outcome[1])
-
+        make, note = partial(_Each, makers), lambda task, s: self._builds[task[0]].note(task[1], s)
         try:
             buildings = [build.building for build in self._builds.values()]
-            run_writers(buildings, self._workers, partial(_Each, makers), self._tasks(), receive)
+            run_writers(buildings, self._workers, make, self._tasks(), note)
             self._finish()
             if not all(each.serving.is_whole for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
@@ -330,18 +379,13 @@ class BackgroundBuild:
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
         """What is read next: what readers want, in turns, and then all others in their order."""
-        # Each process opens the files while the first reader is set up.
-        yield from ((name, range(0)) for name in [*self._builds] * self._workers.num_workers)
-        begin, has_begun = monotonic(), False
+        for name, each in self._builds.items():
+            yield from ((name, rows) for rows in each.ahead)
+        begin = monotonic()
         while not self._is_stopped:
-            passed_s = monotonic() - begin
             found = [(*w, name) for name, each in self._builds.items() for w in each.wants()]
-            if not (found or has_begun) and passed_s < _FIRST_WANT_S:
-                # The set-up of the first reader has the processor for itself.
-                sleep(_PAUSE_S)
-                continue
             # Short at first: a reader does not wait long for what was begun before it came.
-            task_s = min(_TASK_S, max(_FIRST_TASK_S, passed_s / 10))
+            task_s = min(_TASK_S, max(_FIRST_TASK_S, (monotonic() - begin) / 10))
             if not found:
                 self._finish()
                 others = ((0, each.others(), name) for name, each in self._builds.items())
@@ -349,14 +393,13 @@ class BackgroundBuild:
             if not found:
                 return
             _, rows, name = min(found, key=itemgetter(0))
-            has_begun = True
             yield name, self._builds[name].take(rows, task_s)
 
     def _finish(self) -> None:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
             if build.serving.has_all and not build.serving.is_whole:
-                show = self._asked[name].show
+                show = partial(show_progress, hidden=True)
                 build.building.finish(num_threads=self._workers.num_workers, show=show)
                 self._locks[name].close()
 
@@ -368,12 +411,12 @@ class _Each:
         self._makes, self._datasets = makes, datasets
         self._made: dict[str, Callable[[Any], Any]] = {}
 
-    def __call__(self, named: tuple[str, Any]) -> tuple[str, Any]:
+    def __call__(self, named: tuple[str, Any]) -> Any:
         name, task = named
         with naming(name):
             if name not in self._made:
                 self._made[name] = self._makes[name](self._datasets[name])
-            return name, self._made[name](task)
+            return self._made[name](task)
 
 
 class GrowingStore(Store):

@@ -137,8 +137,8 @@ class JoinedStore(Store):
             ends[row : row + len(column.index), 0] += begin
         return ItemRows(field, self._shards, items, ends)
 
+    @override
     def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
-        """Each store, the places of its rows among some, and their numbers there."""
         stores = self._rows.stores_of(rows)
         for number, part in enumerate(self.parts):
             here = np.flatnonzero(stores == number)

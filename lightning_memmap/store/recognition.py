@@ -49,7 +49,7 @@ def check_briefly(
     else:
         probes = store.manifest.probes
         with Workers(dataset, min(num_workers, len(probes))) as workers:
-            workers.run(calling(_check_probe, store), probes, lambda num_rows: None)
+            workers.run(calling(_check_probe, store), probes, lambda *_: None)
 
 
 def recognise(
@@ -127,13 +127,12 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
         progress("comparing", len(rows), store.manifest.row_bytes) as advance,
         Workers(dataset, num_workers) as workers,
     ):
-        workers.run(calling(_compare_rows, store), pieces, advance)
+        workers.run(calling(_compare_rows, store), pieces, lambda rows, _: advance(len(rows)))
 
 
-def _compare_rows(store: StoredRows, dataset: Any, rows: range) -> int:
-    """Compare rows of a dataset with those of a store. Returns their number."""
+def _compare_rows(store: StoredRows, dataset: Any, rows: range) -> None:
+    """Compare rows of a dataset with those of a store."""
     _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
-    return len(rows)
 
 
 def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:

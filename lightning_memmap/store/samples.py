@@ -46,9 +46,28 @@ def read_sample(dataset: Any, row: int) -> Any:
         raise DatasetError(f"the dataset raised at row {row}: {describe_error(error)}") from error
 
 
+class ReadAhead:
+    """A dataset that keeps samples which were read before it was known how they are stored."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.kept = dataset, dict[int, Any]()
+
+    def __getitem__(self, row: int) -> Any:
+        return self.dataset[row]
+
+    def keep(self, rows: Integers) -> None:
+        """Read samples, and keep each until it is read again."""
+        self.kept.update(zip(rows.tolist(), read_samples(self.dataset, rows), strict=True))
+
+
 def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
     """Read samples of a dataset, many at once where it has ``__getitems__``."""
     numbers = list(rows) if isinstance(rows, range) else rows.tolist()
+    if isinstance(dataset, ReadAhead):
+        kept = {row: dataset.kept.pop(row) for row in numbers if row in dataset.kept}
+        others = np.array([row for row in numbers if row not in kept], np.int64)
+        found = iter(read_samples(dataset.dataset, others))
+        return [kept[row] if row in kept else next(found) for row in numbers]
     if _gives_many(dataset):
         with suppress(Exception):  # Row by row, the error has its row.
             many = dataset.__getitems__(numbers)
@@ -68,7 +87,7 @@ def first_sample(dataset: Any, num_workers: int) -> Any:
         pickled = list[bytes]()
         with suppress(Exception):  # Its class may be one that cannot be sent.
             with Workers(dataset, 1) as workers:
-                workers.run(calling(_pickled), [0], pickled.append)
+                workers.run(calling(_pickled), [0], lambda _, found: pickled.append(found))
             return pickle.loads(pickled[0])
     return read_sample(dataset, 0)
 
@@ -222,7 +241,7 @@ class Probes(NamedTuple):
 def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
     """Read the probe rows and hash them. The schema is found with some forms, or given."""
     found = list[Probes]()
-    workers.run(calling(read_probes, forms), [num_rows], found.append)
+    workers.run(calling(read_probes, forms), [num_rows], lambda _, probes: found.append(probes))
     return found[0]
 
 

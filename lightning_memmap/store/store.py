@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,6 +114,10 @@ class Store:
     def rows(self, subset: Integers | None = None) -> Rows:
         """What an order orders: the rows of the store, or those of some numbers."""
         return StoreRows.of(self.manifest.shards, subset)
+
+    def each(self, rows: Integers) -> "Iterator[tuple[Store, Integers, Integers]]":
+        """Each store that it consists of, the places of its rows among some, and their numbers."""
+        yield self, np.arange(len(rows)), rows
 
     @property
     def has_gaps(self) -> bool:

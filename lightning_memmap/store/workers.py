@@ -8,24 +8,19 @@ import os
 import pickle
 import signal
 import stat
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import islice
 from mmap import mmap
 from multiprocessing import connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # unnamed
+from multiprocessing.util import Finalize
 from threading import Barrier, Thread
 from time import monotonic
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from typing_extensions import Self
@@ -35,6 +30,7 @@ from lightning_memmap.sampling import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
+Connection: TypeAlias = "connection.Connection[Any, Any]"
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 RowNumbers = range | Integers
 
@@ -56,87 +52,127 @@ class Workers:
     def __init__(self, dataset: Any, num_workers: int) -> None:
         self.dataset = dataset
         self.num_workers = num_workers
-        self._pool: ProcessPoolExecutor | None = None
+        self._processes = list[_Process]()
+        # A program that ends does not wait for them.
+        self._end = Finalize(self, _end_all, (self._processes,), exitpriority=0)
 
     def run(
         self,
         make: Callable[[Any], Callable[[Task], Outcome]],
         tasks: Iterable[Task],
-        receive: Callable[[Outcome], None],
+        receive: Callable[[Task, Outcome], None],
     ) -> None:
-        """Do tasks, and pass on each outcome as soon as it is there, in any order."""
+        """Do tasks, and pass on each outcome, a small one, as soon as it is there, in any order."""
         if self.num_workers:
-            self._run_in_pool(pickle.dumps(make), tasks, receive)
+            self._run_in_processes(pickle.dumps(make), iter(tasks), receive)
             return
         work: Callable[[Task], Outcome] | None = None
         for task in tasks:
             with _our_errors():
                 work = work or make(self.dataset)
                 outcome = work(task)
-            receive(outcome)
+            receive(task, outcome)
 
-    def _run_in_pool(
-        self, make: bytes, tasks: Iterable[Any], receive: Callable[[Any], None]
+    def _run_in_processes(
+        self, make: bytes, tasks: Iterator[Any], receive: Callable[[Any, Any], None]
     ) -> None:
-        pool, todo, waiting = self.started(), iter(tasks), set[Future[Any]]()
-        try:
-            while True:
-                for task in islice(todo, 2 * self.num_workers - len(waiting)):
-                    waiting.add(pool.submit(_work, make, task))
-                if not waiting:
-                    return
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                # Those that failed come last: what the others have done is kept.
-                for future in sorted(done, key=lambda each: each.exception() is not None):
-                    receive(future.result())
-        except BrokenProcessPool as error:
-            raise DatasetError(
-                "a worker process that read the dataset has died. If memory ran out, use a smaller"
-                f" num_workers than {self.num_workers}; num_workers=0 (with build='first')"
-                " reads in this process and shows where it dies. What was stored is kept"
-            ) from error
-        finally:
-            for future in waiting:
-                future.cancel()
+        # Each has a task in hand, and one waiting.
+        for number, task in enumerate(islice(tasks, 2 * self.num_workers)):
+            self._process(number % self.num_workers).give(make, task)
+        while busy := {each.connection: each for each in self._processes if each.tasks}:
+            errors = list[BaseException]()
+            for connected in connection.wait(busy):
+                process = busy[cast(Any, connected)]
+                outcome, task = process.outcome(), process.tasks.popleft()
+                if isinstance(outcome, BaseException):
+                    errors.append(outcome)
+                    continue
+                receive(task, outcome)
+                for another in islice(tasks, 1):
+                    process.give(make, another)
+            # What the others have done is kept.
+            if errors:
+                raise errors[0]
 
-    def started(self) -> ProcessPoolExecutor:
-        """The processes: they begin with the first task, and end with the thread that gives it."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self.num_workers, multiprocessing.get_context(), _begin, (self.dataset,)
-            )
-        return self._pool
+    def tell(self, index: int, make: Callable[[Any], Callable[[Task], object]], task: Task) -> None:
+        """Have one of the processes do something before its next task. Nobody hears of an error."""
+        self._process(index).send((pickle.dumps(make), task, False))
+
+    def start(self) -> None:
+        """Start all processes. They end with the thread that starts them."""
+        self._process(self.num_workers - 1)
+
+    def _process(self, index: int) -> "_Process":
+        """One of the processes, which starts when it is needed: it works while the next starts."""
+        while len(self._processes) <= index:
+            self._processes.append(_Process(self.dataset, self.num_workers))
+        return self._processes[index]
 
     def close(self, *, at_once: bool = False) -> None:
         """End the processes, once they have done their tasks or at once. Nothing more is read."""
-        if self._pool is None:
-            return
-        pool, self._pool = self._pool, None
-        # It has no other way to end those that are at work, or that wait for ever: for a lock which
-        # another held that was killed.
-        processes = list((pool._processes or {}).values())
-        ending: Any = pool._executor_manager_thread
-        pool.shutdown(wait=False, cancel_futures=True)
-        left: set[Any] = {process.sentinel for process in processes}
-        ends = monotonic() + (0.0 if at_once else _PATIENCE_S)
-        while left and (seconds := ends - monotonic()) > 0:
-            left -= set(connection.wait(left, seconds))
-        for process in processes:
-            if process.sentinel in left:
-                process.kill()
-        if ending is not None:
-            ending.join()
+        _end_all(self._processes, 0.0 if at_once else _PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(at_once=error is not None)
+
+
+class _Process:
+    """A worker process, and the tasks that it has."""
+
+    def __init__(self, dataset: Any, num_workers: int) -> None:
+        self.tasks, self._num_workers = deque[Any](), num_workers
+        self.connection, other = multiprocessing.Pipe()
+        self.process = multiprocessing.Process(
+            target=_serve, args=(other, self.connection, dataset)
+        )
+        self.process.start()
+        other.close()
+
+    def give(self, make: bytes, task: Any) -> None:
+        """Give it a task."""
+        self.send((make, task, True))
+        self.tasks.append(task)
+
+    def send(self, message: Any) -> None:
+        """Send it something to do, or None to end."""
+        with self._is_alive():
+            self.connection.send(message)
+
+    def outcome(self) -> Any:
+        """The outcome of its oldest task, or an error."""
+        with self._is_alive():
+            return self.connection.recv()
+
+    @contextmanager
+    def _is_alive(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            raise DatasetError(
+                "a worker process that read the dataset has died. If memory ran out, use a smaller"
+                f" num_workers than {self._num_workers}; num_workers=0 (with build='first') reads"
+                " in this process and shows where it dies. What was stored is kept"
+            ) from error
+
+
+def _end_all(processes: list[_Process], patience_s: float = 0.0) -> None:
+    """End processes. Those that are at work, or wait for ever, are killed: such as for a lock which
+    another held that was killed."""
+    ending, ends = processes[:], monotonic() + patience_s
+    processes.clear()
+    # Who is at work may have no room for a word.
+    for each in ending if patience_s else ():
+        with suppress(DatasetError):  # It has ended.
+            each.send(None)
+    for each in ending:
+        each.process.join(max(0.0, ends - monotonic()))
+        each.process.kill()
+        each.process.join()
+        each.process.close()
+        each.connection.close()
 
 
 def calling(
@@ -221,31 +257,29 @@ def _our_errors() -> Iterator[None]:
 
 # In a worker process
 
-_dataset: Any = None
 
-
-def _begin(dataset: Any) -> None:
-    """What a worker process does first."""
-    global _dataset
+def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
+    """What a worker process does."""
+    # Or else it would never hear that the other process has ended.
+    theirs.close()
     end_with_starter()
     # The process that started this one decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if multiprocessing.get_start_method() == "fork":
         _open_anew()
-    _dataset = dataset
-
-
-@cache
-def _made(make: bytes) -> Callable[[Any], Any]:
-    """What a run makes of the dataset, which is kept for more of its tasks."""
-    made: Callable[[Any], Any] = pickle.loads(make)(_dataset)
-    return made
-
-
-def _work(make: bytes, task: Any) -> Any:
-    with _our_errors():
-        return _made(make)(task)
+    #: What a run makes of the dataset is kept for more of its tasks.
+    made = cache(lambda make: pickle.loads(make)(dataset))
+    with suppress(EOFError, ConnectionError):
+        while (message := parent.recv()) is not None:
+            make, task, is_answered = message
+            try:
+                with _our_errors():
+                    outcome = made(make)(task)
+            except BaseException as error:
+                outcome = ExceptionWithTraceback(error, error.__traceback__)
+            if is_answered:
+                parent.send(outcome)
 
 
 def end_with_starter() -> None:

@@ -81,9 +81,9 @@ def write_missing(building: Building, workers: Workers, probes: Probes, show: Sh
             advance=advance,
         )
 
-        def receive(outcome: tuple[RowNumbers, float]) -> None:
-            building.wrote(outcome[0])
-            tasks.note(*outcome)
+        def receive(rows: RowNumbers, duration_s: float) -> None:
+            building.wrote(rows)
+            tasks.note(rows, duration_s)
 
         run_writers(
             [building], workers, make if workers.num_workers else lambda _: writer, tasks, receive
@@ -96,14 +96,14 @@ def run_writers(
     workers: Workers,
     make: Callable[[Any], Callable[[Any], Any]],
     tasks: Iterable[Any],
-    receive: Callable[[Any], None],
+    receive: Callable[[Any, float], None],
 ) -> None:
     """Do tasks that write rows. These are brought to the disk now and then, and after an error."""
     last_sync = monotonic()
 
-    def receive_and_sync(outcome: Any) -> None:
+    def receive_and_sync(task: Any, duration_s: float) -> None:
         nonlocal last_sync
-        receive(outcome)
+        receive(task, duration_s)
         if monotonic() - last_sync > JOURNAL_INTERVAL_S:
             for building in buildings:
                 building.sync()
@@ -146,8 +146,8 @@ class RangeWriter:
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
 
-    def __call__(self, rows: RowNumbers) -> tuple[RowNumbers, float]:
-        """Write rows. While some are written, the next ones are read."""
+    def __call__(self, rows: RowNumbers) -> float:
+        """Write rows, in so many seconds. While some are written, the next ones are read."""
         start = perf_counter()
         for first in range(0, len(rows), self._block_rows):
             block = rows[first : first + self._block_rows]
@@ -156,7 +156,7 @@ class RangeWriter:
             self._writing.result()
             self._writing = self._thread.submit(self._writer.write, block, found)
         self._writing.result()
-        return rows, perf_counter() - start
+        return perf_counter() - start
 
     def _check(self, rows: RowNumbers, found: list[Values]) -> None:
         """Check that rows that were read before are the same again."""

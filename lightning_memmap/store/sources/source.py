@@ -41,6 +41,8 @@ from lightning_memmap.store.workers import RowNumbers
 
 _MEMORY_TYPES = {Tensor, Parameter, MemoryMappedTensor, np.ndarray, np.memmap}
 _FILE_MODULES = {"h5py", "zarr"}
+#: Datasets of columns that lie side by side, and their attribute.
+_SIDE_BY_SIDE = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
 #: Rows that lie closer together than this in a file are read together, with what is between them.
 _MAX_GAP_BYTES = 64 * 2**10
 
@@ -92,6 +94,15 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
         return read_items(rows)
 
     return replace(slices, read=read)
+
+
+def is_read_by_item(dataset: Any) -> bool:
+    """Whether each row of a dataset is made by itself, as far as its class tells."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    known = {*_SIDE_BY_SIDE, ConcatDataset, TensorDict}
+    is_known = type(dataset) in known or _is_array(dataset) or _is_hugging_face(dataset)
+    return not is_known
 
 
 def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
@@ -183,8 +194,7 @@ def _side_by_side(dataset: Any, node: Node, fields: Sequence[Field]) -> Any:
         from lightning_memmap.store.sources.tables import hugging_face_columns
 
         return hugging_face_columns(dataset, node, fields)
-    names = {TensorDataset: "tensors", ColumnDataset: "columns", StackDataset: "datasets"}
-    return dataset if kind is TensorDict else getattr(dataset, names.get(kind, ""), None)
+    return dataset if kind is TensorDict else getattr(dataset, _SIDE_BY_SIDE.get(kind, ""), None)
 
 
 def _is_array(values: Any) -> bool:

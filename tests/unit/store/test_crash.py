@@ -8,6 +8,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -82,23 +83,9 @@ def test_build_killed_takes_its_workers_along(server: BuildServer, tmp_path: Pat
     assert_finishes(server, directory)
 
 
-work = workers_module._work
-
-
-def work_and_end(make: bytes, task: Any) -> Any:
-    """A worker that ends when its task is done, if its builder is gone."""
-    builder = os.getpgid(0)
-    try:
-        return work(make, task)
-    finally:
-        if os.getppid() != builder:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def build_outlived(dataset: Any, path: Path) -> None:
-    """Build with workers that do not end with this process."""
+    """Build with workers that end only once they have done their tasks, if this process ends."""
     workers_module.end_with_starter = lambda: None
-    workers_module._work = work_and_end
     build_and_check(dataset, path, range_rows=RANGE_ROWS, num_workers=2)
 
 
@@ -241,10 +228,21 @@ def pid_of_worker(task: int) -> int:
     return os.getpid()
 
 
+def length_maker(dataset: Any) -> Any:
+    return len
+
+
+def test_tasks_larger_than_a_pipe_holds_are_done() -> None:
+    tasks, lengths = [np.arange(200_000 + task) for task in range(9)], list[int]()
+    with Workers(None, 2) as workers:
+        workers.run(length_maker, tasks, lambda task, length: lengths.append(length - len(task)))
+    assert lengths == [0] * len(tasks)
+
+
 def test_processes_end_though_one_of_them_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "_PATIENCE_S", 0.2)
     workers, pids = Workers(None, 2), set[int]()
-    workers.run(pid_maker, range(8), pids.add)
+    workers.run(pid_maker, range(8), lambda _, pid: pids.add(pid))
     # Like one that waits for a lock of another that was killed.
     os.kill(min(pids), signal.SIGSTOP)
     workers.close()
