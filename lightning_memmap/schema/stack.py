@@ -348,8 +348,10 @@ def array_dtype(array: Array) -> torch.dtype:
         dtype, found = FROM_NUMPY.get(array.dtype.newbyteorder("=")), "a numpy array of dtype"
         lost = f"{array.dtype}"
     if dtype is None:
+        texts = "; lists and texts are given without numpy, as by with_format(None) of Hugging Face"
         raise SchemaError(
-            f"found {found} {lost}; convert it in the dataset to one of {', '.join(DTYPES)}"
+            f"found {found} {lost}; convert it in the dataset to one of"
+            f" {', '.join(DTYPES)}{texts * (lost == 'object')}"
         )
     return dtype
 

@@ -41,7 +41,7 @@ from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
 from lightning_memmap.store.samples import Probes, RandomDatasetError, read_probes
-from lightning_memmap.store.sources import source_of
+from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import RowNumbers, Workers, calling
@@ -288,7 +288,9 @@ class BackgroundBuild:
         asked = {n: e for n, e in self._asked.items() if not is_store(e.directory.path)}
         if self._is_stopped:
             return
-        probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
+        probers = {
+            name: calling(read_probes, one.forms, telling_samples) for name, one in asked.items()
+        }
         identities, found = dict[str, Fingerprint](), list[tuple[str, Probes]]()
 
         def sizes() -> Iterator[tuple[str, int]]:
