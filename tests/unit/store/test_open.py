@@ -14,6 +14,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Pool
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
+from lightning_memmap.store.recognition import check_dataset
 from tests.datasets import Numbered, holds
 from tests.rows import StridedRows
 from tests.unit.store.layout import files_of
@@ -367,7 +368,7 @@ def test_open_directory_with_hostile_files_runs_nothing(path: Path, tmp_path: Pa
     store = open_store(path)
     assert holds(store, DATASET)
     store[3]
-    store.check_dataset(DATASET)
+    check_dataset(store, DATASET)
     assert verify_store(path) == []
     build_store(DATASET, path, num_shards=3, progress=False)
     assert not mark.exists()
