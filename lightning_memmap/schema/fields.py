@@ -124,17 +124,11 @@ class Field:
 
     @property
     def described(self) -> str:
-        """What the dataset gives, for messages."""
-        return described(self.dtype, self.shape, self.kind)
+        """The dtype and shape of rows, and what they mean if that is more than numbers."""
+        return str(self) + f" ({self.kind})" * (self.kind != NUMBERS)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
-
-
-def described(dtype: torch.dtype, shape: tuple[int | None, ...], kind: AnyKind) -> str:
-    """The dtype and shape of rows, and what they mean if that is more than numbers."""
-    meaning = "" if kind == NUMBERS else f" ({kind})"
-    return f"{dtype_name(dtype)} {tuple(shape)}{meaning}"
 
 
 def field_name(path: Iterable[str | int]) -> str:

@@ -28,7 +28,6 @@ from lightning_memmap.schema.fields import (
     Field,
     RowList,
     Values,
-    described,
     dtype_name,
     where,
 )
@@ -282,7 +281,7 @@ def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
         sizes = np.full((len(array), count), shape[:count], np.int64)
         array = array.reshape(-1, *field.item_shape)
     if not fits:
-        found = described(dtype, shape, kind)
+        found = Field(field.name, dtype, shape, kind).described
         raise MismatchError(
             f"field {field.name!r}: found rows of {found}, expected rows of {field.described}"
         )
@@ -319,10 +318,8 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
-        raise MismatchError(
-            f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
-            f" {field.described}"
-        )
+        found = Field(field.name, dtype, shape, kind).described
+        raise MismatchError(f"field {field.name!r}: found {found}, expected {field.described}")
     return array
 
 
