@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -207,10 +207,10 @@ def _stack_records(
 
 def _join_texts(texts: Values, lengths: Integers) -> Values:
     """Texts as those of lists, of which each row has some."""
-    each = (text.numpy() for text in texts.rows())
-    rows = [join_texts([next(each) for _ in range(length)]) for length in lengths.tolist()]
+    each = (text.numpy().tobytes() for text in texts.rows())
+    rows = [join_texts([*islice(each, length)]) for length in lengths.tolist()]
     sizes = np.array(list(map(len, rows)), np.int64)[:, None]
-    return Values(torch.from_numpy(np.concatenate(rows)), sizes)
+    return Values(as_tensor(np.frombuffer(b"".join(rows), np.uint8)), sizes)
 
 
 def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:

@@ -27,7 +27,7 @@ from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 3
+VERSION = 4
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16

@@ -140,7 +140,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 3}',
+        b'{"format": "lightning_memmap store", "version": 4}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -156,14 +156,14 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, "3", None, [3]])
+@pytest.mark.parametrize("version", [0, 3, "4", None, [4]])
 def test_store_of_another_format_version_is_refused_and_left_alone(
     path: Path, version: Any
 ) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
     names = {*os.listdir(path), ".lock"}
     for act in (open_store, verify_store, partial(build_store, DATASET, overwrite=True)):
-        with pytest.raises(StoreError, match=r"has format version .* reads version 3: remove it"):
+        with pytest.raises(StoreError, match=r"has format version .* reads version 4: remove it"):
             act(path)
     assert {*os.listdir(path), ".lock"} == names
 
