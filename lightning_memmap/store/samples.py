@@ -250,11 +250,15 @@ def _schema_of(
     dataset: Any, samples: list[Any], rows: list[int], forms: Forms, tell: Tell
 ) -> Schema:
     """The schema of a dataset, by samples of some rows, and if need be of others."""
-    told = tell(dataset)
-    with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
-        schema = Schema.infer([*samples, *told], forms)
-        if not schema.unknown:
-            return schema
+    told, fitting, schema = tell(dataset), [*samples], None
+    for some in [told, *([each] for each in told)]:
+        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
+            schema = Schema.infer([*fitting, *some], forms)
+            fitting += some
+            if some is told:
+                break
+    if schema is not None and not schema.unknown:
+        return schema
     spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
     others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
     more = ((row, read_sample(dataset, row)) for row in others)

@@ -49,8 +49,9 @@ _FORMATS = {None, "numpy", "torch"}
 class ArrowRows(Column):
     """Rows of a column."""
 
-    def __init__(self, array: Any, *, are_python: bool = False) -> None:
-        self.shape = array.type.shape if isinstance(array.type, pa.FixedShapeTensorType) else None
+    def __init__(self, array: Any, *, shape: Any = None, are_python: bool = False) -> None:
+        #: Of each row, where the type of the column has it.
+        self.shape = array.type.shape if isinstance(array.type, pa.FixedShapeTensorType) else shape
         self.array, self.are_python = _one(array), are_python
 
     @override
@@ -104,9 +105,7 @@ class ArrowRows(Column):
         return fit_lists(field, numbers, _lengths(array)) if is_list else fit(field, numbers)
 
     def _like(self, array: Any) -> "ArrowRows":
-        found = ArrowRows(array, are_python=self.are_python)
-        found.shape = self.shape
-        return found
+        return ArrowRows(array, shape=self.shape, are_python=self.are_python)
 
     def _whole(self) -> Any:
         if self.array.null_count:
@@ -542,10 +541,9 @@ def _check_format(dataset: Any, name: str) -> None:
         row = int(np.searchsorted(np.cumsum(_lengths(found)), row, "right")) if is_list else row
         raise SchemaError(
             f"row {row}, field {field_name((name,))!r}: it {'has' if is_list else 'is'} None, for"
-            f" which the format {form!r} gives NaN or NaT of another dtype than other rows of"
-            f" {kind} have: fill it, such as"
-            f" with {_filler(kind)}, or give the dataset without a format, with_format(None), where"
-            " rows may be None"
+            f" which the format {form!r} gives NaN or NaT of another dtype than {kind}: fill it,"
+            f" such as with {_filler(kind)}, or give the dataset without a format,"
+            " with_format(None), where rows may be None"
         )
 
 
