@@ -4,6 +4,7 @@ import inspect
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, describe_error, with_article
+from lightning_memmap.errors import DatasetError, SchemaError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
 from lightning_memmap.store.places import local_path
 from lightning_memmap.store.sources.column import TableColumn
@@ -86,8 +87,10 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         """Samples that show what all have; see `lightning_memmap.store.sources`."""
         found = {name: _telling_values(column) for name, column in self.columns.items()}
         count = max(map(len, found.values()))
-        every = {name: values or [self.columns[name][0]] for name, values in found.items() if count}
-        return [{n: values[k % len(values)] for n, values in every.items()} for k in range(count)]
+        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
+            every = {n: values or [self.columns[n][0]] for n, values in found.items() if count}
+            return [{n: each[k % len(each)] for n, each in every.items()} for k in range(count)]
+        return []
 
 
 def _telling_values(column: Any) -> list[Any]:

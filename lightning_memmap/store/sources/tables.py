@@ -514,13 +514,13 @@ def hugging_face_samples(dataset: Any) -> list[Any]:
     columns = {name: dataset.data.column(name) for name in dataset.column_names}
     told = {name: _told(column) for name, column in columns.items()}
     rows = np.arange(max(map(len, told.values()), default=0))
-    for name, column in told.items():
-        some = column if len(column) else columns[name].slice(0, 1)
-        columns[name] = some.take(pa.array(rows % len(some)))
-    short = type(dataset)(pa.table(columns), info=dataset.info.copy()).with_format(
-        form["type"], form["columns"], form["output_all_columns"], **form["format_kwargs"]
-    )
     with suppress(Exception):  # Whoever reads the row says what is wrong in it.
+        for name, column in told.items():
+            some = column if len(column) else columns[name].slice(0, 1)
+            columns[name] = some.take(pa.array(rows % len(some)))
+        short = type(dataset)(pa.table(columns), info=dataset.info.copy()).with_format(
+            form["type"], form["columns"], form["output_all_columns"], **form["format_kwargs"]
+        )
         return [short[row] for row in range(len(short))]
     return []
 
