@@ -29,6 +29,7 @@ from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
 from lightning_memmap.store.sources.token_stream import TokenStream
 
@@ -212,11 +213,8 @@ class SplitStores:
                 f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
             ) from None
         if dataset is not None and not self._is_its_own(split, store):
-            store.check_dataset(
-                dataset,
-                fingerprint=self.options.fingerprint_of(split),
-                num_workers=self.options.num_workers,
-            )
+            fingerprint = self.options.fingerprint_of(split)
+            check_dataset(store, dataset, fingerprint, num_workers=self.options.num_workers)
         return store
 
     def by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:

@@ -32,7 +32,7 @@ DTYPES: dict[str, torch.dtype] = {
 FROM_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 TO_NUMPY = {dtype: given for given, dtype in FROM_NUMPY.items()}
 #: The longest name of a field: what file systems allow, less the longest suffix of its files.
-MAX_NAME_LENGTH = 255 - len(".memmap")
+MAX_NAME_LENGTH = 255 - len(".0123456789abcdef.tmp")
 #: Torch has no index for these, and their bits do as well.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
@@ -107,15 +107,6 @@ class Field:
             return replace(self, kind=msgspec.structs.replace(self.kind, many=False))
         return replace(self, shape=self.shape[1:])
 
-    def merged(self, other: "Field") -> "Field | None":
-        """The field that has the rows of both: sizes that differ are None. None if more differs."""
-        is_alike = self.dtype == other.dtype and len(self.shape) == len(other.shape)
-        if not is_alike or self.kind != other.kind:
-            return None
-        differing = [a is None or a != b for a, b in zip(self.shape, other.shape, strict=True)]
-        count = len(differing) - differing[::-1].index(True) if any(differing) else 0
-        return replace(self, shape=(None,) * count + self.shape[count:])
-
     def value(self, row: Tensor) -> Any:
         """What a store gives back for a row on the CPU: the row itself, or its texts."""
         return self.decode(row.numpy().tobytes()) if self.is_text else row
@@ -133,17 +124,11 @@ class Field:
 
     @property
     def described(self) -> str:
-        """What the dataset gives, for messages."""
-        return described(self.dtype, self.shape, self.kind)
+        """The dtype and shape of rows, and what they mean if that is more than numbers."""
+        return str(self) + f" ({self.kind})" * (self.kind != NUMBERS)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {tuple(self.shape)}"
-
-
-def described(dtype: torch.dtype, shape: tuple[int | None, ...], kind: AnyKind) -> str:
-    """The dtype and shape of rows, and what they mean if that is more than numbers."""
-    meaning = "" if kind == NUMBERS else f" ({kind})"
-    return f"{dtype_name(dtype)} {tuple(shape)}{meaning}"
 
 
 def field_name(path: Iterable[str | int]) -> str:

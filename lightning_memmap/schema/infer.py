@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -33,19 +32,9 @@ MIN_NUMBERS = 16
 Part = tuple[Node, list[Field]]
 
 
-def infer_samples(samples: Sequence[Any], forms: Mapping[str, Form]) -> Part:
-    """Find what samples have."""
-    return _Inference(forms).part(samples, ())
-
-
-def infer_batch(batch: Any) -> Part:
-    """Find what the rows of a batch have."""
-    return _Inference({}, is_batch=True).part([batch], ())
-
-
 @dataclass(frozen=True)
-class _Inference:
-    """Looks at the values of all samples at one path."""
+class Inference:
+    """Looks at the values of all samples at one path, or at what a batch has there."""
 
     forms: Mapping[str, Form]
     is_batch: bool = False
@@ -154,15 +143,13 @@ class _Inference:
 
 
 def _merged(fields: Sequence[Field], path: Path) -> Field:
-    """The field that has the rows of several."""
-
-    def merge(one: Field, other: Field) -> Field:
-        found = one.merged(other)
-        if found is None:
-            raise _differ(path)
-        return found
-
-    return reduce(merge, fields)
+    """The field that has the rows of several: sizes that differ are None."""
+    if len({(field.dtype, len(field.shape), field.kind) for field in fields}) > 1:
+        raise _differ(path)
+    sizes = map(set, zip(*(field.shape for field in fields), strict=True))
+    differing = [len(each) > 1 or None in each for each in sizes]
+    count = len(differing) - differing[::-1].index(True) if any(differing) else 0
+    return replace(fields[0], shape=(None,) * count + fields[0].shape[count:])
 
 
 def _differ(path: Path) -> MismatchError:

@@ -25,11 +25,6 @@ FROM_PYTHON: dict[type, np.dtype[Any]] = {
     float: np.dtype(np.float64),
     complex: np.dtype(np.complex128),
 }
-#: Several texts of one row are kept as one string of bytes: their number, the length of each in
-#: bytes, as uint32 in little-endian order, and then one after the other. No texts have no bytes.
-_LENGTH = np.dtype("<u4")
-_MAX_BYTES = np.iinfo(_LENGTH).max
-
 #: What to give in place of values of some types, and of columns of them.
 _INSTEAD = {
     "Decimal": "float(value), such as by .astype('float64') in pandas, .cast(polars.Float64),"
@@ -300,30 +295,11 @@ def _pixels(image: Any) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
 
 
-def join_texts(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the bytes of texts, uint8 of shape (bytes,) each, to what `split_texts` takes."""
-    if not texts:
-        return np.empty(0, np.uint8)
-    numbers = [len(texts), *map(len, texts)]
-    if max(numbers) > _MAX_BYTES:
-        raise ValueError(
-            f"a text of {max(numbers)} bytes is too long for a list: at most 2**32 - 1"
-        )
-    return np.concatenate([np.array(numbers, _LENGTH).view(np.uint8), *texts])
+def join_texts(texts: Sequence[bytes]) -> bytes:
+    """The bytes of a row of several texts, as MessagePack; of no texts none."""
+    return msgspec.msgpack.encode(texts) if texts else b""
 
 
 def split_texts(data: bytes) -> list[bytes]:
     """Divide what `join_texts` has joined, which has not been checked."""
-    if not data:
-        return []
-    size = _LENGTH.itemsize
-    count = int(np.frombuffer(data, _LENGTH, 1)[0]) if len(data) >= size else 0
-    first = (1 + count) * size
-    if not count or first > len(data):
-        raise ValueError("they end before their lengths do")
-    lengths = np.frombuffer(data, _LENGTH, count, offset=size)
-    ends = first + np.cumsum(lengths, dtype=np.int64)
-    if ends[-1] != len(data):
-        raise ValueError("their lengths do not add up")
-    starts = [first, *ends[:-1].tolist()]
-    return [data[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+    return msgspec.msgpack.decode(data, type=list[bytes]) if data else []

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.fields import Field, Values, check_names, dtype_name, field_name
 from lightning_memmap.schema.forms import Form
-from lightning_memmap.schema.infer import infer_batch, infer_samples
+from lightning_memmap.schema.infer import Inference
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
 
@@ -27,10 +27,19 @@ class Schema:
     fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
     structure: Node
 
+    def __post_init__(self) -> None:
+        check_names(field.name for field in self.fields)
+        for field in self.fields:
+            if field.num_variable and not field.item_bytes:
+                raise SchemaError(
+                    f"field {field.name!r}: its rows are {field}, which have a length and no"
+                    " values: give the length as a number, or leave the field out"
+                )
+
     @classmethod
     def infer(cls, samples: Sequence[Any], forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
         """Find the schema that samples have in common."""
-        structure, fields = infer_samples(samples, forms)
+        structure, fields = Inference(forms).part(samples, ())
         found = cls(tuple(fields), structure)
         if not fields and not found.unknown.keys() - {"value"}:
             raise SchemaError(
@@ -61,7 +70,7 @@ class Schema:
                 )
             count = max(count, field.num_variable)
             fields.append(replace(field, shape=(None,) * count + field.shape[count:]))
-        return self._checked(self.structure, fields)
+        return Schema(tuple(fields), self.structure)
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -116,20 +125,9 @@ class Schema:
     @classmethod
     def from_batch(cls, batch: Any) -> "Schema":
         """Describe the rows of a batch."""
-        structure, fields = infer_batch(batch)
+        structure, fields = Inference({}, is_batch=True).part([batch], ())
         if not fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return cls._checked(structure, fields)
-
-    @classmethod
-    def _checked(cls, structure: Node, fields: list[Field]) -> "Schema":
-        check_names(field.name for field in fields)
-        for field in fields:
-            if field.num_variable and not field.item_bytes:
-                raise SchemaError(
-                    f"field {field.name!r}: its rows are {field}, which have a length and no"
-                    " values: give the length as a number, or leave the field out"
-                )
         return cls(tuple(fields), structure)
 
     @property

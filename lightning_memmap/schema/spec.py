@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, check_names
+from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field
 from lightning_memmap.schema.kinds import NUMBERS, Text
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import (
@@ -36,7 +36,6 @@ def read_schema(value: Any) -> Schema:
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
-    check_names(field.name for field in schema.fields)
     if [field.name for field in schema.fields] != schema.structure.field_names():
         raise SchemaError("the fields are not the leaves of the structure")
     in_lists = {name for names in schema.lists.values() for name in names}

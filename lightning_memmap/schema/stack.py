@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +28,6 @@ from lightning_memmap.schema.fields import (
     Field,
     RowList,
     Values,
-    described,
     dtype_name,
     where,
 )
@@ -208,10 +207,10 @@ def _stack_records(
 
 def _join_texts(texts: Values, lengths: Integers) -> Values:
     """Texts as those of lists, of which each row has some."""
-    each = (text.numpy() for text in texts.rows())
-    rows = [join_texts([next(each) for _ in range(length)]) for length in lengths.tolist()]
+    each = (text.numpy().tobytes() for text in texts.rows())
+    rows = [join_texts([*islice(each, length)]) for length in lengths.tolist()]
     sizes = np.array(list(map(len, rows)), np.int64)[:, None]
-    return Values(torch.from_numpy(np.concatenate(rows)), sizes)
+    return Values(as_tensor(np.frombuffer(b"".join(rows), np.uint8)), sizes)
 
 
 def _stack_alike(field: Field, leaves: Sequence[Any]) -> Values:
@@ -282,7 +281,7 @@ def fit(field: Field, rows: Any, sizes: Integers | None = None) -> Values:
         sizes = np.full((len(array), count), shape[:count], np.int64)
         array = array.reshape(-1, *field.item_shape)
     if not fits:
-        found = described(dtype, shape, kind)
+        found = Field(field.name, dtype, shape, kind).described
         raise MismatchError(
             f"field {field.name!r}: found rows of {found}, expected rows of {field.described}"
         )
@@ -319,10 +318,8 @@ def leaf_array(field: Field, leaf: Any) -> Array:
         raise raised(f"field {field.name!r}: {error}; expected {field.described}") from error
     # Palette and grey images may have the same shape and dtype, but differ in meaning.
     if dtype != field.dtype or not field.admits(shape) or field.kind != kind:
-        raise MismatchError(
-            f"field {field.name!r}: found {described(dtype, shape, kind)}, expected"
-            f" {field.described}"
-        )
+        found = Field(field.name, dtype, shape, kind).described
+        raise MismatchError(f"field {field.name!r}: found {found}, expected {field.described}")
     return array
 
 
@@ -348,8 +345,10 @@ def array_dtype(array: Array) -> torch.dtype:
         dtype, found = FROM_NUMPY.get(array.dtype.newbyteorder("=")), "a numpy array of dtype"
         lost = f"{array.dtype}"
     if dtype is None:
+        texts = "; lists and texts are given without numpy, as by with_format(None) of Hugging Face"
         raise SchemaError(
-            f"found {found} {lost}; convert it in the dataset to one of {', '.join(DTYPES)}"
+            f"found {found} {lost}; convert it in the dataset to one of"
+            f" {', '.join(DTYPES)}{texts * (lost == 'object')}"
         )
     return dtype
 

@@ -89,13 +89,9 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         for child_path, child in zip(self.paths(path), self.children, strict=True):
             yield from child.walk(child_path)
 
-    def field_paths(self, path: Path = ()) -> list[Path]:
-        """Where the fields below this node are, which is at a path."""
-        return [found for found, part in self.walk(path) if part.is_field]
-
     def field_names(self, path: Path = ()) -> list[str]:
         """The names of the fields below this node, which is at a path."""
-        return list(map(field_name, self.field_paths(path)))
+        return [field_name(found) for found, part in self.walk(path) if part.is_field]
 
 
 LEAF = Node("leaf")

@@ -1,12 +1,11 @@
 """A store: a directory that holds one dataset as memory-mapped tensors. No Lightning here."""
 
 from lightning_memmap.store.build import append_store, build_part, build_store, finish_store
-from lightning_memmap.store.remote.cache import open_store
+from lightning_memmap.store.remote.cache import open_store, verify_store
 from lightning_memmap.store.remote.transfer import pull_store, push_store
 from lightning_memmap.store.sources import ColumnDataset, ImageFolder, TarDataset
 from lightning_memmap.store.sources.token_stream import TokenStream
-from lightning_memmap.store.store import Store
-from lightning_memmap.store.verify import Damage, verify_store
+from lightning_memmap.store.store import Damage, Store
 
 __all__ = [
     "ColumnDataset",

@@ -37,7 +37,7 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import known_forms
+from lightning_memmap.store.sources import telling_samples
 from lightning_memmap.store.sources.column_dataset import way_out
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
@@ -340,7 +340,7 @@ def append_store(
             format_bytes(store.manifest.num_bytes),
         )
         with Workers(dataset, num_workers) as readers:
-            probes = take_probes(readers, len(dataset), store.schema)
+            probes = take_probes(readers, len(dataset), store.schema, telling_samples)
         added = ((store.num_rows + row, digest) for row, digest in probes.digests)
         name = f"{store.manifest.source.get('dataset', 'a table')} + {_class_name(dataset)}"
         draft = Manifest.draft(
@@ -407,14 +407,9 @@ class Asked:
             check_length(self.dataset)
         return Fingerprint.of(self.dataset, self.fingerprint)
 
-    @property
-    def probe_forms(self) -> dict[str, Form]:
-        """The forms with which the probe rows are read."""
-        return {**known_forms(self.dataset), **self.forms}
-
     def probes(self, workers: Workers) -> Probes:
         """Read the probe rows."""
-        return take_probes(workers, len(self.dataset), self.probe_forms)
+        return take_probes(workers, len(self.dataset), self.forms, telling_samples)
 
     def draft(self, rows: Any, probes: Probes, identity: Fingerprint, **more: str) -> Manifest:
         """The manifest of the store, before a row is written."""

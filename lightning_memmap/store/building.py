@@ -24,7 +24,6 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-import tensordict
 import torch
 from numpy.typing import NDArray
 from typing_extensions import Self
@@ -36,7 +35,6 @@ from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
-    claim,
     read_exactly,
     sync_path,
     write_all,
@@ -325,7 +323,6 @@ class Building:
             "lightning_memmap": _own_version(),
             # Looking up the version of an installed package takes milliseconds.
             "torch": str(torch.__version__),
-            "tensordict": str(tensordict.__version__),
         }
         probes = tuple((row, digest(row)) for row in probe_rows(manifest.num_rows))
         StoreDirectory(self.store).commit(
@@ -410,7 +407,7 @@ def allocate_files(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for name, num_bytes in files.items():
             with open(directory / name, "xb") as file:
-                claim(file.fileno(), num_bytes)
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
     except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

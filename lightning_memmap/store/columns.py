@@ -58,8 +58,6 @@ _READ_BYTES = 2**18
 #: The progress bar moves on after so many, since that takes longer than to read a small shard.
 _SHOWN_BYTES = 2**23
 _JOIN_BYTES = 32 * 2**20
-#: What the names of the files have beside the field's.
-_MAX_SUFFIX = len(".0123456789abcdef") + len(TEMPORARY)
 
 #: A piece of a file: its name, the first byte, and one past the last byte.
 FileRange = tuple[str, int, int]
@@ -182,13 +180,8 @@ class RaggedColumn(_Column):
     shard_items: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        field = self.field
-        if not field.item_bytes:
-            raise ValueError(f"the rows of {field} have a length and no bytes")
-        if len(field.name) + _MAX_SUFFIX > 255:
-            raise ValueError(f"the name of field {field.name!r} is too long for its files")
-        if sum(self.shard_items) * field.item_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"{sum(self.shard_items)} items of {field} fit into no file")
+        if sum(self.shard_items) * self.field.item_bytes > _MAX_FILE_BYTES:
+            raise ValueError(f"{sum(self.shard_items)} items of {self.field} fit into no file")
 
     @property
     def _index_name(self) -> str:

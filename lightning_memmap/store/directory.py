@@ -148,9 +148,9 @@ class StoreDirectory:
         """The generations of unfinished builds that are ours."""
         return [path for path in self._generations() if os.path.lexists(path / key)]
 
-    def discard(self, key: str = KEY) -> None:
+    def discard(self) -> None:
         """Remove the generations of unfinished builds, if they are ours. The lock must be held."""
-        for path in self.unfinished(key):
+        for path in self.unfinished(KEY):
             remove_tree(path)
 
     def commit(self, manifest: Manifest) -> None:

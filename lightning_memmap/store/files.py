@@ -84,13 +84,6 @@ def read_exactly(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uin
     return data
 
 
-def claim(descriptor: int, num_bytes: int) -> None:
-    """Give a file its size, and its place on the disk."""
-    os.truncate(descriptor, num_bytes)
-    if num_bytes and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-
-
 def leaf_bytes(leaf: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     """The bytes of a dense leaf on the CPU, in the byte order of this machine."""
     if isinstance(leaf, Tensor):

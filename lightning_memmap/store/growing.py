@@ -42,7 +42,7 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
-from lightning_memmap.store.sources import source_of
+from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.store import Store, Supply, open_directory
@@ -315,7 +315,9 @@ class BackgroundBuild:
             shards = each.shards(check_length(each.dataset))
             # Enough of a store to find an order of its rows.
             planned[name] = Store(each.directory.path, Manifest(shards, _NO_SCHEMA, ()), ())
-        probers = {name: calling(read_probes, one.probe_forms) for name, one in asked.items()}
+        probers = {
+            name: calling(read_probes, one.forms, telling_samples) for name, one in asked.items()
+        }
         identities, probes = dict[str, Fingerprint](), dict[str, Probes]()
         first, ahead = dict[str, Integers](), dict[str, list[Integers]]()
 

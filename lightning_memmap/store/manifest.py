@@ -34,7 +34,7 @@ from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 3
+VERSION = 4
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
@@ -49,6 +49,7 @@ _MAX_EMPTY_ROWS = 2**20
 #: What the directory of a generation is named.
 GENERATION = re.compile(r"g-[0-9a-f]{16}")
 _Sum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_Probe = tuple[Annotated[int, Meta(ge=0)], _Sum]
 _Text = Annotated[str, Meta(max_length=4096)]
 _ClassName = Annotated[str, Meta(max_length=_MAX_CLASS_LETTERS)]
 _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
@@ -129,12 +130,11 @@ class Manifest:
     def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
         """What a store is to contain that is not written yet, and that can be opened then."""
         shards = Shards(num_rows, num_shards)
+        sums = {field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields}
         try:
-            columns = columns_of(schema, shards)
+            found = cls(shards, schema, columns_of(schema, shards), checksums=sums, **more)
         except ValueError as error:
             raise StoreError(f"no store can be made of this: {error}") from error
-        sums = {field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields}
-        found = cls(shards, schema, columns, checksums=sums, **more)
         found.encode()
         return found
 
@@ -226,17 +226,9 @@ class Manifest:
         columns = columns_of(schema, shards, found.columns)
         if not any(column.file_bytes for column in columns) and found.num_rows > _MAX_EMPTY_ROWS:
             raise ValueError(f"{found.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
-        return cls(
-            shards,
-            schema,
-            columns,
-            tuple(found.probes),
-            found.checksums,
-            found.source,
-            found.fingerprint,
-            tuple(found.classes),
-            found.generation,
-        )
+        others = {"num_rows", "num_shards", "columns"}
+        same = {key: getattr(found, key) for key in {*_File.__struct_fields__} - others}
+        return cls(shards, schema, columns, **same)
 
 
 class _Header(msgspec.Struct):
@@ -250,12 +242,12 @@ class _File(msgspec.Struct, kw_only=True):
     generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]
     num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
-    probes: Annotated[list[tuple[Annotated[int, Meta(ge=0)], _Sum]], Meta(max_length=_MAX_PROBES)]
+    probes: Annotated[tuple[_Probe, ...], Meta(max_length=_MAX_PROBES)]
     checksums: dict[str, bytes]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
     columns: dict[str, ShardItems] = {}
     fingerprint: Fingerprint | None = None
-    classes: Annotated[list[_ClassName], Meta(max_length=_MAX_CLASSES)] = []
+    classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
 
     def check(self, schema: Schema) -> None:
         """Check what ties the values to each other."""

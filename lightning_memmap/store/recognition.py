@@ -7,36 +7,27 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Values
 from lightning_memmap.store.identity import Fingerprint
-from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import OpenColumn
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import NUM_PROBES, hash_row, rows_at_once, stack_rows
 from lightning_memmap.store.sources.source import source_of
 from lightning_memmap.store.sources.stream import is_read_once, is_stream, samples_of
+from lightning_memmap.store.store import Store
 from lightning_memmap.store.workers import Workers, calling
 
 _log = logging.getLogger(__name__)
 
 
-class StoredRows(Protocol):
-    """What a comparison needs of an open store: see `lightning_memmap.store.Store`."""
-
-    path: Path
-    manifest: Manifest
-    columns: list[OpenColumn]
-
-
-def check_briefly(
-    store: StoredRows, dataset: Any, given: str | None, *, num_workers: int = 0
+def check_dataset(
+    store: Store, dataset: Any, given: str | None = None, *, num_workers: int = 0
 ) -> None:
-    """Check that a dataset may be the one that a store was built from."""
+    """Check that a dataset may be that of a store: by fingerprints, or else probe rows."""
     if not is_stream(dataset):
         _check_length(store, len(dataset))
     stored = store.manifest.fingerprint
@@ -53,7 +44,7 @@ def check_briefly(
 
 
 def recognise(
-    store: StoredRows,
+    store: Store,
     dataset: Any,
     given: str | None,
     *,
@@ -65,7 +56,7 @@ def recognise(
     is_decided = given is not None and stored is not None and stored.given is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.
     fingerprint = None if is_decided else Fingerprint.of(dataset, given)
-    check_briefly(store, dataset, given, num_workers=num_workers)
+    check_dataset(store, dataset, given, num_workers=num_workers)
     if fingerprint is None:
         return None
     if stored is not None:
@@ -100,14 +91,14 @@ def _how_often(path: Path, given: str | None) -> str:
     return f"once; if they are equal, fingerprint={given!r} is recorded, and decides from then on"
 
 
-def _check_length(store: StoredRows, num_rows: int) -> None:
+def _check_length(store: Store, num_rows: int) -> None:
     if num_rows != store.manifest.num_rows:
         raise _other_dataset(
             store, f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
         )
 
 
-def _check_first_rows(store: StoredRows, stream: Any) -> None:
+def _check_first_rows(store: Store, stream: Any) -> None:
     if is_read_once(stream):
         raise DatasetError(
             f"a {type(stream).__name__} gives its rows once, and cannot be compared with the store"
@@ -117,7 +108,7 @@ def _check_first_rows(store: StoredRows, stream: Any) -> None:
     _compare_samples(store, islice(samples_of(stream), NUM_PROBES))
 
 
-def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
+def _compare_all(store: Store, dataset: Any, num_workers: int, progress: ShowProgress) -> None:
     if is_stream(dataset):
         _check_length(store, _compare_samples(store, samples_of(dataset)))
         return
@@ -130,12 +121,12 @@ def _compare_all(store: StoredRows, dataset: Any, num_workers: int, progress: Sh
         workers.run(calling(_compare_rows, store), pieces, lambda rows, _: advance(len(rows)))
 
 
-def _compare_rows(store: StoredRows, dataset: Any, rows: range) -> None:
+def _compare_rows(store: Store, dataset: Any, rows: range) -> None:
     """Compare rows of a dataset with those of a store."""
     _compare(store, rows, partial(source_of(dataset, store.manifest.schema).read, rows))
 
 
-def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
+def _compare_samples(store: Store, samples: Iterable[Any]) -> int:
     """Compare the first samples of a stream with the rows of a store. Returns their number."""
     num_rows, samples = 0, iter(samples)
     while piece := list(islice(samples, rows_at_once(store.manifest.row_bytes))):
@@ -148,7 +139,7 @@ def _compare_samples(store: StoredRows, samples: Iterable[Any]) -> int:
     return num_rows
 
 
-def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -> None:
+def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> None:
     """Compare rows that are read with those of a store."""
     columns = zip(store.manifest.schema.fields, store.columns, strict=True)
     for (field, column), values in zip(columns, _as_stored(store, read), strict=True):
@@ -158,7 +149,7 @@ def _compare(store: StoredRows, rows: range, read: Callable[[], list[Values]]) -
                 raise _other_row(store, row, f", in field {field.name!r}")
 
 
-def _check_probe(store: StoredRows, dataset: Any, probe: tuple[int, str]) -> int:
+def _check_probe(store: Store, dataset: Any, probe: tuple[int, str]) -> int:
     """Compare the hash of a row with that of a store, of which no row is read."""
     row, expected = probe
     read = partial(source_of(dataset, store.manifest.schema).read, range(row, row + 1))
@@ -167,18 +158,18 @@ def _check_probe(store: StoredRows, dataset: Any, probe: tuple[int, str]) -> int
     return 1
 
 
-def _as_stored(store: StoredRows, read: Callable[[], list[Values]]) -> list[Values]:
+def _as_stored(store: Store, read: Callable[[], list[Values]]) -> list[Values]:
     try:
         return read()
     except SchemaError as error:
         raise _other_dataset(store, str(error)) from error
 
 
-def _other_row(store: StoredRows, row: int, where: str = "") -> DatasetError:
+def _other_row(store: Store, row: int, where: str = "") -> DatasetError:
     return _other_dataset(store, f"row {row} of the dataset differs from the stored row{where}")
 
 
-def _other_dataset(store: StoredRows, found: str) -> DatasetError:
+def _other_dataset(store: Store, found: str) -> DatasetError:
     return DatasetError(
         f"{found}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"

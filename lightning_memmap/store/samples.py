@@ -30,6 +30,9 @@ NUM_PROBES = 8
 _HELD_BYTES, _MAX_HELD_ROWS = 2**20, 1024
 #: The most rows that are read to find out what a list consists of that is empty in the first ones.
 MAX_PROBES = 1024
+#: By name, what a user declares; and what makes samples of a table that tell more than its rows.
+Forms = Mapping[str, Form]
+Tell = Callable[[Any], Sequence[Any]]
 _ONE_STRUCTURE = (
     "All rows of a store share one structure, and each field one dtype and number of dimensions:"
     " convert it in the dataset"
@@ -107,7 +110,7 @@ def _gives_many(dataset: Any) -> bool:
     return many is not object and issubclass(many, one)
 
 
-def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Mapping[str, Form]) -> Schema:
+def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Forms) -> Schema:
     """Find the schema of samples; see `Schema.infer`. An error names the row."""
     with suppress(SchemaError):
         return Schema.infer(samples, forms)
@@ -181,7 +184,7 @@ def _way_out(schema: Schema, samples: Sequence[Any]) -> str:
 
 
 def find_schema(
-    samples: list[Any], rows: list[int], forms: Mapping[str, Form], more: Iterator[tuple[int, Any]]
+    samples: list[Any], rows: list[int], forms: Forms, more: Iterator[tuple[int, Any]]
 ) -> Schema:
     """The schema of samples, with more of them where these do not show what has some names."""
     schema = infer_schema(samples, rows, forms)
@@ -238,14 +241,16 @@ class Probes(NamedTuple):
     """Bytes of one, as the median."""
 
 
-def take_probes(workers: Workers, num_rows: int, forms: Mapping[str, Form] | Schema) -> Probes:
+def take_probes(workers: Workers, num_rows: int, forms: Forms | Schema, tell: Tell) -> Probes:
     """Read the probe rows and hash them. The schema is found with some forms, or given."""
     found = list[Probes]()
-    workers.run(calling(read_probes, forms), [num_rows], lambda _, probes: found.append(probes))
+    workers.run(
+        calling(read_probes, forms, tell), [num_rows], lambda _, probes: found.append(probes)
+    )
     return found[0]
 
 
-def read_probes(forms: Mapping[str, Form] | Schema, dataset: Any, num_rows: int) -> Probes:
+def read_probes(forms: Forms | Schema, tell: Tell, dataset: Any, num_rows: int) -> Probes:
     """Read the probe rows of a dataset of so many rows in this process; see `take_probes`."""
     rows, durations = probe_rows(num_rows), list[float]()
     samples = list[Any]()
@@ -253,18 +258,32 @@ def read_probes(forms: Mapping[str, Form] | Schema, dataset: Any, num_rows: int)
         start = perf_counter()
         samples.append(read_sample(dataset, row))
         durations.append(perf_counter() - start)
-    schema = forms
-    if not isinstance(schema, Schema):
-        spread = np.linspace(0, num_rows - 1, MAX_PROBES).astype(np.int64).tolist()
-        others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-        more = ((row, read_sample(dataset, row)) for row in others)
-        schema = find_schema(list(samples), list(rows), schema, more)
+    schema = forms if isinstance(forms, Schema) else _schema_of(dataset, samples, rows, forms, tell)
     digests, sizes = [], list[int]()
     for row, sample in zip(rows, samples, strict=True):
         leaves = flatten_row(sample, row, schema)
         digests.append((row, hash_row(leaves)))
         sizes.append(sum(leaf_bytes(leaf).nbytes for leaf in leaves))
     return Probes(schema, tuple(digests), median(durations), max(sizes), median(sizes))
+
+
+def _schema_of(
+    dataset: Any, samples: list[Any], rows: list[int], forms: Forms, tell: Tell
+) -> Schema:
+    """The schema of a dataset, by samples of some rows, and if need be of others."""
+    told, fitting, schema = tell(dataset), [*samples], None
+    for some in [told, *([each] for each in told)]:
+        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
+            schema = Schema.infer([*fitting, *some], forms)
+            fitting += some
+            if some is told:
+                break
+    if schema is not None and not schema.unknown:
+        return schema
+    spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
+    others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
+    more = ((row, read_sample(dataset, row)) for row in others)
+    return find_schema([*samples], [*rows], forms, more)
 
 
 class RandomDatasetError(DatasetError):

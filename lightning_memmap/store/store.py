@@ -4,6 +4,8 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +18,27 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Schema
-from lightning_memmap.store.columns import Column
-from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.columns import Column, compute_checksums
+from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
-from lightning_memmap.store.recognition import check_briefly
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A shard of a field whose bytes have changed since they were written.
+
+    Args:
+        field: Name of the field.
+        shard: Index of the shard.
+        path: The first of the field's files; of a store at a URL, the URL.
+    """
+
+    field: str
+    shard: int
+    path: Path | str
+
+    def __str__(self) -> str:
+        return f"field {self.field!r}, shard {self.shard} is damaged ({self.path})"
 
 
 class Supply(Protocol):
@@ -216,11 +235,18 @@ class Store:
         names = (field.name for field in self.schema.fields)
         return TensorDict(dict(zip(names, self.tensors, strict=True)), [self.num_rows])
 
-    def check_dataset(
-        self, dataset: Any, *, fingerprint: str | None = None, num_workers: int = 0
-    ) -> None:
-        """Check that this store was built from a dataset: by fingerprints, or else probe rows."""
-        check_briefly(self, dataset, fingerprint, num_workers=num_workers)
+    def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
+        """Compare all files with their checksums; see `lightning_memmap.store.verify_store`."""
+        columns, hashes = self.manifest.columns, partial(np.frombuffer, dtype=np.uint64)
+        sums = compute_checksums(self.files, columns, num_threads=num_threads, advance=advance)
+        return [
+            # A field without bytes has no file, only its checksums in the manifest.
+            Damage(name, shard, self.files / next(iter(column.file_bytes), f"../{MANIFEST}"))
+            for column, (name, found) in zip(columns, sums.items(), strict=True)
+            for shard in np.flatnonzero(
+                hashes(found) != hashes(self.manifest.checksums[name])
+            ).tolist()
+        ]
 
     def __len__(self) -> int:
         return self.num_rows

@@ -43,7 +43,7 @@ from lightning_memmap.store.remote.shards import (
     make_records,
     read_manifest,
 )
-from lightning_memmap.store.store import Store, Supply, open_directory
+from lightning_memmap.store.store import Damage, Store, Supply, open_directory
 from lightning_memmap.store.workers import threads
 
 #: The directory of the cache, and the most bytes in it.
@@ -84,6 +84,34 @@ def open_store(path: str | Path) -> Store:
     """
     place = place_of(path)
     return RemoteStore(place) if isinstance(place, StoreUrl) else open_directory(place)
+
+
+def verify_store(
+    path: str | Path,
+    *,
+    num_threads: int = 2,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Damage]:
+    """Compare every byte of a store with its checksums, and find what is damaged.
+
+    Of a store at a URL, these are the bytes that this machine would use: those in the cache, and
+    for shards that are not there, those of the server. What is damaged in the cache is fetched
+    again when it is next needed.
+
+    Args:
+        path: Directory of the store, or its URL.
+        num_threads: Threads that read and hash.
+        advance: Called with the number of bytes read since the last call, from these threads.
+
+    Returns:
+        The damaged shards by field and shard; empty if there is no damage.
+
+    Raises:
+        StoreNotFoundError: There is no store at this path.
+        StoreError: The manifest is damaged, or a file is missing, has the wrong size, or cannot be
+            read; or the URL cannot be reached.
+    """
+    return open_store(path).damage(num_threads, advance)
 
 
 class RemoteStore(Store):
@@ -144,13 +172,15 @@ class RemoteStore(Store):
         ends = self._shards.read_index(index).reshape(column.index.shape)
         return replace(column, index=ends).lengths()
 
-    def damaged(self, num_threads: int, advance: Callable[[int], None]) -> list[tuple[str, int]]:
-        """Compare the shards here with their checksums, and read the others from the server."""
+    @override
+    def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
+        # Shards that are not here are read from the server.
         verify = partial(self._shards.verify, advance=advance)
         with threads(num_threads) as pool:
             are_right = list(pool.map(verify, range(len(self._shards.num_bytes))))
-        found = (divmod(number, self.num_shards) for number in np.flatnonzero(~np.array(are_right)))
-        return [(self.schema.fields[field].name, int(shard)) for field, shard in found]
+        wrong = np.flatnonzero(~np.array(are_right)).tolist()
+        fields, found = self.schema.fields, (divmod(number, self.num_shards) for number in wrong)
+        return [Damage(fields[field].name, shard, self.location) for field, shard in found]
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.image_folder import ImageFolder
-from lightning_memmap.store.sources.source import Source, in_turn, known_forms, source_of
+from lightning_memmap.store.sources.source import Source, in_turn, source_of, telling_samples
 from lightning_memmap.store.sources.tar_dataset import TarDataset
 
 __all__ = [
@@ -11,6 +11,6 @@ __all__ = [
     "Source",
     "TarDataset",
     "in_turn",
-    "known_forms",
     "source_of",
+    "telling_samples",
 ]

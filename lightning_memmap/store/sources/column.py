@@ -1,46 +1,14 @@
 """What the columns of tables have in common: their rows are read many at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from itertools import pairwise, zip_longest
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Form, Nullable, Rows
-from lightning_memmap.schema.fields import field_name
 from lightning_memmap.schema.stack import Column
-from lightning_memmap.schema.structure import Path
 from lightning_memmap.store.workers import RowNumbers
-
-#: By the keys in a sample, what is known of all rows without a look at their values:
-#: of lists the least length and the greatest, and of lists in these; None where rows have no value.
-Extents = dict[Path, list[set[int | None]]]
-
-
-def join_extents(parts: Iterable[Extents]) -> Extents:
-    """What all rows of several parts have."""
-    found = Extents()
-    for path, levels in (each for part in parts for each in part.items()):
-        pairs = zip_longest(found.get(path, ()), levels, fillvalue=set[int | None]())
-        found[path] = [one | other for one, other in pairs]
-    return found
-
-
-def forms_of(extents: Extents) -> dict[str, Form]:
-    """The forms that a build needs, since a few rows may not show what the others have."""
-    found = dict[str, Form]()
-    for path, levels in extents.items():
-        # What is None within a struct is found as in any sample.
-        has_missing = None in levels[0] and len(path) == 1
-        differ = [len(each - {None}) > 1 for each in levels]
-        # Lists of one length have the shape of an array, or are a field for each item; those that
-        # are all empty have no values that a form could be for.
-        if differ[0] and {0} not in levels:
-            found[field_name(path)] = Rows(len(differ) - differ[::-1].index(True), has_missing)
-        elif has_missing:
-            found[field_name(path)] = Nullable()
-    return found
 
 
 class TableColumn(ABC):
@@ -50,9 +18,10 @@ class TableColumn(ABC):
     def rows(self, rows: RowNumbers) -> Column:
         """Some rows."""
 
-    def extents(self) -> Extents:
-        """What is known of all rows, and of the parts of structs."""
-        return {}
+    def telling(self) -> list[Any]:
+        """A few of its values, which show what all have: None and others, the shortest list and the
+        longest. None where all are alike."""
+        return []
 
     def pieces(self) -> Integers | None:
         """By row, in which piece of its files it is, where a piece is read as a whole."""

@@ -3,9 +3,9 @@
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap.errors import DatasetError, describe_error, with_article
+from lightning_memmap.errors import DatasetError, SchemaError, describe_error, with_article
 from lightning_memmap.schema.kinds import is_missing
-from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.places import local_path
-from lightning_memmap.store.sources.column import Extents, TableColumn, join_extents
+from lightning_memmap.store.sources.column import TableColumn
 
 #: By library and class, the method that makes a table of what is computed or read only then. Other
 #: tables are known by the protocol of Arrow.
@@ -84,41 +83,48 @@ class ColumnDataset(Dataset[dict[str, Any]]):
         index %= self._num_rows
         return {name: column[index] for name, column in self.columns.items()}
 
-    def extents(self) -> Extents:
-        """What is known of all rows."""
-        found = Extents()
-        for name, column in self.columns.items():
-            if isinstance(column, TableColumn):
-                found.update({(name, *path): each for path, each in column.extents().items()})
-            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
-                found.update(_extents(column, (name,)))
-            elif isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "mM":
-                found[(name,)] = [{None} if np.isnat(column).any() else set()]
-        return found
+    def telling_samples(self) -> list[Any]:
+        """Samples that show what all have; see `lightning_memmap.store.sources`."""
+        found = {name: _telling_values(column) for name, column in self.columns.items()}
+        count = max(map(len, found.values()))
+        with suppress(SchemaError):  # Whoever reads the row says what is wrong in it.
+            every = {n: values or [self.columns[n][0]] for n, values in found.items() if count}
+            return [{n: each[k % len(each)] for n, each in every.items()} for k in range(count)]
+        return []
 
 
-def _extents(values: Iterable[Any], path: Keys) -> Extents:
-    """What all of some objects have, and of dicts their parts."""
-    if set(map(type, values)) == {str}:
-        return {}  # Their types are told sooner than their values.
-    levels, given = [set[int | None]()], list[Any]()
-    for value in values:
-        levels[0].add(None) if is_missing(value) else given.append(value)
-    found, kinds = {path: levels}, set(map(type, given))
+def _telling_values(column: Any) -> list[Any]:
+    """Values of a column that show what all have; see `TableColumn.telling`."""
+    if isinstance(column, TableColumn):
+        return column.telling()
+    rows = set[int]()
+    if isinstance(column, np.ndarray) and column.ndim == 1:
+        if column.dtype == object and set(map(type, column)) != {str}:
+            rows = {*_telling_rows(list(enumerate(column)))}
+        elif column.dtype.kind in "mM" and (missing := np.isnat(column)).any():
+            rows = {int(missing.argmax()), int(missing.argmin())}
+    return [column[row] for row in sorted(rows)]
+
+
+def _telling_rows(pairs: Sequence[tuple[int, Any]]) -> Iterator[int]:
+    """Of pairs of a row and what it has, the rows that show what all have."""
+    given = [(row, value) for row, value in pairs if not is_missing(value)]
+    yield from (row for row, _ in given[:1])
+    if len(given) < len(pairs):
+        yield next(row for row, value in pairs if is_missing(value))
+    kinds = {type(value) for _, value in given}
     if kinds == {dict}:
-        for key in given[0]:
-            found |= _extents([each.get(key) for each in given], (*path, key))
-    elif kinds == {np.ndarray}:
-        sizes = map(set, zip(*{each.shape for each in given}, strict=False))
-        return join_extents([found, {path: list(sizes)}])
-    while given and kinds <= {list, tuple}:
-        levels[-1] |= set(map(len, given))
-        first = next(chain.from_iterable(given), None)
+        for key in given[0][1]:
+            yield from _telling_rows([(row, value.get(key)) for row, value in given])
+    elif kinds and kinds <= {list, tuple, np.ndarray}:
+        shapes = (getattr(value, "shape", None) or [len(value)] for _, value in given)
+        for sizes in zip(*shapes, strict=False):
+            yield from (given[sizes.index(bound)][0] for bound in (min(sizes), max(sizes)))
+        lists = ((row, value) for row, value in given if not isinstance(value, np.ndarray))
+        items = ((row, item) for row, value in lists for item in value)
         # Numbers and texts in lists have no lengths of their own, and may be many.
-        given = list(chain.from_iterable(given)) if isinstance(first, (list, tuple)) else []
-        levels.append(set())
-        kinds = set(map(type, given))
-    return found
+        if (first := next(items, None)) is not None and isinstance(first[1], (list, tuple)):
+            yield from _telling_rows([first, *items])
 
 
 def _columns(given: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -192,6 +198,8 @@ def _pandas_column(name: str, series: Any) -> Any:
     """A column of pandas, in the order of its rows. In those of numpy's types, NaN is a number."""
     missing = np.asarray(series.isna())
     is_plain = isinstance(series.dtype, np.dtype)
+    if hasattr(series, "sparse"):
+        raise TypeError(f"column {name!r}: found sparse values: give .sparse.to_dense() of it")
     if is_plain and (series.dtype.kind in "biufc" or not missing.any()):
         return np.asarray(series)
     if is_plain and series.dtype == object:

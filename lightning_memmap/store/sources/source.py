@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,16 @@ from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Form, Node, Schema, Values
+from lightning_memmap.schema import Field, Node, Schema, Values
 from lightning_memmap.schema.fields import join_values, take_rows
 from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.stack import Column, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
 from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
 from lightning_memmap.store.sources.column import (
-    Extents,
     TableColumn,
     as_range,
     by_piece,
-    forms_of,
-    join_extents,
 )
 from lightning_memmap.store.sources.column_dataset import ColumnDataset, is_array_like
 from lightning_memmap.store.sources.stream import Spool
@@ -128,22 +126,21 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
     return Source(read, pieces, all(source.is_sliced for source in sources))
 
 
-def known_forms(dataset: Any) -> dict[str, Form]:
-    """The forms of what is None in some rows, or differs in length, where a table tells it."""
-    return forms_of(_extents_of(dataset))
+def telling_samples(dataset: Any) -> list[Any]:
+    """Samples of the values of a table, which show what is None in some rows or differs in length.
 
-
-def _extents_of(dataset: Any) -> Extents:
+    Each has values of several rows. There are none of datasets that are no tables.
+    """
     kind = type(dataset)
     if kind is Subset:
-        return _extents_of(dataset.dataset)
+        return telling_samples(dataset.dataset)
     if kind is ConcatDataset:
-        return join_extents(map(_extents_of, dataset.datasets))
+        return [*chain.from_iterable(map(telling_samples, dataset.datasets))]
     if _is_hugging_face(dataset):
-        from lightning_memmap.store.sources.tables import hugging_face_extents
+        from lightning_memmap.store.sources.tables import hugging_face_samples
 
-        return hugging_face_extents(dataset)
-    return dataset.extents() if kind is ColumnDataset else {}
+        return hugging_face_samples(dataset)
+    return dataset.telling_samples() if kind is ColumnDataset else []
 
 
 def _is_hugging_face(dataset: Any) -> bool:

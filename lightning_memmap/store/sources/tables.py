@@ -6,8 +6,8 @@ or bytes; an array for a list of numbers; a list for other lists; a dict for a s
 of Hugging Face has Python's own numbers and lists.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_memmap.schema.fields import TO_NUMPY, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Path as Keys
-from lightning_memmap.store.sources.column import Extents, TableColumn, by_piece, join_extents
+from lightning_memmap.store.sources.column import TableColumn, by_piece
 from lightning_memmap.store.workers import RowNumbers
 
 _VIEWS = (pa.ListViewType, pa.LargeListViewType)
@@ -34,6 +34,12 @@ _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, *_VIEWS)
 _TEXTS = {
     **dict.fromkeys((pa.string(), pa.large_string()), Text()),
     **dict.fromkeys((pa.binary(), pa.large_binary()), Bytes()),
+}
+#: What would be lost of values of some types, and what to give in place of them.
+_LOST = {
+    "pandas.period": "periods that would be numbers without their unit: give .dt.to_timestamp()",
+    "pandas.interval": "intervals that would lose which of their ends are closed: give a column for"
+    " each end, .array.left and .array.right",
 }
 #: Formats of Hugging Face whose samples have the values of the table, in a type of Python, numpy or
 #: torch.
@@ -43,8 +49,9 @@ _FORMATS = {None, "numpy", "torch"}
 class ArrowRows(Column):
     """Rows of a column."""
 
-    def __init__(self, array: Any, *, are_python: bool = False) -> None:
-        self.shape = array.type.shape if isinstance(array.type, pa.FixedShapeTensorType) else None
+    def __init__(self, array: Any, *, shape: Any = None, are_python: bool = False) -> None:
+        #: Of each row, where the type of the column has it.
+        self.shape = array.type.shape if isinstance(array.type, pa.FixedShapeTensorType) else shape
         self.array, self.are_python = _one(array), are_python
 
     @override
@@ -98,9 +105,7 @@ class ArrowRows(Column):
         return fit_lists(field, numbers, _lengths(array)) if is_list else fit(field, numbers)
 
     def _like(self, array: Any) -> "ArrowRows":
-        found = ArrowRows(array, are_python=self.are_python)
-        found.shape = self.shape
-        return found
+        return ArrowRows(array, shape=self.shape, are_python=self.are_python)
 
     def _whole(self) -> Any:
         if self.array.null_count:
@@ -130,19 +135,22 @@ def _numbers(array: Any) -> np.ndarray | None:
     if not pa.types.is_primitive(array.type) or pa.types.is_time(array.type):
         return None
     if array.null_count:
-        array = array.fill_null(_zero(array.type))
+        array = array.fill_null(_zero(array.type)[0])
     numbers: np.ndarray = array.to_numpy(zero_copy_only=False)
     return numbers
 
 
 def _zero(kind: Any) -> Any:
-    """Zero of a type of numbers or times, as a scalar."""
-    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(bytes(16))])[0]
+    """An array of one value, which is zero or has no bytes, of numbers, times, texts or structs."""
+    if pa.types.is_struct(kind):
+        return pa.StructArray.from_arrays([_zero(field.type) for field in kind], fields=list(kind))
+    zeros = [pa.py_buffer(bytes(16))] * (2 if kind in _TEXTS else 1)
+    return pa.Array.from_buffers(kind, 1, [None, *zeros])
 
 
 def _filler(kind: Any) -> str:
     """What may take the place of None among numbers or times, for messages."""
-    return "NaN" if pa.types.is_floating(kind) else str(_zero(kind))
+    return "NaN" if pa.types.is_floating(kind) else str(_zero(kind)[0])
 
 
 def _numbers_of_lists(array: Any) -> np.ndarray | None:
@@ -220,8 +228,16 @@ class ArrowColumn(TableColumn):
             raise SchemaError(f"field {field_name((self.name,))!r}: {error}") from None
 
     @override
-    def extents(self) -> Extents:
-        return _extents(self.column)
+    def telling(self) -> list[Any]:
+        short, found = ArrowColumn(self.name, self.told()), list[Any]()
+        for row in range(len(short)):
+            with suppress(SchemaError):  # Whoever reads the row names it.
+                found.append(short[row])
+        return found
+
+    def told(self) -> Any:
+        """The values of `telling`, as a column of Arrow."""
+        return _told(self.column)
 
     def take(self, rows: RowNumbers) -> Any:
         """Some rows, as a column of Arrow."""
@@ -232,22 +248,40 @@ class ArrowColumn(TableColumn):
         return ArrowRows(self.take(rows))
 
 
-def _extents(column: Any, path: Keys = ()) -> Extents:
-    """What all rows of a column have, and of structs their parts."""
-    items, levels = column, [set[int | None]()]
-    while _is_list(items.type) and not pa.types.is_fixed_size_list(items.type):
-        levels[-1] |= {*pc.min_max(pc.list_value_length(items)).as_py().values()} - {None}
-        items = pc.list_flatten(items)
-        levels.append(set())
-    if column.null_count:
-        levels[0].add(None)
-    found = {path: levels}
-    if pa.types.is_struct(column.type):
-        given = column.drop_null() if column.null_count else column
-        for index, field in enumerate(column.type):
-            part = pa.chunked_array([chunk.field(index) for chunk in given.chunks], field.type)
-            found |= _extents(part, (*path, field.name))
+def _told(column: Any) -> Any:
+    """The values of a column that show what all have; see `TableColumn.telling`."""
+    kind = column.type
+    found = _joined((column.slice(row, 1) for row in sorted({*_telling_rows(column)})), kind)
+    is_empty_list = _is_list(kind) and len(found) > found.null_count
+    if is_empty_list and not len(pc.list_flatten(found)):
+        # Its type alone tells what a list would have; one of numbers is an array of that type.
+        item = kind.value_type
+        if item in _TEXTS or pa.types.is_struct(item):
+            with suppress(ValueError):  # Parts of the structs are none of these.
+                one = pa.array([_zero(item).to_pylist()], kind)
+                found = pa.chunked_array([*found.chunks, one])
     return found
+
+
+def _telling_rows(column: Any) -> Iterator[int]:
+    """The rows of a column that show what all have, and of structs and lists their parts."""
+    given = None
+    if column.null_count:
+        is_given = column.is_valid().to_numpy()
+        given = np.flatnonzero(is_given)
+        yield from (int(is_given.argmin()), *given[:1].tolist())
+    if pa.types.is_struct(column.type):
+        structs = column if given is None else column.drop_null()
+        for index, field in enumerate(column.type):
+            parts = [chunk.field(index) for chunk in structs.chunks]
+            rows = [*_telling_rows(pa.chunked_array(parts, field.type))]
+            yield from rows if given is None else given[rows].tolist()
+    elif _is_list(column.type) and not pa.types.is_fixed_size_list(column.type):
+        sizes = pc.list_value_length(column)
+        bounds = pc.min_max(sizes).values()
+        yield from (sizes.index(bound).as_py() for bound in bounds if bound.is_valid)
+        if rows := [*_telling_rows(pc.list_flatten(column))]:
+            yield from np.searchsorted(np.cumsum(_lengths(column)), rows, side="right").tolist()
 
 
 def arrow_column(name: str, column: Any) -> Any:
@@ -273,11 +307,8 @@ def arrow_column(name: str, column: Any) -> Any:
 
 def _check_type(name: str, kind: Any) -> None:
     """Refuse what would lose its meaning as the numbers that it is kept as."""
-    if getattr(kind, "extension_name", None) == "pandas.period":
-        raise TypeError(
-            f"column {name!r}: found {kind.extension_name}, periods that would be numbers without"
-            " their unit: convert them with .dt.to_timestamp(), or with .astype(str)"
-        )
+    if (lost := _LOST.get(getattr(kind, "extension_name", ""))) is not None:
+        raise TypeError(f"column {name!r}: found {kind.extension_name}, {lost}, or .astype(str)")
 
 
 def _plain(column: Any) -> Any:
@@ -427,15 +458,16 @@ class ParquetColumn(ArrowColumn):
         return int(self._groups.ends[-1]) if len(self._groups.ends) else 0
 
     @override
-    def extents(self) -> Extents:
-        if pa.types.is_nested(self._groups.kinds[self.name]):
-            groups = range(len(self._groups.ends))
-            return join_extents(_extents(self._groups.read(each, self.name)) for each in groups)
+    def told(self) -> Any:
+        name, kind = self.name, self._groups.kinds[self.name]
+        if pa.types.is_nested(kind):
+            groups = (self._groups.read(each, name) for each in range(len(self._groups.ends)))
+            return _told(_joined(map(_told, groups), kind))
+        files, is_given = dataset([path for path, *_ in self.files]), pc.field(name).is_valid()
         # Statistics are asked first.
-        is_missing = pc.field(self.name).is_null()
-        files = (dataset(path) for path, *_ in self.files)
-        counts = (file.count_rows(filter=is_missing, use_threads=False) for file in files)
-        return {(): [{None} if any(counts) else set()]}
+        options = {"columns": [name], "use_threads": False}
+        heads = (files.head(1, filter=which, **options) for which in (~is_given, is_given))
+        return _joined(_plain(head.column(name)) for head in heads)
 
     @override
     def pieces(self) -> Integers:
@@ -446,8 +478,13 @@ class ParquetColumn(ArrowColumn):
     def take(self, rows: RowNumbers) -> Any:
         groups, back = by_piece(rows, self._groups.ends)
         taken = [_take(self._groups.column(group, self.name), within) for group, within in groups]
-        joined = pa.chunked_array([chunk for column in taken for chunk in column.chunks])
+        joined = _joined(taken)
         return joined if back is None else _take(joined, back)
+
+
+def _joined(columns: Iterable[Any], kind: Any = None) -> Any:
+    """Columns, one after the other."""
+    return pa.chunked_array([chunk for column in columns for chunk in column.chunks], kind)
 
 
 # Hugging Face
@@ -467,36 +504,46 @@ class HuggingFaceColumn(TableColumn):
         return ArrowRows(found.column(0), are_python=True)
 
 
-def hugging_face_extents(dataset: Any) -> Extents:
-    """What is known of all rows of a dataset, and of those of its table that it does not have."""
-    form, found = dataset.format, Extents()
-    for name in form["columns"] if form["type"] in _FORMATS else ():
-        if form["type"] is not None:
-            _check_format(dataset, name)
-        is_as_in_table = _is_as_in_table(dataset.features[name])
-        for path, levels in _extents(dataset.data.column(name), (name,)).items():
-            # In a format, samples have NaN for None, and one tensor or array for lists in lists.
-            if form["type"] is not None and is_as_in_table and len(levels) == 2 and len(path) == 1:
-                found[path] = [levels[0] - {None}]
-            elif form["type"] is None and (is_as_in_table or len(path) == 1):
-                found[path] = levels if is_as_in_table else [levels[0] & {None}]
-    return found
+def hugging_face_samples(dataset: Any) -> list[Any]:
+    """Samples that show what all rows of a dataset's table have; see `TableColumn.telling`."""
+    form = dataset.format
+    if form["type"] not in _FORMATS:
+        return []
+    for name in form["columns"] if form["type"] is not None else ():
+        _check_format(dataset, name)
+    columns = {name: dataset.data.column(name) for name in dataset.column_names}
+    told = {name: _told(column) for name, column in columns.items()}
+    rows = np.arange(max(map(len, told.values()), default=0))
+    with suppress(Exception):  # Whoever reads the row says what is wrong in it.
+        for name, column in told.items():
+            some = column if len(column) else columns[name].slice(0, 1)
+            columns[name] = some.take(pa.array(rows % len(some)))
+        short = type(dataset)(pa.table(columns), info=dataset.info.copy()).with_format(
+            form["type"], form["columns"], form["output_all_columns"], **form["format_kwargs"]
+        )
+        return [short[row] for row in range(len(short))]
+    return []
 
 
 def _check_format(dataset: Any, name: str) -> None:
-    """Refuse None where a format gives NaN of another dtype in its place."""
+    """Refuse None where a format gives NaN of another dtype in its place, in lists too."""
     form, column = dataset.format["type"], dataset.data.column(name)
-    kind, is_double = column.type, form == "numpy" and pa.types.is_float64(column.type)
+    is_list = _is_list(column.type)
+    items = pc.list_flatten(column) if is_list else column
+    kind = items.type
+    is_double = form == "numpy" and pa.types.is_float64(kind) and not is_list
     is_time = pa.types.is_temporal(kind) and not pa.types.is_time(kind)
-    if not column.null_count or not (is_double or is_time or pa.types.is_integer(kind)):
+    if not items.null_count or not (is_double or is_time or pa.types.is_integer(kind)):
         return
-    rows = dataset.select_columns([name]).with_format("arrow")[:].column(0).is_null()
-    if (row := rows.index(True).as_py()) >= 0:
+    found = _one(dataset.select_columns([name]).with_format("arrow")[:].column(0))
+    row = (found.flatten() if is_list else found).is_null().index(True).as_py()
+    if row >= 0:
+        row = int(np.searchsorted(np.cumsum(_lengths(found)), row, "right")) if is_list else row
         raise SchemaError(
-            f"row {row}, field {field_name((name,))!r}: it is None, for which the format {form!r}"
-            f" gives NaN or NaT of another dtype than other rows of {kind} have: fill it, such as"
-            f" with {_filler(kind)}, or give the dataset without a format, with_format(None), where"
-            " rows may be None"
+            f"row {row}, field {field_name((name,))!r}: it {'has' if is_list else 'is'} None, for"
+            f" which the format {form!r} gives NaN or NaT of another dtype than {kind}: fill it,"
+            f" such as with {_filler(kind)}, or give the dataset without a format,"
+            " with_format(None), where rows may be None"
         )
 
 

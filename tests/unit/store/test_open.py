@@ -14,6 +14,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Pool
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
+from lightning_memmap.store.recognition import check_dataset
 from tests.datasets import Numbered, holds
 from tests.rows import StridedRows
 from tests.unit.store.layout import files_of
@@ -139,7 +140,7 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 3}',
+        b'{"format": "lightning_memmap store", "version": 4}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -155,14 +156,14 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, "3", None, [3]])
+@pytest.mark.parametrize("version", [0, 3, "4", None, [4]])
 def test_store_of_another_format_version_is_refused_and_left_alone(
     path: Path, version: Any
 ) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
     names = {*os.listdir(path), ".lock"}
     for act in (open_store, verify_store, partial(build_store, DATASET, overwrite=True)):
-        with pytest.raises(StoreError, match=r"has format version .* reads version 3: remove it"):
+        with pytest.raises(StoreError, match=r"has format version .* reads version 4: remove it"):
             act(path)
     assert {*os.listdir(path), ".lock"} == names
 
@@ -367,7 +368,7 @@ def test_open_directory_with_hostile_files_runs_nothing(path: Path, tmp_path: Pa
     store = open_store(path)
     assert holds(store, DATASET)
     store[3]
-    store.check_dataset(DATASET)
+    check_dataset(store, DATASET)
     assert verify_store(path) == []
     build_store(DATASET, path, num_shards=3, progress=False)
     assert not mark.exists()

@@ -19,6 +19,7 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import build_store, open_store, verify_store, writing
+from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting
 from tests.unit.store.build_server import Deadly
@@ -423,4 +424,4 @@ def test_rows_whose_bytes_are_divided_otherwise_are_told_apart(tmp_path: Path) -
         forms = variable if "box" in one else None
         store = build_store([one] * 9, tmp_path / str(number), progress=False, variable=forms)
         with pytest.raises(DatasetError, match="row 0 of the dataset differs"):
-            store.check_dataset([other] * 9)
+            check_dataset(store, [other] * 9)

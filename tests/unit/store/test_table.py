@@ -12,6 +12,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.schema import Schema, Values
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import Numbered, in_dataset_order
 from tests.unit.store.layout import is_empty, names_in
@@ -79,7 +80,7 @@ def test_files_are_those_of_a_build_of_the_same_rows(tmp_path: Path) -> None:
     assert table.manifest.checksums == built.manifest.checksums
     assert table.manifest.probes == built.manifest.probes
     # So the table passes for a store of the dataset.
-    table.check_dataset(built)
+    check_dataset(table, built)
 
 
 def test_missing_row_is_named_and_leaves_no_table(tmp_path: Path) -> None:
