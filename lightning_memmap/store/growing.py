@@ -447,7 +447,8 @@ class GrowingStore(Store):
 
     @override
     def finished(self) -> Store | None:
-        return self.whole if self.serving.has_all or self.serving.is_whole else None
+        # Rows are served from where they are while they are made durable.
+        return self.whole if self.serving.is_whole else None
 
     @cached_property
     @override
