@@ -159,5 +159,5 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
         )
         set_up(data, "fit")
         assert data.placement is not None
-        window = data.placement.splits["train"].size.window
-        assert 0.98 * 2**29 < window * 24 * stride * 2 < 1.02 * 2**29
+        size = data.placement.splits["train"].size
+        assert 0.98 * 2**29 < size.window * size.pool.num_shards * stride * 2 < 1.02 * 2**29
