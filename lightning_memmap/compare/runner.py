@@ -57,7 +57,7 @@ class Run:
     """A run in fresh processes. The first one has started: it imports, and waits to go on."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._out, self._is_closed = Path(spec.out), False
+        self._out = Path(spec.out)
         command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
         environment = {
             key: value
@@ -82,8 +82,6 @@ class Run:
             launched.communicate(b"go on", timeout_s)
         except subprocess.TimeoutExpired:
             raise self._error(f"not finished after {timeout_s:g} s (--timeout_s)") from None
-        finally:
-            self.close()
         if launched.returncode:
             raise _read_error(self._out, launched)
         ranks = read_ranks(self._out)
@@ -97,11 +95,9 @@ class Run:
 
     def close(self) -> None:
         """End all of its processes."""
-        if not self._is_closed:
-            self._is_closed = True
-            # This closes its input, too.
-            with self._launched:
-                self._launched.kill_group()
+        # This closes its input, too.
+        with self._launched:
+            self._launched.kill_group()
 
 
 def read_ranks(folder: Path) -> list[Rank]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ def children() -> set[int]:
 
 def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
     before = children()
-    with pytest.raises(RunError, match=r"not finished after 0\.3 s") as error:
-        Run(make_spec(tmp_path)).result(0.3)
+    with (
+        closing(Run(make_spec(tmp_path))) as run,
+        pytest.raises(RunError, match=r"not finished after 0\.3 s") as error,
+    ):
+        run.result(0.3)
     assert not error.value.refused
     assert children() <= before
 
@@ -46,10 +50,11 @@ def test_run_that_hangs_while_it_imports_is_not_waited_for(
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = children()
-    run = Run(make_spec(tmp_path))
-    with pytest.raises(RunError, match=r"not ready after 0\.3 s \(--timeout_s\)"):
+    with (
+        closing(Run(make_spec(tmp_path))) as run,
+        pytest.raises(RunError, match=r"not ready after 0\.3 s \(--timeout_s\)"),
+    ):
         run.wait_until_ready(0.3)
-    run.close()
     assert children() <= before
 
 
@@ -91,8 +96,8 @@ def test_first_process_that_fails_says_why(
         path.write_text(each)
         os.utime(path, (index, index))
     # It has no model, so that it fails at once.
-    with pytest.raises(RunError, match=words) as error:
-        Run(spec).result(100.0)
+    with closing(Run(spec)) as run, pytest.raises(RunError, match=words) as error:
+        run.result(100.0)
     assert error.value.refused is refused
 
 
