@@ -49,7 +49,7 @@ def is_refused_call(error: BaseException) -> bool:
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as text, even where its own message raises."""
     try:
         return f"{type(error).__name__}: {error}"

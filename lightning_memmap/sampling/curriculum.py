@@ -141,7 +141,9 @@ class CurriculumSampler(Sampler):
     def in_blocks(self, block: int) -> Self:
         made = tuple(blocked(sampler, block) for sampler in self.stages.samplers)
         stages = EpochOrders(self.stages.epochs, made)
-        return replace(self, stages=stages, shuffle_window=block)
+        # Some have other rows in their shards then.
+        pool = united([sampler.pool for sampler in made])
+        return replace(self, pool=pool, stages=stages, shuffle_window=block)
 
     @override
     def clear(self) -> None:

@@ -203,7 +203,7 @@ class Building:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
         self._written: list[RowNumbers] = []
-        self._is_kept, self._is_committed = is_kept, False
+        self._is_kept, self.is_committed = is_kept, False
 
     @classmethod
     def begin(
@@ -278,7 +278,7 @@ class Building:
 
     def sync(self) -> None:
         """Bring what was written to the disk, and mark it in the journal."""
-        if self._is_committed:
+        if self.is_committed:
             return
         # If this fails they are never marked: when asked again, the file system may no longer
         # report the failure.
@@ -328,7 +328,7 @@ class Building:
         StoreDirectory(self.store).commit(
             replace(manifest, checksums=checksums, probes=probes, source=source)
         )
-        self._is_committed = True
+        self.is_committed = True
 
     def __enter__(self) -> Self:
         return self
@@ -340,7 +340,7 @@ class Building:
         if self.journal is not None:
             self.journal.close()
         self._is_kept &= not isinstance(error, RandomDatasetError)
-        if not (self._is_kept or self._is_committed):
+        if not (self._is_kept or self.is_committed):
             with suppress(OSError):  # Unless it is the store: the disk may fail after the commit.
                 (self.path / KEY).unlink()
             StoreDirectory(self.store).clear()

@@ -142,7 +142,7 @@ class Serving(Supply):
 
     def wait_for_commit(self) -> None:
         """Wait until the store is committed."""
-        self._wait(lambda: self.is_whole)
+        self._wait(lambda: self.is_whole and self.generation not in _errors)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         heard, looked, pause_s = Event(), monotonic(), _PAUSE_S
@@ -163,13 +163,17 @@ class Serving(Supply):
 
     def _check_alive(self) -> None:
         """Check that a process builds the store: it holds the lock of the journal."""
+        directory = self.generation.parent
         try:
             with open(self.generation / JOURNAL, "rb+") as journal:
                 fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # It is held; or the store was just committed, and has no journal.
+        except FileNotFoundError:  # It was just committed, or removed.
+            if is_store(directory) and Manifest.read(directory).generation == self.generation.name:
+                return
+        except OSError:  # It is held.
             return
         raise StoreError(
-            f"the process that builds the store at {self.generation.parent} has ended, and the one"
+            f"the process that builds the store at {directory} has ended, and the one"
             " with local rank 0 says why: start again, and it goes on with the rows that are there"
         )
 
@@ -305,7 +309,7 @@ class BackgroundBuild:
                 self._read()
         except BaseException as error:  # Whoever waits for rows must get it.
             for build in self._builds.values():
-                if not build.serving.is_whole:
+                if not build.building.is_committed:
                     _errors[build.serving.generation] = error
 
     def _begin(self, plan: Plan) -> None:

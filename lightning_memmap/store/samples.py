@@ -55,6 +55,9 @@ class ReadAhead:
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.kept = dataset, dict[int, Any]()
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def __getitem__(self, row: int) -> Any:
         return self.dataset[row]
 

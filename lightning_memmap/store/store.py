@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.fields import field_name
 from lightning_memmap.store.columns import Column, compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
@@ -174,7 +175,6 @@ class Store:
 
     def given(self, field: str) -> NDArray[np.bool_]:
         """In which rows, in dataset order, neither a field nor what it is a part of is None."""
-        self._index_of(field)
         rows = np.arange(self.num_rows, dtype=np.int64)
         found = np.ones(self.num_rows, np.bool_)
         for mask in self._masks(field):
@@ -183,7 +183,8 @@ class Store:
 
     def _masks(self, field: str) -> list[str]:
         """The fields that say where a field, from its outermost part on, is not None."""
-        return [names[-1] for names in self.schema.optional.values() if field in names[:-1]]
+        name = self.schema.fields[self._index_of(field)].name
+        return [names[-1] for names in self.schema.optional.values() if name in names[:-1]]
 
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """The values of rows of a field that has one in each."""
@@ -195,18 +196,21 @@ class Store:
 
     def lengths(self, field: str) -> Integers:
         """The items of each row in dataset order, for text its bytes. No value is read."""
-        if not self.schema.fields[self._index_of(field)].num_variable:
+        found = self.schema.fields[self._index_of(field)]
+        if not found.num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
-        (column,) = self.whole.provide([field], range(self.num_shards))
+        (column,) = self.whole.provide([found.name], range(self.num_shards))
         if not isinstance(column, ItemRows):
             raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
         return column.lengths()
 
     def _index_of(self, field: str) -> int:
         names = [each.name for each in self.schema.fields]
-        if field not in names:
-            raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
-        return names.index(field)
+        # As it is called in a sample, whose keys may have dots, or as it is stored.
+        for name in (field_name([field]), field_name(field.split(".")), field):
+            if name in names:
+                return names.index(name)
+        raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
 
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         """The open columns of some fields, or all, of which rows of these shards alone are used."""

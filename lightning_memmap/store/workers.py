@@ -20,7 +20,7 @@ from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-def
 from multiprocessing.util import Finalize
 from threading import Barrier, Thread
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -42,6 +42,10 @@ _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
 #: How long processes that have nothing to do may take to end.
 _PATIENCE_S = 5.0
+#: How often it is seen whether those that say nothing are alive.
+_LOOK_S = 1.0
+#: Of an error that is sent.
+_MOST_BYTES = 2**16
 #: Above the stack of a thread, and what else it needs before it can say that it lacks memory.
 _THREAD_BYTES = 16 * 2**20
 
@@ -80,9 +84,10 @@ class Workers:
         for number, task in enumerate(islice(tasks, 2 * self.num_workers)):
             self._process(number % self.num_workers).give(make, task)
         while busy := {each.connection: each for each in self._processes if each.tasks}:
-            errors = list[BaseException]()
-            for connected in connection.wait(busy):
-                process = busy[cast(Any, connected)]
+            errors, ready = list[BaseException](), connection.wait(busy, _LOOK_S)
+            # What it has forked may keep the connection of one that has died.
+            dead = (each for each in busy.values() if not (ready or each.process.is_alive()))
+            for process in (*(each for key, each in busy.items() if key in ready), *dead):
                 outcome, task = process.outcome(), process.tasks.popleft()
                 if isinstance(outcome, BaseException):
                     errors.append(outcome)
@@ -144,6 +149,8 @@ class _Process:
     def outcome(self) -> Any:
         """The outcome of its oldest task, or an error."""
         with self._is_alive():
+            if not (self.connection.poll() or self.process.is_alive()):
+                raise EOFError
             return self.connection.recv()
 
     @contextmanager
@@ -277,9 +284,19 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
                 with _our_errors():
                     outcome = made(make)(task)
             except BaseException as error:
-                outcome = ExceptionWithTraceback(error, error.__traceback__)
+                outcome = _sendable(error)
             if is_answered:
                 parent.send(outcome)
+
+
+def _sendable(error: BaseException) -> Any:
+    """An error as it is sent. A large one would wait for who may be sending a large task."""
+    with suppress(Exception):
+        found = ExceptionWithTraceback(error, error.__traceback__)
+        if len(pickle.dumps(found)) < _MOST_BYTES:
+            return found
+    text = str(error) if isinstance(error, MemmapError) else describe_error(error)
+    return DatasetError(f"{text[: _MOST_BYTES // 64]}...")
 
 
 def end_with_starter() -> None:

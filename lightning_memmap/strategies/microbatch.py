@@ -72,6 +72,11 @@ class MicroBatches:
                 f"batch{wrong[0]} is not {num_rows} rows, as the input of the module is: the first"
                 " dimension of every tensor must be the rows; omit others from the batch"
             )
+        if nested := [name for name, leaf in named if getattr(leaf, "is_nested", False)]:
+            raise ValueError(
+                f"batch{nested[0]} is a nested tensor, whose rows torch does not divide: store its"
+                " field in the form 'pad' or 'list'"
+            )
         parts = []
         for rows, device in zip(places, devices, strict=False):
             # A part without rows has a copy of one, which counts for nothing.

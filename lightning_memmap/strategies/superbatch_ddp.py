@@ -52,6 +52,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
+        self._apart: list[torch.Tensor] = []
         super().__init__(prefetch=prefetch, **kwargs)
 
     @override
@@ -111,6 +112,13 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         return devices if self._root_holds_data else devices[1:]
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # As DDP does with all other buffers.
+        for buffer in self._apart:
+            broadcast(buffer, 0)
+        return super().training_step(*args, **kwargs)
+
+    @override
     def configure_ddp(self) -> None:
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
@@ -119,7 +127,10 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             name = "_ddp_params_and_buffers_to_ignore"
             setattr(module, name, {*getattr(module, name, ()), *apart})
             for tensor in apart.values():
+                tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
+            if self._ddp_kwargs.get("broadcast_buffers", True):
+                self._apart = [each for each in module.buffers() if each.dtype in _UNKNOWN_TO_NCCL]
         super().configure_ddp()
         if has_streams(self.root_device):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights

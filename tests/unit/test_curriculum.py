@@ -10,6 +10,7 @@ import pytest
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import (
+    Bucketed,
     Curriculum,
     KFold,
     Mixture,
@@ -65,6 +66,20 @@ def test_each_epoch_is_that_of_its_sampler(tmp_path: Path, residency: str) -> No
     weighted = epochs_of(make_data(tmp_path, sampler=Weighted(HALF, num_samples=ROWS)))
     shuffled = epochs_of(make_data(tmp_path, sampler=None))
     assert found == [*weighted[:2], shuffled[2], [*range(ROWS)], [*range(ROWS)]]
+
+
+@pytest.mark.parametrize("window", [4, 5])
+@pytest.mark.parametrize("other", [None, Weighted(HALF, num_samples=ROWS)])
+def test_buckets_in_blocks_have_each_row_once(tmp_path: Path, window: int, other: Any) -> None:
+    bucketed = Bucketed(np.arange(ROWS) * 7 % 40, 8, 5)
+    stages = {0: bucketed} if other is None else {0: bucketed, 1: other}
+    options = {"num_shards": 4, "shuffle_window": window, "batch_size": 8}
+    found = epochs_of(make_data(tmp_path, sampler=Curriculum(stages), **options), 2)
+    alone = epochs_of(make_data(tmp_path, sampler=bucketed, **options), 2)
+    assert found[0] == alone[0]
+    assert sorted(found[0]) == list(range(ROWS))
+    if other is not None:
+        assert found[1] == epochs_of(make_data(tmp_path, sampler=other, **options), 2)[1]
 
 
 def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -166,3 +167,26 @@ def fit_wrapped(
     except ValueError as error:
         return {"error": str(error)}
     return {"weights": weights(module)}
+
+
+class Counting(Regression):
+    """Adds up what each process sees, in buffers of a dtype that NCCL knows, and of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("known", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("unknown", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("expanded", torch.ones(1, dtype=torch.int16).expand(4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        for buffer in (self.known, self.unknown):
+            buffer += int(batch["row"].sum()) % 100
+        return self.step(batch, "train")
+
+
+def count_up(out: Path, strategy: str, devices: int) -> dict[str, Any]:
+    """Train for an epoch. What was counted, in both buffers."""
+    module = Counting()
+    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
+    make_trainer(out, strategy=strategy, devices=devices).fit(module, data)
+    return {"counts": (module.known.item(), module.unknown.item())}

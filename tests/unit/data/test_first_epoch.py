@@ -19,13 +19,13 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.data.set_up import FIRST_STEPS
-from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
+from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
 from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
-from lightning_memmap.store.samples import probe_rows
+from lightning_memmap.store.samples import RandomDatasetError, probe_rows
 from lightning_memmap.store.sources import tables
 from tests.command_line import CommandLine
 from tests.datasets import Logged, Replaced, Slow
@@ -444,6 +444,46 @@ class Failing(Points):
         if row == min({*range(len(self))} - {*probe_rows(len(self))}):
             raise OSError("gone")
         return super().__getitem__(row)
+
+
+class Random(Points):
+    """Another row each time."""
+
+    def __getitem__(self, row: int) -> Any:
+        return {"x": torch.frombuffer(bytearray(os.urandom(4)), dtype=torch.uint8)}
+
+
+def test_random_dataset_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        Random(60), store_dir=tmp_path, num_workers=2, batch_size=4, build="while_training"
+    )
+    with pytest.raises(RandomDatasetError, match="row"):
+        list(set_up(data, "fit").train_dataloader())
+    data.teardown()
+    assert not StoreDirectory(tmp_path / "train").unfinished(KEY)
+
+
+class Ages(Points):
+    """Most rows have no age, and none of the first ones has."""
+
+    def __getitem__(self, row: int) -> Any:
+        return {"row": row, "age": row if row in (3, 200) else None}
+
+
+def test_what_the_first_rows_do_not_tell_is_taken_from_its_form(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        Ages(ROWS),
+        store_dir=tmp_path,
+        num_workers=2,
+        build="while_training",
+        fingerprint="1",
+        variable={"age": "nullable"},
+    )
+    assert sorted(rows_in(set_up(data, "fit").train_dataloader())) == list(range(ROWS))
+    data.teardown()
+    data = MemmapDataModule(Ages(ROWS), store_dir=tmp_path / "b", num_workers=2)
+    with pytest.raises(SchemaError, match="age"):
+        data.with_options(build="while_training").prepare_data()
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Pool
@@ -415,3 +416,19 @@ def test_manifest_sizes_agree_with_the_files(path: Path) -> None:
         pool = Pool.of(store.rows(fold.of(store.num_rows)), 2)
         assert manifest.shard_bytes(pool).tolist() == (pool.sizes * 40).tolist()
     assert manifest.source["dataset"] == "tests.datasets.Numbered"
+
+
+def test_fields_are_found_by_what_they_are_called_in_a_sample(tmp_path: Path) -> None:
+    number = torch.arange(40)
+    samples = [
+        {"a": {"b": 1, "x y": row}, "a.b": row % 2, "width (cm)": row, "n": None if row else 1}
+        for row in range(40)
+    ]
+    store = build_store(samples, tmp_path / "store", variable={"n": "nullable"}, progress=False)
+    # A sample's own key comes first.
+    assert store.values("a.b").tolist() == (number % 2).tolist()
+    for name in ("width (cm)", "a.x y", "a.x~20y"):
+        assert store.values(name).tolist() == number.tolist()
+    assert store.given("n").tolist() == (number == 0).tolist()
+    with pytest.raises(ValueError, match="field 'width': the store at"):
+        store.given("width")
