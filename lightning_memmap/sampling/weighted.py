@@ -43,10 +43,10 @@ class Weighted(Described, SamplerFactory):
     do. In blocks, see ``shuffle_window``, an epoch has the same rows.
 
     Args:
-        weights: One weight for each row of the dataset, in its order, not negative: a tensor, an
-            array or a sequence. Or the name of a field: where it has floating-point values, they
-            are the weights. Otherwise they are classes, and all classes come equally often. It must
-            not be None in a row to draw from.
+        weights: One weight for each row of the dataset, or each window of its series, in their
+            order, not negative: a tensor, an array or a sequence. Or the name of a field: where it
+            has floating-point values, they are the weights. Otherwise they are classes, and all
+            classes come equally often. It must not be None in a row to draw from.
         num_samples: Positions of an epoch; by default as many as there are rows.
 
     Raises:
