@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from lightning_memmap.cli import main
-from lightning_memmap.sampling import Pool, Sampler
+from lightning_memmap.sampling import Sampler
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.command_line import CommandLine
 
@@ -334,11 +335,11 @@ def test_wrong_option_of_a_strategy_is_refused_by_the_strategy(
     assert last_line(command).startswith(f"error: {words}")
 
 
+@dataclass(frozen=True)
 class Own(Sampler):
     """A sampler with an option."""
 
-    def __init__(self, pool: Pool, seed: int, rate: int = 1) -> None:
-        raise NotImplementedError
+    rate: int = 1
 
 
 def sampler(kind: str, **arguments: Any) -> dict[str, Any]:
