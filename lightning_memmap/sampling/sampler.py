@@ -398,7 +398,7 @@ class Fields(Protocol):
             rows: The rows, int64 of shape (N,); by default all, in dataset order.
 
         Returns:
-            An array of shape (N,).
+            An array of shape (N,), of texts as objects.
 
         Raises:
             ValueError: There is no such field, its rows have more than one value, or the field is

@@ -91,9 +91,11 @@ class _Named(Described, Selection):
                     f" {mask.shape}: return a mask of bool of shape {rows.shape}"
                 )
             return rows[chosen_rows(mask, len(rows), what)]
-        values = np.ravel(np.asarray(self.values)).tolist()
+        values = [*np.ravel(np.asarray(self.values))]
         found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
-        found[rows] = np.isin(known, [value for value in values if value is not None])
+        wanted = [value for value in values if value is not None]
+        is_time = known.dtype.kind in "mM"  # Of which a config has texts.
+        found[rows] = np.isin(known, np.array(wanted, known.dtype) if is_time else wanted)
         return chosen_rows(found, fields.num_rows, what)
 
 
@@ -105,9 +107,11 @@ class Subset(_Named):
             them and one entry for each row.
         field: Instead, rows that have one of the ``values`` in this field, or that ``where``
             chooses by it.
-        values: These values. None stands for rows in which the field is None.
-        where: Is given the field of all rows in which it is not None, an array of shape (rows,),
-            and returns a mask of this shape. It does not choose the others.
+        values: These values, such as numbers, texts or dates. None stands for rows in which the
+            field is None.
+        where: Is given the field of all rows in which it is not None, an array of shape (rows,):
+            of times as datetime64, of texts as objects. It returns a mask of this shape, and does
+            not choose the others.
 
     Raises:
         TypeError: Neither ``rows`` nor a field is given, or both are; or a field without ``values``

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema import Field, Schema
 from lightning_memmap.schema.fields import field_name
+from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.store.columns import Column, compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
@@ -152,15 +153,12 @@ class Store:
         """Read the value of a field of each row; see `lightning_memmap.sampling.Fields`."""
         index = self._index_of(field)
         found = self.schema.fields[index]
-        if found.is_text:
+        kind = found.kind
+        is_text = isinstance(kind, Text) and not kind.many
+        if not is_text and (found.num_variable or math.prod(found.item_shape) != 1):
             raise ValueError(
-                f"field {field!r}: its rows are {found.kind}, and only numbers can be looked up for"
-                " all rows: store a number for each class as well, such as its index in a list of"
-                " names, and give that field"
-            )
-        if found.num_variable or math.prod(found.item_shape) != 1:
-            raise ValueError(
-                f"field {field!r}: its rows are {found}; give a field with one value in each row"
+                f"field {field!r}: its rows are {found.described}; give a field with one value in"
+                " each row"
             )
         rows = np.arange(self.num_rows, dtype=np.int64) if rows is None else rows
         missing = rows[~self.given(field)[rows]]
@@ -171,7 +169,10 @@ class Store:
                 " a value of your own in its place, such as -1, or use the other rows alone, with"
                 f" subset=Subset(field={self._masks(field)[-1]!r}, values=[True])"
             )
-        return self._numbers(index, rows)
+        if is_text:
+            return self._texts(found, rows)
+        values = self._numbers(index, rows)
+        return values.view(kind.numpy_dtype) if isinstance(kind, Duration) else values
 
     def given(self, field: str) -> NDArray[np.bool_]:
         """In which rows, in dataset order, neither a field nor what it is a part of is None."""
@@ -194,15 +195,29 @@ class Store:
         # numpy has no bfloat16.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
+    def _texts(self, field: Field, rows: Integers) -> NDArray[Any]:
+        """The texts of rows, as objects: beside one long text, all would take its length."""
+        column = self._items_of(field)
+        data, (starts, sizes) = column.items.numpy(), column.at(column.shards.locate(rows))
+        pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
+        texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
+        return np.fromiter(texts, object, len(rows))
+
+    def _items_of(self, field: Field) -> ItemRows:
+        """All rows of a field that differ in length."""
+        (column,) = self.whole.provide([field.name], range(self.num_shards))
+        if not isinstance(column, ItemRows):
+            raise ValueError(
+                f"field {field.name!r}: its column does not tell the lengths of its rows"
+            )
+        return column
+
     def lengths(self, field: str) -> Integers:
         """The items of each row in dataset order, for text its bytes. No value is read."""
         found = self.schema.fields[self._index_of(field)]
         if not found.num_variable:
             raise ValueError(f"field {field!r}: all its rows have one length")
-        (column,) = self.whole.provide([found.name], range(self.num_shards))
-        if not isinstance(column, ItemRows):
-            raise ValueError(f"field {field!r}: its column does not tell the lengths of its rows")
-        return column.lengths()
+        return self._items_of(found).lengths()
 
     def _index_of(self, field: str) -> int:
         names = [each.name for each in self.schema.fields]

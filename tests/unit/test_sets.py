@@ -1,6 +1,7 @@
 """Several datasets to validate, test and predict on; and rows of one store for several splits."""
 
 import copy
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import KFold, RandomSplit, Subset, Weighted
+from lightning_memmap.sampling import (
+    Holdout,
+    KFold,
+    RandomSplit,
+    Selection,
+    Subset,
+    Weighted,
+)
+from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import Made
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.preloaded import run
@@ -386,20 +395,24 @@ AGED: Any = [
     {"age": None if row % 3 == 0 else row % 5, "row": row, "who": {"age": row} if row % 4 else None}
     for row in range(24)
 ]
-NAMED: Any = [{"row": row, "name": "ab"[row % 2]} for row in range(24)]
+#: Rows of three patients, each with a date, and a text that is missing in every fourth row.
+DATED: Any = [
+    {
+        "row": row,
+        "patient": f"p{row % 3}" + "\u00e9" * (row % 3),
+        "day": datetime.date(2024, 1, 1) + datetime.timedelta(days=row),
+        "note": None if row % 4 == 0 else "ab"[row % 2],
+        "words": ["a"] * (row % 3),
+    }
+    for row in range(24)
+]
 
 
 @pytest.mark.parametrize(
     ("rows", "option", "words"),
     [
-        *(
-            (NAMED, option, r"field 'name': its rows are text.*store a number for")
-            for option in (
-                {"subset": RandomSplit(0.5, stratify="name")},
-                {"subset": Subset(field="name", values=["a"])},
-                {"sampler": Weighted("name")},
-            )
-        ),
+        (DATED, {"sampler": Weighted("words")}, r"field 'words': .*list of text"),
+        (DATED, {"subset": RandomSplit(0.5, stratify="note")}, "stratify='note': it is None in 6"),
         (
             AGED,
             {"subset": RandomSplit(0.5, stratify="age")},
@@ -413,11 +426,50 @@ NAMED: Any = [{"row": row, "name": "ab"[row % 2]} for row in range(24)]
         ),
     ],
 )
-def test_text_or_none_as_a_class_is_refused(
+def test_lists_or_none_as_a_class_are_refused(
     tmp_path: Path, rows: Any, option: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         set_up(make_data(tmp_path, train_dataset=rows, **option), "fit")
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_texts_and_times_divide_rows_as_numbers_do(tmp_path: Path, is_joined: bool) -> None:
+    names = [row["patient"] for row in DATED]
+    store = build_store(DATED, tmp_path / "dated", num_shards=5, progress=False)
+    if is_joined:
+        store = JoinedStore(tmp_path, {"one": store, "two": store})
+        names *= 2
+
+    def chosen(selection: Selection) -> list[int]:
+        split = "val" if "val" in selection.splits else "train"
+        return selection.subset(split, 0, store).tolist()
+
+    assert store.values("patient").tolist() == names
+    assert store.values("patient", np.array([2, 0])).tolist() == [names[2], names[0]]
+    for seed in range(3):
+        held = chosen(RandomSplit(0.3, group="patient", seed=seed))
+        assert len({names[row] for row in held}) == 1
+        assert len(held) == len(names) // 3
+        held = chosen(RandomSplit(0.5, stratify="patient", seed=seed))
+        assert {name: sum(names[row] == name for row in held) for name in {*names}} == (
+            dict.fromkeys(names, len(names) // 6)
+        )
+    every, number = range(len(names)), np.arange(len(names)) % 24
+    assert chosen(Subset(field="note", values=["a", None])) == [r for r in every if r % 2 == 0]
+    assert chosen(Subset(field="note", where=lambda note: note == "b")) == [*every][1::2]
+    late = Holdout(field="day", where=lambda day: day >= np.datetime64("2024-01-20"))
+    assert chosen(late) == np.flatnonzero(number >= 19).tolist()
+    for day in ("2024-01-03", datetime.date(2024, 1, 3), np.datetime64("2024-01-03")):
+        found = chosen(Subset(field="day", values=[day]))
+        assert found == np.flatnonzero(number == 2).tolist()
+
+
+def test_classes_by_text_come_equally_often(tmp_path: Path) -> None:
+    rows: Any = [{"row": row, "name": "rare" if row % 10 == 0 else "common"} for row in range(100)]
+    data = make_data(tmp_path, train_dataset=rows, sampler=Weighted("name"))
+    seen = set_up(data, "fit").train_dataloader()
+    assert sum(name == "rare" for batch in seen for name in batch["name"]) == 50
 
 
 def test_values_of_a_field_are_in_dataset_order(tmp_path: Path) -> None:
