@@ -1,12 +1,12 @@
 """Fields: the name, dtype and shape of each leaf of a sample, and the rows of one."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -33,6 +33,9 @@ FROM_NUMPY = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name !=
 TO_NUMPY = {dtype: given for given, dtype in FROM_NUMPY.items()}
 #: The longest name of a field: what file systems allow, less the longest suffix of its files.
 MAX_NAME_LENGTH = 255 - len(".0123456789abcdef.tmp")
+#: What may not be in a name, which is safe in files, in URLs and on a terminal, and what stands
+#: before the bytes of it.
+_UNSAFE, _ESCAPE = re.compile(r"[^\w (),-]"), "~"
 #: Torch has no index for these, and their bits do as well.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
@@ -141,21 +144,33 @@ def where(path: Iterable[str | int]) -> str:
     return f"field {field_name(path)!r}" if path else "the sample"
 
 
+def name_as_stored(given: str) -> str:
+    """The name of a field, from that name or from its keys as a sample has them."""
+    return given if _ESCAPE in given else field_name(given.split("."))
+
+
 def _encode(key: str | int) -> str:
-    # Percent-encoding, with "~" for "%", keeps names unique and safe as file names; tensordict
-    # encodes a "%" once more. A dot separates levels.
-    encoded = quote(str(key), safe="", errors="surrogatepass")
-    return encoded.replace(".", "%2E").replace("~", "%7E").replace("%", "~") or "~"
+    # A dot separates levels.
+    return _UNSAFE.sub(_escaped, str(key)) or _ESCAPE
+
+
+def _escaped(found: re.Match[str]) -> str:
+    letter = found[0]
+    # Others than those of ASCII are safe if they can be printed.
+    if letter.isprintable() and not letter.isascii():
+        return letter
+    data = letter.encode("utf-8", "surrogatepass")
+    return "".join(f"{_ESCAPE}{byte:02X}" for byte in data)
 
 
 def check_names(names: Iterable[str]) -> None:
     """Check that each field's name leads to a file of its own."""
     seen: dict[str, str] = {}
     for name in names:
-        if len(name) > MAX_NAME_LENGTH:
+        if len(name.encode()) > MAX_NAME_LENGTH:
             raise SchemaError(
-                f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH}"
-                " characters that fit into a file name: use shorter keys in the dataset"
+                f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} bytes"
+                " that fit into a file name: use shorter keys in the dataset"
             )
         # Compared without case, for file systems that do the same.
         folded = name.casefold()

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer, check_number, is_refused_call
 from lightning_memmap.images import CHANNELS, check_mode, checked_size
-from lightning_memmap.schema.fields import Field, dtype_name
+from lightning_memmap.schema.fields import Field, dtype_name, name_as_stored
 from lightning_memmap.schema.kinds import Bytes
 
 
@@ -304,7 +304,7 @@ def read_forms(given: Mapping[str, Any] | None) -> dict[str, Form]:
     for name in given or {}:
         if not isinstance(name, str):
             raise TypeError(f"variable={short_repr(given)}: {name!r} is no name of a field")
-    return {name: _form(name, form) for name, form in (given or {}).items()}
+    return {name_as_stored(name): _form(name, form) for name, form in (given or {}).items()}
 
 
 def _form(name: str, given: Any) -> Form:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Field, Schema
-from lightning_memmap.schema.fields import field_name
+from lightning_memmap.schema.fields import field_name, name_as_stored
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.store.columns import Column, compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest
@@ -222,7 +222,7 @@ class Store:
     def _index_of(self, field: str) -> int:
         names = [each.name for each in self.schema.fields]
         # As it is called in a sample, whose keys may have dots, or as it is stored.
-        for name in (field_name([field]), field_name(field.split(".")), field):
+        for name in (field_name([field]), name_as_stored(field)):
             if name in names:
                 return names.index(name)
         raise ValueError(f"field {field!r}: the store at {self.path} has {names}")

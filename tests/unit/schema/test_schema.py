@@ -236,8 +236,12 @@ def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, mes
         ("", "~"),
         ("~", "~7E"),
         ("%41", "~2541"),
-        ("two words", "two~20words"),
-        ("é", "~C3~A9"),
+        ("Weight (kg)", "Weight (kg)"),
+        ("km/h", "km~2Fh"),
+        ("CPU %", "CPU ~25"),
+        ("größe, 年龄, नाम", "größe, 年龄, नाम"),
+        ("\x1b[31m", "~1B~5B31m"),
+        ("\u202e", "~E2~80~AE"),
         ("\ud800", "~ED~A0~80"),
     ],
 )
@@ -256,7 +260,6 @@ def test_field_name_different_keys_have_different_names_without_separators(
     for name in names:
         assert name not in ("", ".", "..")
         assert Path(name).name == name
-        assert name.isascii()
         assert name.isprintable()
 
 
@@ -278,9 +281,9 @@ def test_field_with_the_name_of_a_mask_is_refused() -> None:
 
 def test_field_name_too_long_for_a_file_is_refused() -> None:
     assert names_of(Schema.infer([{"k" * 234: 1}])) == ["k" * 234]
-    with pytest.raises(SchemaError, match="longer than the 234 characters"):
-        Schema.infer([{"k" * 235: 1}])
-    with pytest.raises(SchemaError, match="longer than the 234 characters"):
+    with pytest.raises(SchemaError, match="longer than the 234 bytes"):
+        Schema.infer([{"é" * 118: 1}])
+    with pytest.raises(SchemaError, match="longer than the 234 bytes"):
         Schema.infer([{"k" * 200: {"k" * 100: 1}}])
 
 

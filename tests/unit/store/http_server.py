@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 #: What an answer can be made: a status, or one of these words.
 Fault = int | str | None
@@ -72,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
         fault = self.server.fault(self.path)
-        path = self.server.directory / self.path.lstrip("/")
+        path = self.server.directory / unquote(self.path).lstrip("/")
         if fault == DROPPED:
             self._hang_up()
         elif isinstance(fault, int):
@@ -124,7 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             return
-        self._head(200 if (self.server.directory / self.path.lstrip("/")).is_file() else 404, 0)
+        self._head(
+            200 if (self.server.directory / unquote(self.path).lstrip("/")).is_file() else 404, 0
+        )
 
     def _head(self, status: int, num_bytes: int) -> None:
         self.send_response(status)

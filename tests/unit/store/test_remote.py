@@ -620,6 +620,14 @@ def test_store_on_s3_gives_its_rows(built: Path, bucket: str, tmp_path: Path) ->
     assert len({name.split("/")[-2] for name in names}) == 2
 
 
+def test_fields_of_any_name_are_pushed_to_s3(bucket: str, tmp_path: Path) -> None:
+    keys = ["Gewicht (kg), größe", "年龄", "km/h", "50 %", "a+b#c?d&e", "[0]*"]
+    rows = [dict.fromkeys(keys, row) for row in range(20)]
+    push_store(build_store(rows, tmp_path / "s", progress=False).path, f"{bucket}/named/s")
+    store = open_store(f"{bucket}/named/s")
+    assert all(store[row] == rows[row] for row in range(20))
+
+
 def test_bucket_that_is_missing_says_so(bucket: str, built: Path) -> None:
     with pytest.raises(StoreNotFoundError, match=r"no store at s3://nobucket/s: .*bucket"):
         open_store("s3://nobucket/s")

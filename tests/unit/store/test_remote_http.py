@@ -147,6 +147,27 @@ def test_server_that_tells_no_lengths_is_pulled_from(web: FileServer, tmp_path: 
     assert files.RemoteFiles(StoreUrl(f"{web.url}/train")).stores() == [""]
 
 
+def test_fields_of_any_name_are_pulled(web: FileServer, tmp_path: Path) -> None:
+    keys = [
+        "Gewicht (kg), größe",
+        "年龄",
+        "नाम",
+        "km/h",
+        "50 %",
+        "a.b#c?d&e",
+        "[0]*",
+        "~",
+        "\u202e",
+    ]
+    rows = [dict.fromkeys(keys, row) for row in range(20)]
+    build_store(rows, tmp_path / "far" / "named", progress=False)
+    for url in (f"{web.url}/named", (tmp_path / "far" / "named").as_uri()):
+        near = pull_store(url, tmp_path / "near", overwrite=True, progress=False)
+        assert all(near[row] == rows[row] for row in range(20))
+        for key in keys:
+            assert open_store(url).values(key).tolist() == [*range(20)]
+
+
 def test_server_that_lists_nothing_is_told_which_url_to_give(
     web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
