@@ -1,6 +1,7 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class DataParallelStrategy(OneProcess):
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
-        prefetch: As for ``memmap_superbatch``, with one data device only.
+        prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
@@ -60,17 +61,13 @@ class DataParallelStrategy(OneProcess):
                 f" the root device, {self.root_device}, which holds the module; name it first, or"
                 " give the Trainer other devices"
             )
-        if self._prefetch and not self._is_alone:
-            raise ValueError(
-                f"prefetch={self._prefetch} with {len(self.data_devices)} data devices: memmap_dp"
-                " prefetches no step; omit it, or train with memmap_superbatch_ddp"
-            )
 
     @property
     @override
     def data_topology(self) -> DataTopology:
         """Which devices hold the data; their batches stay apart where there are several."""
-        return super().data_topology if self._is_alone else DataTopology(self.data_devices)
+        topology = super().data_topology
+        return topology if self._is_alone else replace(topology, assemble_on=None)
 
     @property
     def _is_alone(self) -> bool:

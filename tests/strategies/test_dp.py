@@ -841,6 +841,41 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"the first must be the root device, cpu"):
             make_trainer(tmp_path, strategy=strategy)
 
-    def test_prefetch_of_several_devices_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"prefetch=2 with 3 data devices"):
-            make_trainer(tmp_path, strategy=DataParallelStrategy(prefetch=2), devices=3)
+
+class Ahead(Base):
+    """Notes at each step how many batches were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [0]
+
+    def transform(self, batch: Any) -> Any:
+        self.made[-1] += 1
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.made) == batch_idx + 1:
+            self.made.append(self.made[-1])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu", "cpu:1", "cpu"]])
+def test_prefetched_steps_are_made_ahead_and_are_the_same(
+    tmp_path: Path, devices: list[str]
+) -> None:
+    found = []
+    for prefetch in (0, 2):
+        module = Ahead()
+        trainer = make_trainer(
+            tmp_path,
+            strategy=DataParallelStrategy(devices, prefetch=prefetch),
+            precision="64-true",
+            max_epochs=1,
+        )
+        data = make_data(tmp_path, 8, transform=module.transform)
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == STEPS
+        # The transform runs on the batch of each device.
+        assert module.made[:STEPS] == [3 * min(STEPS, n + 1 + prefetch) for n in range(STEPS)]
+        found.append(weights(module))
+    assert torch.equal(*found)
