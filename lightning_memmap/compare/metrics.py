@@ -53,8 +53,8 @@ class Rank:
     moved_bytes: int = 0
     #: Of each step of a check run, the rows as the loader gave them.
     hashes: Sequence[int] = ()
-    #: Copies of the module between which this process divides the rows of a step.
-    num_replicas: int = 1
+    #: Parts of its rows of a step, each of which goes through the module by itself.
+    num_parts: int = 1
     parameters: Sequence[str] = ()
 
     def mean_s(self, *parts: str) -> float:

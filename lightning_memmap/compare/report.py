@@ -210,7 +210,8 @@ def _cell(metric: Metric, variant: VariantResult) -> Text:
     values, write = variant.figures.get(metric.key), metric.write
     if not values:
         return _UNKNOWN
-    spread = f" ({write(min(values))}..{write(max(values))})" if metric.key == SPEED else ""
+    has_spread = metric.key == SPEED and len(values) > 1
+    spread = f" ({write(min(values))}..{write(max(values))})" if has_spread else ""
     return text(write(median(values)) + spread)
 
 

@@ -375,22 +375,18 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     if size == 1:
         return
     for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
-        missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
+        have = [parameter.grad is not None for parameter in bucket]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # One number per parameter: on how many processes it has a gradient.
-        counts = bucket[0].detach().new_ones(len(bucket))
-        for index in missing:
-            counts[index] = 0
-            bucket[index].grad = torch.zeros_like(bucket[index])
-        grads = [parameter.grad for parameter in bucket]
+        grads.append(bucket[0].detach().new_tensor(have))
         # Divided before the sum, which in float16 might be infinite.
-        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
+        flat = _utils._flatten_dense_tensors(grads).div_(size)
         dist.all_reduce(flat, group=group)
-        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
-        torch._foreach_copy_(grads, means)
-        # The program waits for the device only where a gradient is missing.
-        for index in missing:
-            if counts[index] == 0:
-                bucket[index].grad = None
+        *means, counts = _utils._unflatten_dense_tensors(flat, grads)
+        for parameter, has_own, mean, count in zip(bucket, have, means, counts, strict=True):
+            # The program waits for the device only where a gradient is missing.
+            if has_own or count:
+                parameter.grad = mean
 
 
 def gathered(

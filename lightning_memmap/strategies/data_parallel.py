@@ -70,9 +70,14 @@ class DataParallelStrategy(OneProcess):
         return topology if self._is_alone else replace(topology, assemble_on=None)
 
     @property
+    def num_parts(self) -> int:
+        """Replicas, each of which has a part of the rows."""
+        return len(self.data_devices)
+
+    @property
     def _is_alone(self) -> bool:
         """Whether the module is the only replica. Lightning's own steps run then."""
-        return len(self.data_devices) == 1
+        return self.num_parts == 1
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -85,7 +90,7 @@ class DataParallelStrategy(OneProcess):
         check_module(module, self.data_devices)
         if self._layer_sync is not None and not self._is_alone:
             raise ValueError(
-                f"sync_batchnorm=True with {len(self.data_devices)} replicas: memmap_dp computes"
+                f"sync_batchnorm=True with {self.num_parts} replicas: memmap_dp computes"
                 " batch norm on the rows of each; omit it, use group or layer norm, or"
                 " memmap_superbatch, whose batch norm is over all rows of a step"
             )

@@ -136,7 +136,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        check_schedule(self._schedule, self._num, self.sizes[1])
+        check_schedule(self._schedule, self.num_parts, self.sizes[1])
 
     @override
     def setup_environment(self) -> None:
@@ -144,7 +144,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
     @property
-    def _num(self) -> int:
+    def num_parts(self) -> int:
         """Micro-batches of a batch."""
         return self._num_microbatches or 2 * self.sizes[1]
 
@@ -202,7 +202,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             local,
             len(stages),
             self._schedule,
-            self._num,
+            self.num_parts,
             self._group_of("pp"),
             self.root_device,
         )
