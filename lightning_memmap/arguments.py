@@ -39,7 +39,7 @@ _NOISE = re.compile(
     r"|Expected a path but|.*NoneType'>"
 )
 #: What a type says that knows nothing of a value.
-_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing)|give the class_path")
+_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)|give the class_path")
 _CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
 
 
