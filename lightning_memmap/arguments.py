@@ -177,7 +177,9 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         # Of the right name in the wrong module, the whole path.
         near = nearest(name, [*paths, *names], lambda each: {name: paths.get(name)}.get(each, each))
     elif match := _NO_CLASS.search(message):
-        return _NO_CLASS.sub(r"give the class_path of a \1, and its arguments as init_args", message)
+        return _NO_CLASS.sub(
+            r"give the class_path of a \1, and its arguments as init_args", message
+        )
     elif match := _NO_DATASET.search(message):
         near = ": let its class inherit from torch.utils.data.Dataset"
     if not near or match is None or near in message:
