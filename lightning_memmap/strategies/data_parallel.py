@@ -65,19 +65,13 @@ class DataParallelStrategy(OneProcess):
     @property
     @override
     def data_topology(self) -> DataTopology:
-        """Which devices hold the data; their batches stay apart where there are several."""
-        topology = super().data_topology
-        return topology if self._is_alone else replace(topology, assemble_on=None)
+        """Which devices hold the data; their batches stay apart."""
+        return replace(super().data_topology, assemble_on=None)
 
     @property
     def num_parts(self) -> int:
         """Replicas, each of which has a part of the rows."""
         return len(self.data_devices)
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the module is the only replica. Lightning's own steps run then."""
-        return self.num_parts == 1
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -88,7 +82,7 @@ class DataParallelStrategy(OneProcess):
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
         check_module(module, self.data_devices)
-        if self._layer_sync is not None and not self._is_alone:
+        if self._layer_sync is not None and self.num_parts > 1:
             raise ValueError(
                 f"sync_batchnorm=True with {self.num_parts} replicas: memmap_dp computes"
                 " batch norm on the rows of each; omit it, use group or layer norm, or"
@@ -103,10 +97,9 @@ class DataParallelStrategy(OneProcess):
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
         self._last = ""
-        if not self._is_alone:
-            # By this, Lightning runs the steps of a module that is wrapped.
-            self.model = Replicas(module, self.data_devices)
-            self._forward_redirection = self._step  # type: ignore[assignment]
+        # By this, Lightning runs the steps of a module that is wrapped.
+        self.model = Replicas(module, self.data_devices)
+        self._forward_redirection = self._step  # type: ignore[assignment]
 
     @override
     def teardown(self) -> None:
@@ -119,7 +112,7 @@ class DataParallelStrategy(OneProcess):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not isinstance(batch, SuperBatch) or self._is_alone:
+        if not isinstance(batch, SuperBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
 
         module: Any = self.module

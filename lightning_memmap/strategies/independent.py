@@ -211,15 +211,10 @@ class IndependentStrategy(OneNode):
     strategy_name = "memmap_independent"
     #: Members have no common result that could be compared with that of another strategy.
     trains_one_model = False
-    several_nodes = (
-        "has members that exchange nothing, so each machine can run some of them by itself: start"
-        f" the program there with {MEMBER_VARIABLE}=<member> for each"
-    )
-    several_processes = (
-        "starts the processes of its members itself, and this program was already started in"
-        " several (by torchrun, srun or another Trainer): start it once, or once for each member"
-        f" with {MEMBER_VARIABLE}=<member>; to train one model in all of them, use"
-        " strategy='memmap_superbatch_ddp'"
+    what_it_is = "starts the processes of its members"
+    advice = (
+        f"on another machine, start the program with {MEMBER_VARIABLE}=<member> for each of its"
+        " members; to train one model in all processes, use strategy='memmap_superbatch_ddp'"
     )
 
     def __init__(
