@@ -12,15 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from lightning_memmap.compare.metrics import (
-    METRICS,
-    NO_LOAD,
-    PARTS,
-    SPEED,
-    STATE,
-    TABLES,
-    Metric,
-)
+from lightning_memmap.compare.metrics import METRICS, NO_LOAD, PARTS, SPEED, STATE, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, render_page, text
 

@@ -23,11 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import as_bytes, broadcast
-from lightning_memmap.strategies._base import (
-    module_tensors,
-    parameters_by_stage,
-    stages_given_by,
-)
+from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.

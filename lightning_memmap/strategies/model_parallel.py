@@ -17,11 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import (
-    module_tensors,
-    parameters_by_stage,
-    stages_given_by,
-)
+from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
     PartLog,

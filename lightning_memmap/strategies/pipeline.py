@@ -20,12 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import (
-    STEPS,
-    RowWeighted,
-    SplitModuleChecks,
-    module_tensors,
-)
+from lightning_memmap.strategies._base import STEPS, RowWeighted, SplitModuleChecks, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
