@@ -46,8 +46,6 @@ class SuperBatchMixin(Strategy):
     """Declares that super-batches are assembled on the root device before Lightning sees them."""
 
     strategy_name: str
-    #: Parts of this process's rows of a step, each of which goes through the module by itself.
-    num_parts = 1
     _has_transfer_hooks = True
 
     def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:

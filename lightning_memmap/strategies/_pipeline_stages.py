@@ -225,9 +225,8 @@ class StagePipeline:
                 )
         finally:
             self._loss = None
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for each in losses:
-            total += each.detach()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = sum((each.detach() for each in losses), zero)
         dist.broadcast(total, self._last, group=self.group)
         return total
 

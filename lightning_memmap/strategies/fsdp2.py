@@ -87,6 +87,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     """
 
     strategy_name = "memmap_fsdp2"
+    # From a file; those in a folder are loaded with it.
+    lightning_restore_optimizer = True
 
     def __init__(
         self,
@@ -268,11 +270,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
         gathered: dict[str, Any] = apply_to_collection(state, Tensor, gather)
         return gathered if self.is_global_zero else {}
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     @override
     def load_checkpoint(

@@ -70,6 +70,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
+    restore_checkpoint_after_setup = True
     # It finds parameters by their values.
     unsupported_callbacks = (*SplitModuleChecks.unsupported_callbacks, BaseFinetuning)
 
@@ -170,11 +171,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     # Set-up
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
