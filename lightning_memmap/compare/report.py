@@ -96,8 +96,9 @@ class Report:
 
 
 _UNKNOWN = text("-")
-#: Beyond its upper bound a figure is noise, and from here on it is said.
-_NOISY_SHARE = 1.05
+#: Beyond its upper bound a figure is noise, and from here on it is said; and so it is of speeds in
+#: runs of one variant, the highest beside the lowest.
+_NOISY_SHARE, _NOISY_SPREAD = 1.05, 1.2
 #: Columns of the table of parity.
 _PARITY = {
     "variant": "",
@@ -188,6 +189,12 @@ def _noise(report: Report) -> Iterator[str]:
         yield (
             f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
             " these speeds say little. Repeat when it is idle"
+        )
+    spread = max((max(each.rates) / min(each.rates) for each in report.measured), default=1.0)
+    if spread > _NOISY_SPREAD:
+        yield (
+            f"runs of the same variant differ by up to {spread - 1:.0%}: between variants, smaller"
+            " differences say nothing"
         )
     for each in report.measured:
         if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
