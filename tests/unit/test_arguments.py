@@ -102,6 +102,11 @@ def command(
         ),
         (DATA, {"sampler": "sampling.Weigted"}, "'Weighted'"),
         (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
+        (
+            ("trainer",),
+            {"strategy": "lightning_memmap.strategies.SuperBatchStrateg"},
+            "'lightning_memmap.strategies.SuperBatchStrategy'",
+        ),
         (DATA, {"train_dataset": "Pionts"}, "'Points'"),
         (
             DATA,
