@@ -161,7 +161,8 @@ class SuperBatchLoader:
         device = topology.assemble_on
         if device is None and self._collator.is_on_super_batch:
             device = topology.data_devices[0]
-        return self.assembled(device, topology.prefetch)
+        is_placed = (self.device, self.prefetch) == (device, topology.prefetch)
+        return self if is_placed else self.assembled(device, topology.prefetch)
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes."""

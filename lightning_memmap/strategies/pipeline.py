@@ -97,6 +97,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._pipeline: StagePipeline | None = None
         self._own_loss: Any = None
         self._averages = True
+        # The parameters of this process that losses were computed with since the last average.
+        self._trained: dict[nn.Parameter, None] = {}
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -282,13 +284,11 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if not isinstance(output, _PendingOutput):
             return self._own_loss(output, batch)
         assert self._pipeline is not None
-        with gradients_apart(self._trained()) as grads:
+        local = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
+        with gradients_apart(local) as grads:
             mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
+        self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
         return loss_of(mean.to(self.module.dtype), grads)
-
-    def _trained(self) -> list[nn.Parameter]:
-        """The parameters of this process that may get gradients."""
-        return [p for p in self.module.parameters() if p.requires_grad and not p.is_meta]
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -317,7 +317,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         if self._averages:
             # Not during the backward pass of the stages, as DDP would: what scales the loss after
             # it, such as its weight, may differ between pipelines.
-            average_gradients(self._trained(), self._group_of("dp"))
+            average_gradients(list(self._trained), self._group_of("dp"))
+            self._trained.clear()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))

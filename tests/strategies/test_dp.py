@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
@@ -879,3 +879,28 @@ def test_prefetched_steps_are_made_ahead_and_are_the_same(
         assert module.made[:STEPS] == [3 * min(STEPS, n + 1 + prefetch) for n in range(STEPS)]
         found.append(weights(module))
     assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_run_is_resumed_inside_an_epoch_after_the_steps_that_were_trained(
+    tmp_path: Path, prefetch: int
+) -> None:
+    def fit(checkpoint: Path | None = None) -> Regression:
+        saver = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=DataParallelStrategy(["cpu", "cpu:1"], prefetch=prefetch),
+            max_epochs=2,
+            enable_checkpointing=checkpoint is None,
+            callbacks=[saver] if checkpoint is None else [],
+        )
+        module = Regression()
+        data = make_data(tmp_path, 12)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+        return module
+
+    whole = fit()
+    for step in (1, 2, 4):
+        resumed = fit(tmp_path / "saved" / f"step={step}.ckpt")
+        assert torch.equal(weights(resumed), weights(whole))
