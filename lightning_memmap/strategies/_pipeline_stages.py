@@ -370,17 +370,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     if size == 1:
         return
     for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
-        have = [parameter.grad is not None for parameter in bucket]
+        missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # One number per parameter: on how many processes it has a gradient.
-        grads.append(bucket[0].detach().new_tensor(have))
+        grads.append(bucket[0].detach().new_ones(len(bucket)))
+        if missing:
+            grads[-1][missing] = 0
         # Divided before the sum, which in float16 might be infinite.
         flat = _utils._flatten_dense_tensors(grads).div_(size)
         dist.all_reduce(flat, group=group)
         *means, counts = _utils._unflatten_dense_tensors(flat, grads)
-        for parameter, has_own, mean, count in zip(bucket, have, means, counts, strict=True):
+        for parameter, mean, count in zip(bucket, means, counts, strict=True):
             # The program waits for the device only where a gradient is missing.
-            if has_own or count:
+            if parameter.grad is not None or count:
                 parameter.grad = mean
 
 
