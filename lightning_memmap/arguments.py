@@ -31,6 +31,7 @@ _WRONG_CLASS = re.compile(
     r"class_path '([^']+)':\s+(?:No module named|module '\S+' has no attribute) '[^']+'"
     r"|Expected a dot import path string: (\S+)"
 )
+_NO_CLASS = re.compile(r"Expected an instantiatable class, but (\S+) is abstract")
 _NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
 #: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
 _NOISE = re.compile(
@@ -38,7 +39,7 @@ _NOISE = re.compile(
     r"|Expected a path but|.*NoneType'>"
 )
 #: What a type says that knows nothing of a value.
-_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)")
+_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)|give the class_path")
 _CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
 
 
@@ -175,6 +176,10 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         names = [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
         # Of the right name in the wrong module, the whole path.
         near = nearest(name, [*paths, *names], lambda each: {name: paths.get(name)}.get(each, each))
+    elif match := _NO_CLASS.search(message):
+        return _NO_CLASS.sub(
+            r"give the class_path of a \1, and its arguments as init_args", message
+        )
     elif match := _NO_DATASET.search(message):
         near = ": let its class inherit from torch.utils.data.Dataset"
     if not near or match is None or near in message:
@@ -201,7 +206,8 @@ def first_reason(message: str) -> str:
         """The type whose arguments are wrong knows more of a value than one that it is not of."""
         where, index = reason
         line = lines[index][1]
-        return len(where), not _ANOTHER_KIND.match(line), "subclass of" not in line
+        is_own = not _ANOTHER_KIND.match(line)
+        return len(where), is_own, "subclass of" not in line, "class_path" in line
 
     where, index = max(reasons or [(above, -1)], key=knowledge)
     words = [lines[each][1] for each in (*where, index)]

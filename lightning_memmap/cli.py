@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
-from lightning_memmap._compat.parsers import commands_of
+from lightning_memmap._compat.parsers import commands_of, known_classes
 from lightning_memmap.arguments import TrainingParser, first_reason, print_error
 from lightning_memmap.commands.doctor import doctor
 from lightning_memmap.commands.rows import rows
@@ -67,9 +67,10 @@ class TrainingCLI(LightningCLI):
         names = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(strategy, str) and strategy.lower() not in names:
             parser = commands_of(self.parser)[str(self.subcommand)]
+            near = nearest(strategy, [*names, *known_classes(parser)])
             ours = ", ".join(name for name, *_ in STRATEGIES)
             parser.error(
-                f"trainer.strategy: unknown strategy {strategy!r}{nearest(strategy, names) or '.'}"
+                f"trainer.strategy: unknown strategy {strategy!r}{near or '.'}"
                 f" Those of this pack are {ours}"
             )
 

@@ -13,6 +13,11 @@ from types import FrameType
 from typing import Any
 
 _POLL_S = 0.01
+#: What launchers of distributed processes set, and a program that is started here must not see.
+_LAUNCHERS = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+}  # fmt: skip
 
 
 class Launched(subprocess.Popen[bytes]):
@@ -23,7 +28,7 @@ class Launched(subprocess.Popen[bytes]):
         command: Sequence[str],
         output: Path,
         *,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = os.environ,
         stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
     ) -> None:
@@ -36,7 +41,7 @@ class Launched(subprocess.Popen[bytes]):
                 stdin=stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env={name: env[name] for name in env.keys() - _LAUNCHERS},
                 start_new_session=start_new_session,
             )
 

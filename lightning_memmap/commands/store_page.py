@@ -17,8 +17,6 @@ from lightning_memmap.store import Store
 _NUM_SAMPLES = 24
 #: The longest side of a picture, the most values that are written out, and characters of text.
 _MAX_PIXELS, _MAX_VALUES, _MAX_TEXT = 192, 8, 200
-#: More shards than these are summed up in groups.
-_MAX_SHARDS = 48
 
 
 @dataclass(frozen=True)
@@ -32,38 +30,27 @@ class Value:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: samples by name, and groups of labelled bytes, which are shown as bars."""
+    """A part of a page: samples by name, and the bytes of each field, which are shown as bars."""
 
     title: str
     lines: Sequence[str]
     samples: Sequence[tuple[str, Sequence[Value]]]
-    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def section_of(name: str, store: Store) -> Section:
-    """Evenly spaced samples of a store, and its bytes by field and by shard."""
+    """Evenly spaced samples of a store, and its bytes by field."""
     manifest = store.manifest
     last, count = store.num_rows - 1, min(_NUM_SAMPLES, store.num_rows)
     rows = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
-    shard_bytes = manifest.shard_bytes().tolist()
-    step = -(-len(shard_bytes) // _MAX_SHARDS)
-    groups = {
-        first: shard_bytes[first : first + step] for first in range(0, len(shard_bytes), step)
-    }
     lines = [
         f"{store.num_rows:,} rows, {format_bytes(manifest.num_bytes)}, {store.num_shards} shards",
         store.location,
         ", ".join(f"{key} {value}" for key, value in manifest.source.items()),
     ]
     sizes = {
-        "by field": {
-            f"{field.name} {field}": column.num_bytes
-            for field, column in zip(store.schema.fields, manifest.columns, strict=True)
-        },
-        "by shard": {
-            f"{first} to {first + len(each) - 1}" if step > 1 else str(first): sum(each)
-            for first, each in groups.items()
-        },
+        f"{field.name} {field}": column.num_bytes
+        for field, column in zip(store.schema.fields, manifest.columns, strict=True)
     }
     names = (f"row {row}" for row in rows)
     return Section(name, lines, [*zip(names, values_of(store, rows), strict=True)], sizes)

@@ -6,7 +6,6 @@ import torch
 
 from lightning_memmap.placement import (
     DataTopology,
-    Placement,
     Residency,
     SplitSize,
     check_memory_fraction,
@@ -15,9 +14,6 @@ from lightning_memmap.placement import (
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
-
-#: The most devices that are tried in search of the fewest that hold the data.
-_MAX_DEVICES = 4096
 
 
 def plan_devices(
@@ -44,43 +40,24 @@ def plan_devices(
         is_restriped = any(manifest.num_shards % count for manifest in stores.values())
         order = text("re-striped", UNSURE) if is_restriped else text("as stored")
         rows.append([text(count), *map(text, sizes), fits, order])
-    fewest = _fewest_devices(stores, budget)
-    note = (
-        f"Even {_MAX_DEVICES} devices do not hold the data."
-        if fewest is None
-        else f"The fewest devices that hold the data: {fewest}"
-    )
     title = (
         f"{format_bytes(total)} of {', '.join(stores)} on devices of"
         f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards"
     )
     labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
-    return TitledTable(title, make_table(labels, rows), [text(note)])
-
-
-def _placed(stores: Mapping[str, Manifest], topology: DataTopology, budget: int) -> Placement:
-    sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
-    budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
-    return plan_placement(sizes, topology, "auto", budget_bytes=budgets)
+    return TitledTable(title, make_table(labels, rows))
 
 
 def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
-    devices = tuple(torch.device("cuda", index) for index in range(count))
+    topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
+    sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
+    budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
     held = [0] * count
-    for shards in _placed(stores, DataTopology(devices), budget).held():
+    for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():
         if shards.residency is Residency.DEVICE:
             held[shards.device_index] += shards.num_bytes
     return held
-
-
-def _fewest_devices(stores: Mapping[str, Manifest], budget: int) -> int | None:
-    total = sum(manifest.num_bytes for manifest in stores.values())
-    most = min(_MAX_DEVICES, *(manifest.num_rows for manifest in stores.values()))
-    for count in range(max(1, -(-total // max(1, budget))), most + 1):
-        if sum(_held_bytes(stores, count, budget)) == total:
-            return count
-    return None
 
 
 def _counts(text: str) -> range:

@@ -28,7 +28,7 @@ from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, batches_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
-from lightning_memmap.placement import data_parallel_rank, topology_of
+from lightning_memmap.placement import data_parallel_rank
 
 #: By whose they are and their name, the actions of the Trainer that are parts of a step.
 _ACTIONS = {
@@ -345,9 +345,8 @@ class CheckCallback(RunCallback):
         # A loader may be ahead of the steps: only those that were trained count.
         hashes = self._hashes
         starts = range(0, per_step * len(self._losses), per_step)
-        topology = topology_of(trainer.strategy)
         return {
-            "num_replicas": 1 if topology.assemble_on else len(topology.data_devices),
+            "num_parts": getattr(trainer.strategy, "num_parts", 1),
             "state_bytes": self._state_bytes,
             "moved_bytes": self._movement.num_bytes + self._moved_row_bytes,
             "hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],

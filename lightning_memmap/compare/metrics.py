@@ -18,7 +18,8 @@ PARTS = {
     "data": "the computing stream waits for the loader; where super-batches are assembled in the"
     " loader, as under `memmap_superbatch`, this includes bringing them to the root device",
     "transfer": "the strategy's `batch_to_device`",
-    "forward": "`training_step`; with the optimizer, in manual optimization",
+    "forward": "`training_step`; in manual optimization with the optimizer, under `memmap_pipeline`"
+    " with the backward pass",
     "backward": "the backward pass, with the collectives that it waits for",
     "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself",
     "other": "the Trainer's own work, callbacks, logging, and the stop signal that Lightning"
@@ -53,8 +54,8 @@ class Rank:
     moved_bytes: int = 0
     #: Of each step of a check run, the rows as the loader gave them.
     hashes: Sequence[int] = ()
-    #: Copies of the module between which this process divides the rows of a step.
-    num_replicas: int = 1
+    #: Parts of its rows of a step, each of which goes through the module by itself.
+    num_parts: int = 1
     parameters: Sequence[str] = ()
 
     def mean_s(self, *parts: str) -> float:

@@ -15,12 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memmap.arguments import TrainingParser
-from lightning_memmap.compare.loaders import (
-    CPU,
-    PlainCollate,
-    StoredRows,
-    normalized_datamodule,
-)
+from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, normalized_datamodule
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform

@@ -12,15 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from lightning_memmap.compare.metrics import (
-    METRICS,
-    NO_LOAD,
-    PARTS,
-    SPEED,
-    STATE,
-    TABLES,
-    Metric,
-)
+from lightning_memmap.compare.metrics import METRICS, NO_LOAD, PARTS, SPEED, STATE, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, render_page, text
 
@@ -104,8 +96,9 @@ class Report:
 
 
 _UNKNOWN = text("-")
-#: Beyond its upper bound a figure is noise, and from here on it is said.
-_NOISY_SHARE = 1.05
+#: Beyond its upper bound a figure is noise, and from here on it is said; and so it is of speeds in
+#: runs of one variant, the highest beside the lowest.
+_NOISY_SHARE, _NOISY_SPREAD = 1.05, 1.2
 #: Columns of the table of parity.
 _PARITY = {
     "variant": "",
@@ -197,6 +190,12 @@ def _noise(report: Report) -> Iterator[str]:
             f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
             " these speeds say little. Repeat when it is idle"
         )
+    spread = max((max(each.rates) / min(each.rates) for each in report.measured), default=1.0)
+    if spread > _NOISY_SPREAD:
+        yield (
+            f"runs of the same variant differ by up to {spread - 1:.0%}: between variants, smaller"
+            " differences say nothing"
+        )
     for each in report.measured:
         if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
             yield (
@@ -210,7 +209,8 @@ def _cell(metric: Metric, variant: VariantResult) -> Text:
     values, write = variant.figures.get(metric.key), metric.write
     if not values:
         return _UNKNOWN
-    spread = f" ({write(min(values))}..{write(max(values))})" if metric.key == SPEED else ""
+    has_spread = metric.key == SPEED and len(values) > 1
+    spread = f" ({write(min(values))}..{write(max(values))})" if has_spread else ""
     return text(write(median(values)) + spread)
 
 

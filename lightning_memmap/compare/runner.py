@@ -38,11 +38,6 @@ from lightning_memmap.launched import Launched
 
 #: Runs whose processes start together, and import side by side.
 _TOGETHER = min(4, len(os.sched_getaffinity(0)))
-#: What a launcher sets for its processes. A run is independent of whatever started this process.
-_LAUNCHER = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
 
 
 class RunError(Exception):
@@ -59,11 +54,8 @@ class Run:
     def __init__(self, spec: RunSpec) -> None:
         self._out = Path(spec.out)
         command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _LAUNCHER and not key.startswith("PL_")
-        }
+        # A run is independent of whatever started this process.
+        environment = {key: os.environ[key] for key in os.environ if not key.startswith("PL_")}
         log = self._out / "log.txt"
         self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
 
@@ -238,7 +230,7 @@ class Comparison:
             # In its first run; the replayed batch has no check run.
             refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
             result.status, result.reason = "refused" if refused else "failed", str(found)
-            if spec.kind == "check" and self._report.data["transform_is_random"]:
+            if not refused and spec.kind == "check" and self._report.data["transform_is_random"]:
                 result.reason += f" ({IN_PLACE})"
             word = "not supported" if refused else "failed"
             outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
@@ -254,20 +246,20 @@ class Comparison:
             self._reference or checked,
             self._expected,
             report.settings["tolerance"],
-            notes=self._notes(sum(share[0].num_replicas for share in shares_of(ranks))),
+            notes=self._notes(sum(share[0].num_parts for share in shares_of(ranks))),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
         if self._reference is None:
             self._reference, report.reference = checked, result.variant
 
-    def _notes(self, num_replicas: int) -> Sequence[str]:
+    def _notes(self, num_parts: int) -> Sequence[str]:
         batch_norms = self._report.model["batch_norms"]
-        if not batch_norms or num_replicas == 1 or self._trainer.get("sync_batchnorm"):
+        if not batch_norms or num_parts == 1 or self._trainer.get("sync_batchnorm"):
             return []
         return [
-            f"the model has {', '.join(batch_norms)}: each of {num_replicas} replicas normalises by"
-            " its own rows, which is a different training. GroupNorm, or in several processes on"
-            " GPUs sync_batchnorm, would make it the same"
+            f"the model has {', '.join(batch_norms)}: a step's rows are normalised in {num_parts}"
+            " parts (processes, replicas, micro-batches), which is a different training. GroupNorm,"
+            " or in several processes on GPUs sync_batchnorm, would make it the same"
         ]
 
     def _finish(self) -> None:

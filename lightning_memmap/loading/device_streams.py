@@ -76,15 +76,14 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
 class SideStreams:
     """A side stream on each of several devices, on which coming steps are made ready."""
 
-    def __init__(self, device: torch.device, others: Sequence[torch.device]) -> None:
-        self._device = device
-        self._module = stream_module(device)
-        # The device itself comes last, so that it is the current device inside `entered`.
-        devices = [*(other for other in dict.fromkeys(others) if other != device), device]
-        modules = [stream_module(other) for other in devices]
+    def __init__(self, targets: Sequence[torch.device], others: Sequence[torch.device]) -> None:
+        #: Where what is made ready lies.
+        self._targets = [*dict.fromkeys(targets)]
+        # The first of them comes last, so that it is the current device inside `entered`.
+        devices = reversed(dict.fromkeys([*targets, *others]))
         self._streams = [
-            (other, module, _side_stream(module, other))
-            for other, module in zip(devices, modules, strict=True)
+            (device, module, _side_stream(module, device))
+            for device, module in ((each, stream_module(each)) for each in devices)
         ]
 
     def follow(self) -> None:
@@ -105,19 +104,23 @@ class SideStreams:
                 stack.enter_context(module.stream(stream))
             yield
 
-    def mark(self) -> Any:
-        """An event for all work enqueued on the device's current stream so far."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return event
+    def mark(self) -> list[Any]:
+        """Events for all work enqueued on the current streams of the targets so far."""
+        events = []
+        for device in self._targets:
+            module = stream_module(device)
+            events.append(module.Event())
+            events[-1].record(module.current_stream(device))
+        return events
 
-    def hand_over(self, event: Any, tensors: Sequence[Tensor]) -> None:
-        """Let the device's current stream use tensors that a side stream makes."""
-        stream = self._module.current_stream(self._device)
-        event.wait(stream)
-        if self._module is not torch.cpu:
-            for tensor in tensors:
-                tensor.record_stream(stream)
+    def hand_over(self, events: Sequence[Any], tensors: Iterable[Tensor]) -> None:
+        """Let the current streams of the targets use tensors that side streams make."""
+        streams = {each: stream_module(each).current_stream(each) for each in self._targets}
+        for event, stream in zip(events, streams.values(), strict=True):
+            event.wait(stream)
+        for tensor in tensors:
+            if has_streams(tensor.device):
+                tensor.record_stream(streams[tensor.device])
 
 
 def upload(parts: Iterable[Tensor], target: Tensor) -> None:

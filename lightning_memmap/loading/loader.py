@@ -150,8 +150,8 @@ class SuperBatchLoader:
         """The devices that serve batches."""
         return self._rows.topology.data_devices
 
-    def assembled(self, device: torch.device, prefetch: int = 0) -> "SuperBatchLoader":
-        """The same loader with batches that are assembled on a device."""
+    def assembled(self, device: torch.device | None, prefetch: int = 0) -> "SuperBatchLoader":
+        """The same loader with batches that are assembled on a device, or stay apart with None."""
         loader = copy.copy(self)
         loader.device, loader.prefetch = device, prefetch
         return loader
@@ -161,7 +161,8 @@ class SuperBatchLoader:
         device = topology.assemble_on
         if device is None and self._collator.is_on_super_batch:
             device = topology.data_devices[0]
-        return self if device is None else self.assembled(device, topology.prefetch)
+        is_placed = (self.device, self.prefetch) == (device, topology.prefetch)
+        return self if is_placed else self.assembled(device, topology.prefetch)
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes."""
@@ -258,9 +259,10 @@ class SuperBatchLoader:
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
         # sets the epoch and loads the state.
-        if self.device is not None and self.prefetch:
-            steps, devices = self._steps(), [self.device, *self.data_devices]
-            return prefetched(steps, devices, self.prefetch, self._deliver)
+        if self.prefetch:
+            return prefetched(
+                self._steps(), self.device, self.data_devices, self.prefetch, self._deliver
+            )
         return self._delivered_steps()
 
     def _delivered_steps(self) -> Iterator[Any]:

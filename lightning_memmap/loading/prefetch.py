@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
@@ -17,20 +17,22 @@ class _Ready(NamedTuple):
 
     super_batch: SuperBatch
     batch: Any
-    event: Any
+    tensors: list[Tensor]
+    events: list[Any]
 
 
 def prefetched(
     coming: Iterator[SuperBatch],
-    devices: Sequence[torch.device],
+    device: torch.device | None,
+    data_devices: Sequence[torch.device],
     depth: int,
     deliver: Callable[[], None],
 ) -> Iterator[Any]:
-    """The assembled batches of an epoch, made ready some steps ahead."""
-    device, *others = devices
-    streams = SideStreams(device, others)
+    """The batches of an epoch, assembled on a device, or with None its super-batches as they are,
+    made ready some steps ahead."""
+    streams = SideStreams(data_devices if device is None else [device], data_devices)
     ready: deque[_Ready] = deque()
-    used: deque[Any] = deque()
+    used: deque[list[Any]] = deque()
     error: Exception | None = None
     is_open = True
     # The rows may have been brought to the devices just now.
@@ -48,10 +50,9 @@ def prefetched(
                 del step
             if not ready:
                 break
-            super_batch, batch, event = ready.popleft()
+            super_batch, batch, tensors, events = ready.popleft()
             deliver()
-            tensors = chain.from_iterable(dense_tensors(leaf) for _, leaf in named_leaves(batch))
-            streams.hand_over(event, [*tensors])
+            streams.hand_over(events, tensors)
             del tensors
             # Not referenced while the consumer works: its memory may be free by then.
             del super_batch
@@ -59,7 +60,8 @@ def prefetched(
             del batch
             used.append(streams.mark())
             if len(used) > depth + 1:
-                used.popleft().synchronize()
+                for event in used.popleft():
+                    event.synchronize()
     finally:
         # Work that frees or overwrites the rows later must come after the work that reads them.
         streams.join()
@@ -72,12 +74,14 @@ def prefetched(
 
 
 def _make_next(
-    coming: Iterator[SuperBatch], device: torch.device, streams: SideStreams
+    coming: Iterator[SuperBatch], device: torch.device | None, streams: SideStreams
 ) -> _Ready | None:
     """Enqueue the next step, if there is one."""
     with streams.entered():
         super_batch = next(coming, None)
         if super_batch is None:
             return None
-        batch = super_batch.to(device)
-        return _Ready(super_batch, batch, streams.mark())
+        batch = super_batch if device is None else super_batch.to(device)
+        parts = super_batch.batches if device is None else batch
+        tensors = [each for _, leaf in named_leaves(parts) for each in dense_tensors(leaf)]
+        return _Ready(super_batch, batch, tensors, streams.mark())

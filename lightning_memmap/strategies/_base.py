@@ -10,11 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -219,9 +215,9 @@ class OneNode(SingleDeviceStrategy):
     """A strategy on one machine, one of whose devices is the root device of this process."""
 
     strategy_name: str
-    #: What errors say of several machines and processes, after the name of the strategy.
-    several_nodes: ClassVar[str]
-    several_processes: ClassVar[str]
+    #: What errors say of it, and what to do on several machines or in several processes.
+    what_it_is: ClassVar[str]
+    advice: ClassVar[str]
     # The Trainer sets these.
     cluster_environment: ClusterEnvironment | None = None
     parallel_devices: Sequence[torch.device] = ()
@@ -240,14 +236,19 @@ class OneNode(SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes != 1:
             raise ValueError(
-                f"num_nodes={self.num_nodes}: {self.strategy_name} {self.several_nodes}"
+                f"num_nodes={self.num_nodes}: {self.strategy_name} {self.what_it_is} on one"
+                f" machine; {self.advice}"
             )
-        if self.is_one_of_several():
-            raise ValueError(f"strategy={self.strategy_name!r} {self.several_processes}")
+        if self._is_one_of_several():
+            raise ValueError(
+                f"strategy={self.strategy_name!r} {self.what_it_is}, and this program was started"
+                " in several, by torchrun, srun or another Trainer: each would do the same. Start"
+                f" it once; {self.advice}"
+            )
         self.check_devices()
         super()._configure_launcher()
 
-    def is_one_of_several(self) -> bool:
+    def _is_one_of_several(self) -> bool:
         """Whether this process is one of several that were started to train together."""
         environment = self.cluster_environment
         assert environment is not None
@@ -268,14 +269,11 @@ class OneNode(SingleDeviceStrategy):
 class OneProcess(SuperBatchMixin, OneNode):
     """One process on one machine, with the Trainer's devices as data devices, or devices given."""
 
-    several_nodes = (
-        "is one process on one machine; use memmap_superbatch_ddp, or Lightning's ddp, for several"
-    )
-    several_processes = (
-        "is one process, and this program was started in several, by torchrun, srun or another"
-        " Trainer: each would train all rows by itself. Start it once; use"
-        " strategy='memmap_superbatch_ddp', which trains one model in all of them; or, after the"
-        " other Trainer, call torch.distributed.destroy_process_group() and go on with rank 0 alone"
+    what_it_is = "is one process"
+    advice = (
+        "use strategy='memmap_superbatch_ddp', or Lightning's ddp, which trains one model in all"
+        " processes; or, after another Trainer, call torch.distributed.destroy_process_group() and"
+        " go on with rank 0 alone"
     )
 
     def __init__(

@@ -23,11 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import as_bytes, broadcast
-from lightning_memmap.strategies._base import (
-    module_tensors,
-    parameters_by_stage,
-    stages_given_by,
-)
+from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
@@ -229,9 +225,8 @@ class StagePipeline:
                 )
         finally:
             self._loss = None
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for each in losses:
-            total += each.detach()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = sum((each.detach() for each in losses), zero)
         dist.broadcast(total, self._last, group=self.group)
         return total
 
@@ -376,21 +371,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
         return
     for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
         missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # One number per parameter: on how many processes it has a gradient.
-        counts = bucket[0].detach().new_ones(len(bucket))
-        for index in missing:
-            counts[index] = 0
-            bucket[index].grad = torch.zeros_like(bucket[index])
-        grads = [parameter.grad for parameter in bucket]
+        grads.append(bucket[0].detach().new_ones(len(bucket)))
+        if missing:
+            grads[-1][missing] = 0
         # Divided before the sum, which in float16 might be infinite.
-        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
+        flat = _utils._flatten_dense_tensors(grads).div_(size)
         dist.all_reduce(flat, group=group)
-        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
-        torch._foreach_copy_(grads, means)
-        # The program waits for the device only where a gradient is missing.
-        for index in missing:
-            if counts[index] == 0:
-                bucket[index].grad = None
+        *means, counts = _utils._unflatten_dense_tensors(flat, grads)
+        for parameter, mean, count in zip(bucket, means, counts, strict=True):
+            # The program waits for the device only where a gradient is missing.
+            if parameter.grad is not None or count:
+                parameter.grad = mean
 
 
 def gathered(

@@ -1,6 +1,7 @@
 """``memmap_dp``: a replica of the model on every data device, in one process."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class DataParallelStrategy(OneProcess):
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
-        prefetch: As for ``memmap_superbatch``, with one data device only.
+        prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
@@ -60,22 +61,17 @@ class DataParallelStrategy(OneProcess):
                 f" the root device, {self.root_device}, which holds the module; name it first, or"
                 " give the Trainer other devices"
             )
-        if self._prefetch and not self._is_alone:
-            raise ValueError(
-                f"prefetch={self._prefetch} with {len(self.data_devices)} data devices: memmap_dp"
-                " prefetches no step; omit it, or train with memmap_superbatch_ddp"
-            )
 
     @property
     @override
     def data_topology(self) -> DataTopology:
-        """Which devices hold the data; their batches stay apart where there are several."""
-        return super().data_topology if self._is_alone else DataTopology(self.data_devices)
+        """Which devices hold the data; their batches stay apart."""
+        return replace(super().data_topology, assemble_on=None)
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether the module is the only replica. Lightning's own steps run then."""
-        return len(self.data_devices) == 1
+    def num_parts(self) -> int:
+        """Replicas, each of which has a part of the rows."""
+        return len(self.data_devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -86,9 +82,9 @@ class DataParallelStrategy(OneProcess):
                 " optimizers; train with memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
         check_module(module, self.data_devices)
-        if self._layer_sync is not None and not self._is_alone:
+        if self._layer_sync is not None and self.num_parts > 1:
             raise ValueError(
-                f"sync_batchnorm=True with {len(self.data_devices)} replicas: memmap_dp computes"
+                f"sync_batchnorm=True with {self.num_parts} replicas: memmap_dp computes"
                 " batch norm on the rows of each; omit it, use group or layer norm, or"
                 " memmap_superbatch, whose batch norm is over all rows of a step"
             )
@@ -101,10 +97,9 @@ class DataParallelStrategy(OneProcess):
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
         self._last = ""
-        if not self._is_alone:
-            # By this, Lightning runs the steps of a module that is wrapped.
-            self.model = Replicas(module, self.data_devices)
-            self._forward_redirection = self._step  # type: ignore[assignment]
+        # By this, Lightning runs the steps of a module that is wrapped.
+        self.model = Replicas(module, self.data_devices)
+        self._forward_redirection = self._step  # type: ignore[assignment]
 
     @override
     def teardown(self) -> None:
@@ -117,7 +112,7 @@ class DataParallelStrategy(OneProcess):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not isinstance(batch, SuperBatch) or self._is_alone:
+        if not isinstance(batch, SuperBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
 
         module: Any = self.module

@@ -17,12 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -92,6 +87,8 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     """
 
     strategy_name = "memmap_fsdp2"
+    # From a file; those in a folder are loaded with it.
+    lightning_restore_optimizer = True
 
     def __init__(
         self,
@@ -273,11 +270,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
         gathered: dict[str, Any] = apply_to_collection(state, Tensor, gather)
         return gathered if self.is_global_zero else {}
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     @override
     def load_checkpoint(

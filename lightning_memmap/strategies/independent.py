@@ -211,15 +211,10 @@ class IndependentStrategy(OneNode):
     strategy_name = "memmap_independent"
     #: Members have no common result that could be compared with that of another strategy.
     trains_one_model = False
-    several_nodes = (
-        "has members that exchange nothing, so each machine can run some of them by itself: start"
-        f" the program there with {MEMBER_VARIABLE}=<member> for each"
-    )
-    several_processes = (
-        "starts the processes of its members itself, and this program was already started in"
-        " several (by torchrun, srun or another Trainer): start it once, or once for each member"
-        f" with {MEMBER_VARIABLE}=<member>; to train one model in all of them, use"
-        " strategy='memmap_superbatch_ddp'"
+    what_it_is = "starts the processes of its members"
+    advice = (
+        f"on another machine, start the program with {MEMBER_VARIABLE}=<member> for each of its"
+        " members; to train one model in all processes, use strategy='memmap_superbatch_ddp'"
     )
 
     def __init__(
@@ -232,7 +227,7 @@ class IndependentStrategy(OneNode):
         if num_members is not None:
             check_integer("num_members", num_members, 1, "at least 1; omit it for one per device")
         self._count = num_members
-        self._raise_on_failure = raise_on_failure
+        self.raise_on_failure = raise_on_failure
         self._members: _Members | None = None
 
     @property
@@ -281,20 +276,9 @@ class IndependentStrategy(OneNode):
             )
 
     @override
-    def is_one_of_several(self) -> bool:
-        environment = self.cluster_environment
-        # An earlier Trainer may have set a rank, which processes started from here would inherit.
-        is_ranked = (
-            isinstance(environment, LightningEnvironment)
-            and environment.creates_processes_externally
-        )
-        return is_ranked or super().is_one_of_several()
-
-    @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        self._members = _Members(self.num_members, self._raise_on_failure)
-        self._launcher = self._members
+        self._launcher = self._members = _Members(self)
 
     @override
     def setup_environment(self) -> None:
@@ -330,15 +314,14 @@ class _Members(_SubprocessScriptLauncher):
     _first_root: ClassVar[Path | None] = None
     _calls: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, num_members: int, raise_on_failure: bool) -> None:
+    def __init__(self, strategy: IndependentStrategy) -> None:
         super().__init__(LightningEnvironment(), num_processes=1, num_nodes=1)
-        self.member = _member_of_this_process() or 0
+        self.member, self._num_members = strategy.member, strategy.num_members
+        self._raise_on_failure = strategy.raise_on_failure
         self.results: MemberResults | None = None
         #: Where the members record their results; None before the first stage.
         self.root: Path | None = None
         self.is_first = _member_of_this_process() is None
-        self._num_members = num_members
-        self._raise_on_failure = raise_on_failure
         self._stage = ""
         self._call = 0
 

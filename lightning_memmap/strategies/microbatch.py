@@ -21,6 +21,8 @@ from lightning_memmap.schema import RowList
 
 #: What may have rows: its first dimension.
 WITH_ROWS = (Tensor, TensorDictBase)
+#: Of these, equal values are merged to one.
+_PLAIN = (int, float, str, bytes, type(None))
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -112,23 +114,18 @@ class MicroBatches:
 
     def merge(self, values: Sequence[Any]) -> Any:
         """Merge what was computed from each part."""
-        first = values[0]
+        are_alike = len({*map(type, values)}) == 1
+        if are_alike and isinstance(values[0], _PLAIN) and len({*values}) == 1:
+            return values[0]
         if all(_is_float(value) for value in values):
             return weighted_mean([value.detach() for value in values], self.rows, self.device)
         if all(isinstance(value, float) for value in values):
-            if len(set(values)) == 1:
-                return first
             pairs = zip(values, self.rows, strict=True)
             return sum(value * rows for value, rows in pairs) / self.num_rows
         if self._have_rows(values):
             return self._in_order(values)
-        if all(type(value) is type(first) for value in values):
-            merged = self._merge_items(values)
-            if merged is not None:
-                return merged
-            if isinstance(first, (int, str, bytes, type(None))) and len(set(values)) == 1:
-                return first
-        return [self._move(value) for value in values]
+        merged = self._merge_items(values) if are_alike else None
+        return [self._move(value) for value in values] if merged is None else merged
 
     def _have_rows(self, values: Sequence[Any]) -> bool:
         pairs = list(zip(values, self.rows, strict=True))

@@ -17,11 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import (
-    module_tensors,
-    parameters_by_stage,
-    stages_given_by,
-)
+from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
     PartLog,
@@ -67,17 +63,17 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 
     def __init__(self, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._num_microbatches = check_integer("num_microbatches", num_microbatches, 1)
+        self.num_parts = check_integer("num_microbatches", num_microbatches, 1)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         plugin = self.precision_plugin
         is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
         by_hand = not self.module.automatic_optimization
-        if self._num_microbatches > 1 and (by_hand or is_scaled):
+        if self.num_parts > 1 and (by_hand or is_scaled):
             wrong = "automatic_optimization=False" if by_hand else "precision='16-mixed'"
             raise ValueError(
-                f"num_microbatches={self._num_microbatches} with {wrong}: the backward pass runs"
+                f"num_microbatches={self.num_parts} with {wrong}: the backward pass runs"
                 " inside the step, before the loss is scaled or used; omit one of the two"
             )
         super().setup(trainer)
@@ -88,10 +84,10 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._num_microbatches == 1:
+        if self.num_parts == 1:
             return super().training_step(batch, *args, **kwargs)
         module, trained = self.module, 0
-        parts = MicroBatches.split(batch, [self.root_device] * self._num_microbatches)
+        parts = MicroBatches.split(batch, [self.root_device] * self.num_parts)
         logs, outputs = [PartLog() for _ in parts.rows], list[Any]()
         with gradients_apart(list(module.parameters())) as grads:
             for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):

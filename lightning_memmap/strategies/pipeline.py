@@ -20,12 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import (
-    STEPS,
-    RowWeighted,
-    SplitModuleChecks,
-    module_tensors,
-)
+from lightning_memmap.strategies._base import STEPS, RowWeighted, SplitModuleChecks, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
@@ -75,6 +70,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     """
 
     strategy_name = "memmap_pipeline"
+    restore_checkpoint_after_setup = True
     # It finds parameters by their values.
     unsupported_callbacks = (*SplitModuleChecks.unsupported_callbacks, BaseFinetuning)
 
@@ -136,7 +132,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        check_schedule(self._schedule, self._num, self.sizes[1])
+        check_schedule(self._schedule, self.num_parts, self.sizes[1])
 
     @override
     def setup_environment(self) -> None:
@@ -144,7 +140,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         self._mesh = _mesh(dist.group.WORLD, self.root_device.type, self.sizes)
 
     @property
-    def _num(self) -> int:
+    def num_parts(self) -> int:
         """Micro-batches of a batch."""
         return self._num_microbatches or 2 * self.sizes[1]
 
@@ -178,11 +174,6 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     # Set-up
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     @override
     def setup(self, trainer: L.Trainer) -> None:
         trainer.accelerator.setup(trainer)
@@ -202,7 +193,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             local,
             len(stages),
             self._schedule,
-            self._num,
+            self.num_parts,
             self._group_of("pp"),
             self.root_device,
         )

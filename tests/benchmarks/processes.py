@@ -5,7 +5,8 @@
 Each pair trains in the same two processes, in turn: first one, then the other. What is printed is
 the time of a step of each, and their ratio round by round, by the clock and by the CPU time of
 both processes, which other work on the machine disturbs less. A loop has its batches in memory
-and does nothing but train: no Trainer, no loader, no logs.
+and does nothing but train: no Trainer, no loader, no logs. ``--strategies ddp`` is Lightning's own
+with the batches of the loop: what the Trainer takes by itself.
 """
 
 import argparse
@@ -144,11 +145,27 @@ def rows_of(steps: int) -> tuple[Tensor, Tensor]:
 def loop(steps: int, step: Callable[[Tensor, Tensor], None], rank: int, size: int) -> Timed:
     """Call a step with the rows of a rank of so many."""
     timed = Timed()
-    for inputs, targets in zip(*(each.split(ROWS) for each in rows_of(steps)), strict=True):
-        step(inputs[rank::size], targets[rank::size])
+    for inputs, targets in Batches(steps, rank, size):
+        step(inputs, targets)
         timed.end_of_step()
     timed.stop()
     return timed
+
+
+class Batches:
+    """The batches of a rank, as the loop has them."""
+
+    def __init__(self, steps: int, rank: int, size: int) -> None:
+        inputs, targets = (each.split(ROWS) for each in rows_of(steps))
+        self._batches = [
+            [each[rank::size] for each in pair] for pair in zip(inputs, targets, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
 def by_hand_data_parallel(steps: int, shard: bool) -> Timed:
@@ -208,6 +225,9 @@ def by_trainer(strategy: str, steps: int, out: Path) -> Timed:
         enable_model_summary=False,
         callbacks=[TimedCallback(timed)],
     )
+    if strategy == "ddp":
+        trainer.fit(GPT(), Batches(steps, dist.get_rank(), PROCESSES))
+        return timed
     batch_size = ROWS if strategy == "memmap_pipeline" else ROWS // PROCESSES
     data = MemmapDataModule(
         TensorDataset(*rows_of(steps)), store_dir=out / "stores", batch_size=batch_size
@@ -217,6 +237,7 @@ def by_trainer(strategy: str, steps: int, out: Path) -> Timed:
 
 
 PAIRS: dict[str, Callable[[int], Timed]] = {
+    "ddp": lambda steps: by_hand_data_parallel(steps, shard=False),
     "memmap_superbatch_ddp": lambda steps: by_hand_data_parallel(steps, shard=False),
     "memmap_fsdp2": lambda steps: by_hand_data_parallel(steps, shard=True),
     "memmap_pipeline": by_hand_pipeline,

@@ -10,7 +10,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.measure import StepClock
-from lightning_memmap.strategies import SuperBatchStrategy
+from lightning_memmap.strategies import DataParallelStrategy, SuperBatchStrategy
 from tests.models import Points, Regression
 from tests.simulated_gpu import devices
 
@@ -29,13 +29,13 @@ class EndOfSteps(L.Callback):
         self.clock.end_step()
 
 
-def parts_of(path: Path, prefetch: int) -> dict[str, float]:
+def parts_of(path: Path, strategy: Any, residency: str, prefetch: int) -> dict[str, float]:
     """The median seconds of each part of a step, with steps made ahead or not."""
     clock = StepClock(torch.device("cuda", 0))
     trainer = L.Trainer(
         accelerator="gpu",
         devices=2,
-        strategy=SuperBatchStrategy(prefetch=prefetch),
+        strategy=strategy(prefetch=prefetch),
         max_steps=STEPS,
         limit_val_batches=0,
         profiler=clock,
@@ -46,7 +46,14 @@ def parts_of(path: Path, prefetch: int) -> dict[str, float]:
         enable_model_summary=False,
         default_root_dir=path,
     )
-    data = MemmapDataModule(Points(8 * 2 * STEPS), store_dir=path / "stores", batch_size=8)
+    data = MemmapDataModule(
+        Points(8 * 2 * STEPS),
+        store_dir=path / "stores",
+        batch_size=8,
+        residency=residency,
+        # Four operations.
+        transform=lambda batch: {**batch, "x": batch["x"].neg().neg().neg().neg()},
+    )
     with devices.operations_take(OPERATION_S):
         devices.reports.clear()
         trainer.fit(Regression(), datamodule=data)
@@ -55,8 +62,12 @@ def parts_of(path: Path, prefetch: int) -> dict[str, float]:
     return {part: median(step[part] for step in steps) for part in steps[0]}
 
 
-def test_steps_that_are_made_ahead_are_no_stall(tmp_path: Path) -> None:
-    waited, ahead = parts_of(tmp_path, prefetch=0), parts_of(tmp_path, prefetch=2)
+@pytest.mark.parametrize("residency", ["device", "host"])
+@pytest.mark.parametrize("strategy", [SuperBatchStrategy, DataParallelStrategy])
+def test_steps_that_are_made_ahead_are_no_stall(
+    tmp_path: Path, strategy: Any, residency: str
+) -> None:
+    waited, ahead = (parts_of(tmp_path, strategy, residency, prefetch) for prefetch in (0, 2))
     # A step is made by several operations, which are beside the computing if they come in time.
     assert waited["data"] > 3 * OPERATION_S
     assert ahead["data"] < OPERATION_S

@@ -64,7 +64,23 @@ def change_a_transform_between_epochs(path: Path, store: Store) -> None:
         steps.close()
 
 
+def read_apart(path: Path, store: Store, residency: str = "device") -> None:
+    """Whole epochs of prefetched steps that are not assembled, with work on each batch."""
+
+    def own(batch: Any) -> Any:
+        # Memory that no other step has.
+        return {**batch, "image": batch["image"] * 1}
+
+    loader = gpu_loader(store, residency, transform=own)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for step in loader.assembled(None, prefetch=2):
+            for batch in step.batches:
+                batch["image"].float().sum()
+
+
 read_host_epochs = partial(read_epochs, residency="host")
+read_host_apart = partial(read_apart, residency="host")
 
 #: What is left out, in the function of which name, and where it is noticed.
 FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
@@ -82,6 +98,8 @@ FAULTS: dict[str, tuple[type, str, str, Callable[[Path, Store], None]]] = {
     ),
     "a step is used before it is ready": (devices.Event, "wait", "hand_over", read_epochs),
     "a step's memory is used again": (Tensor, "record_stream", "hand_over", read_epochs),
+    "a step apart is used before it is ready": (devices.Event, "wait", "hand_over", read_apart),
+    "memory of a step apart is used again": (Tensor, "record_stream", "hand_over", read_apart),
 }
 
 
@@ -102,6 +120,8 @@ def test_wait_that_is_left_out_is_noticed(
     [
         read_epochs,
         read_host_epochs,
+        read_apart,
+        read_host_apart,
         change_a_transform_between_epochs,
     ],
 )

@@ -294,7 +294,7 @@ def test_root_device_is_the_current_one_where_steps_are_made_ahead() -> None:
     root, other = torch.device("cuda", 0), torch.device("cuda", 1)
     before = [torch.cuda.current_stream(device) for device in (root, other)]
     # torch takes the last device that was entered for the current one.
-    with SideStreams(root, [other, root, other]).entered():
+    with SideStreams([root], [other, root, other]).entered():
         assert torch.cuda.current_device() == root.index
         for device, stream in zip((root, other), before, strict=True):
             assert torch.cuda.current_stream(device) != stream

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
@@ -841,6 +841,66 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"the first must be the root device, cpu"):
             make_trainer(tmp_path, strategy=strategy)
 
-    def test_prefetch_of_several_devices_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"prefetch=2 with 3 data devices"):
-            make_trainer(tmp_path, strategy=DataParallelStrategy(prefetch=2), devices=3)
+
+class Ahead(Base):
+    """Notes at each step how many batches were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [0]
+
+    def transform(self, batch: Any) -> Any:
+        self.made[-1] += 1
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.made) == batch_idx + 1:
+            self.made.append(self.made[-1])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu", "cpu:1", "cpu"]])
+def test_prefetched_steps_are_made_ahead_and_are_the_same(
+    tmp_path: Path, devices: list[str]
+) -> None:
+    found = []
+    for prefetch in (0, 2):
+        module = Ahead()
+        trainer = make_trainer(
+            tmp_path,
+            strategy=DataParallelStrategy(devices, prefetch=prefetch),
+            precision="64-true",
+            max_epochs=1,
+        )
+        data = make_data(tmp_path, 8, transform=module.transform)
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == STEPS
+        # The transform runs on the batch of each device.
+        assert module.made[:STEPS] == [3 * min(STEPS, n + 1 + prefetch) for n in range(STEPS)]
+        found.append(weights(module))
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_run_is_resumed_inside_an_epoch_after_the_steps_that_were_trained(
+    tmp_path: Path, prefetch: int
+) -> None:
+    def fit(checkpoint: Path | None = None) -> Regression:
+        saver = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=DataParallelStrategy(["cpu", "cpu:1"], prefetch=prefetch),
+            max_epochs=2,
+            enable_checkpointing=checkpoint is None,
+            callbacks=[saver] if checkpoint is None else [],
+        )
+        module = Regression()
+        data = make_data(tmp_path, 12)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+        return module
+
+    whole = fit()
+    for step in (1, 2, 4):
+        resumed = fit(tmp_path / "saved" / f"step={step}.ckpt")
+        assert torch.equal(weights(resumed), weights(whole))

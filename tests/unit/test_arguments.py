@@ -102,6 +102,11 @@ def command(
         ),
         (DATA, {"sampler": "sampling.Weigted"}, "'Weighted'"),
         (("trainer",), {"strategy": "memmap_superbach"}, "'memmap_superbatch'"),
+        (
+            ("trainer",),
+            {"strategy": "lightning_memmap.strategies.SuperBatchStrateg"},
+            "'lightning_memmap.strategies.SuperBatchStrategy'",
+        ),
         (DATA, {"train_dataset": "Pionts"}, "'Points'"),
         (
             DATA,
@@ -177,6 +182,15 @@ def test_missing_file_suggests_the_nearest(command: Command, arguments: list[str
     assert command(*arguments) == 2
     assert re.search(r"; did you mean '(\S+/)?config.yaml'\?\n", command.err)
     assert command.err.count("\n") <= 2
+
+
+def test_strategy_without_its_class_path_is_told_what_to_give(command: Command) -> None:
+    strategy = {"class": "lightning_memmap.strategies.SuperBatchStrategy"}
+    assert command("fit", "--config", command.config("trainer", strategy=strategy)) == 2
+    line = command.err.splitlines()[0]
+    assert "trainer.strategy" in line
+    assert "give the class_path of a lightning.pytorch.strategies.Strategy" in line
+    assert str(strategy) in line
 
 
 def test_command_alone_prints_the_help(command: Command) -> None:

@@ -59,6 +59,19 @@ def test_group_ends_with_all_that_it_started(tmp_path: Path, seconds: float) -> 
     program.kill_group()
 
 
+def test_program_does_not_see_what_started_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = [sys.executable, "-S", "-c", "import os; print(*os.environ)"]
+    program = Launched(command, tmp_path / "seen.log")
+    assert program.wait(30) == 0
+    seen = program.tail()[0].split()
+    assert "PATH" in seen
+    assert not {"LOCAL_RANK", "WORLD_SIZE"} & {*seen}
+
+
 def test_program_without_output_ends_by_its_code_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import os; print(os.getpgid(0) == os.getpid())"]
     program = Launched(command, tmp_path / "alone.log", env={**os.environ, "A": "1"})

@@ -241,7 +241,7 @@ def test_loss_that_depends_on_how_rows_are_divided_is_found(
 ) -> None:
     variants = ("auto", "memmap_superbatch", "memmap_dp", "memmap_dp+workers0")
     checks = {variant: check_run(tmp_path, variant, make) for variant in variants}
-    assert [check.ranks[0].num_replicas for check in checks.values()] == [1, 1, 2, 2]
+    assert [check.ranks[0].num_parts for check in checks.values()] == [1, 1, 2, 2]
     *whole, divided, loaded = check_runs_parity(tmp_path, checks).values()
     assert [parity.holds for parity in whole] == [True, True]
     for parity in (divided, loaded):

@@ -80,6 +80,12 @@ def test_share_beyond_the_upper_bound_is_called_noise() -> None:
     assert "a load of 7.0 on 2 cores" in notes(1.0, 7.0)
 
 
+def test_differences_between_runs_of_a_variant_are_called_noise() -> None:
+    variants = [make_variant("auto", (1000.0, 1500.0)), make_variant("memmap_dp")]
+    table = figure_table(make_report(*variants), "speed")
+    assert ["differ by up to 50%" in note.plain for note in table.notes] == [True]
+
+
 @pytest.mark.parametrize("is_random", [False, True])
 def test_random_transform_is_noted_once_for_all_variants(is_random: bool) -> None:
     variants = [make_variant(name) for name in ("auto", "memmap_dp")]

@@ -50,8 +50,8 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
                 fault(self.spec, "result")
                 if self.spec.kind == "timed":
                     return [timed_rank()]
-                num_replicas = 2 if self.spec.variant == "memmap_dp" else 1
-                return [check_rank(parameters=["weight"], num_replicas=num_replicas)]
+                num_parts = 2 if self.spec.variant == "memmap_dp" else 1
+                return [check_rank(parameters=["weight"], num_parts=num_parts)]
 
             def close(self) -> None:
                 closed.append(self.spec.out)
@@ -86,7 +86,7 @@ def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report])
     assert not auto.parity.notes
     assert replicated.parity is not None
     (note,) = replicated.parity.notes
-    assert "BatchNorm1d: each of 2 replicas" in note
+    assert "BatchNorm1d: a step's rows are normalised in 2" in note
 
 
 def test_run_without_its_weights_costs_no_other(
