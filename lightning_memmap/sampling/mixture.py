@@ -6,13 +6,20 @@ from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
 from lightning_memmap.sampling.permutations import random_bits
 from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.rows import Integers, JoinedRows, WindowedRows, firsts_of, shard_rows
+from lightning_memmap.sampling.rows import (
+    Integers,
+    JoinedRows,
+    WindowedRows,
+    firsts_of,
+    ranges,
+    shard_rows,
+)
 from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
@@ -241,7 +248,7 @@ class MixtureSampler(Sampler):
         """The same of some shards, shard after shard."""
         pieces, numbers = self._pieces(0)
         begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
-        which = _counted(begins, ends - begins)
+        which = ranges(begins, ends - begins)
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
@@ -269,10 +276,9 @@ class MixtureSampler(Sampler):
         positions = self.pool.counts
         shape = len(shards), int(positions.max())
         found = np.zeros(shape, np.min_scalar_type(self.pool.longest))
-        # Shards differ by one position at most.
-        has_row = np.ones(shape, np.bool_)
-        has_row[:, -1] = positions[shards] == shape[1]
-        found[has_row] = _counted(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
+        found[np.arange(shape[1]) < positions[shards, None]] = ranges(
+            *_read_on(rows, nums, starts.ravel(), counts), found.dtype
+        )
         return found
 
 
@@ -286,18 +292,10 @@ def _read_on(
     ends = starts + counts
     num_rounds = np.where(counts > 0, -(-ends // nums), 0)
     which = np.repeat(np.arange(len(rows)), num_rounds)
-    passed = _counted(np.zeros_like(num_rounds), num_rounds) * nums[which]
+    passed = ranges(np.zeros_like(num_rounds), num_rounds) * nums[which]
     begins = np.maximum(starts[which], passed)
     lengths = np.minimum(ends[which], passed + nums[which]) - begins
     return rows[which] + begins - passed, lengths
-
-
-def _counted(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Runs of consecutive numbers, from their first ones on, so many of each."""
-    # Numbers without a sign may wrap around on the way.
-    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
-    found += np.arange(len(found), dtype=dtype)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

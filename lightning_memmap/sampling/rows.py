@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from typing_extensions import override
 
 from lightning_memmap.sampling.identity import Numbers
@@ -47,6 +47,14 @@ def firsts_of(sizes: Integers) -> Integers:
     """Where each of several parts begins that lie one after the other, along the first axis."""
     firsts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes
     return firsts
+
+
+def ranges(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """Runs of consecutive numbers, from their first ones on, so many of each."""
+    # Numbers without a sign may wrap around on the way.
+    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
+    found += np.arange(len(found), dtype=dtype)
+    return found
 
 
 def striping(num_shards: int, num_data_devices: int) -> int:
