@@ -51,7 +51,6 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
     ) -> None:
-        rows.check_order(sampler)
         #: The order of the rows.
         self.order = sampler
         self.batch_size = batch_size
@@ -293,7 +292,8 @@ class SuperBatchLoader:
         )
 
     def _schedule(self, start: int, epoch: int) -> BatchSchedule:
-        return replace(self._whole_epoch, start=start, skipped=self.skipped.of_epoch(epoch))
+        skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
+        return replace(self._whole_epoch, start=start, skipped=skipped)
 
     def _deliver(self) -> None:
         """Count a step as delivered."""

@@ -28,7 +28,7 @@ from lightning_memmap.loading.memory import (
 )
 from lightning_memmap.loading.row_file import Read, RowFile, Runs, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
-from lightning_memmap.sampling import Integers, ReadWindows, Sampler, WindowedRows
+from lightning_memmap.sampling import Blocks, Integers, Sampler, WindowedRows
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
@@ -149,45 +149,38 @@ class Stream(RowSource):
         num_slots: int,
         *,
         held: Sequence[int],
-        windows: ReadWindows,
+        blocks: Blocks,
         series: SeriesPlaces | None = None,
     ) -> None:
         self.num_slots, self._places, self.columns = num_slots, places, columns
-        self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
+        self._pool, self._held = blocks.sampler.pool, np.array(held, np.int64)
         self.files, self.series = files, series
         #: How many rows of one shape, or steps, a window has at most.
-        self.most_items = len(held) * windows.longest
+        self.most_items = len(held) * blocks.longest
         if series is not None:
-            self.most_items = largest_window_steps(held, windows)
+            self.most_items = largest_window_steps(held, blocks)
         #: The same of the items of rows that differ in length, by the places of their fields.
         self.most_ragged = {
-            index: largest_window(rows, places, held, windows)
+            index: largest_window(rows, places, held, blocks)
             for index, (_, rows) in enumerate(columns)
             if series is None and isinstance(rows, ItemRows)
         }
-        self._window = windows.rows
         #: Memory for windows that nobody uses.
         self.idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
-    def check_sampler(self, sampler: Sampler) -> None:
-        # Its windows must be those that are read.
-        ReadWindows(sampler, self._window)
-
-    @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         found = self._places.locate(sampler, epoch, positions)
         # As if all windows lay one after the other.
-        for number, here in ReadWindows(sampler, self._window).parts(positions):
+        for number, here in Blocks(sampler).parts(positions):
             found[here] += number * self.num_slots
         return found
 
     @override
     @contextmanager
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
-        windows = ReadWindows(sampler, self._window)
-        with closing(_StreamedEpoch(self, windows, epoch, position)) as rows:
+        with closing(_StreamedEpoch(self, Blocks(sampler), epoch, position)) as rows:
             self._epochs.add(rows)
             yield rows.take
 
@@ -198,29 +191,29 @@ class Stream(RowSource):
             rows.close()
         self.idle.clear()
 
-    def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
+    def located(self, blocks: Blocks, epoch: int, number: int) -> Located:
         """The items of a window in the files: the first of each run, and their number."""
         if self.series is not None:
-            return located_steps(self.series, self._held, windows, epoch, number)
+            return located_steps(self.series, self._held, blocks, epoch, number)
         starts, sizes = self._places.starts, self._pool.sizes[self._held]
-        if starts is not None and windows.has_runs:
-            runs = windows.runs(epoch, number)
+        runs = blocks.sampler.block_runs(epoch, number)
+        if starts is not None and runs is not None:
             begins = np.array([run.start for run in runs])
             ends = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
             counts = np.maximum(0, ends - begins).ravel()
             firsts = (starts[self._held, None] + begins).ravel()
             return Located(firsts[counts > 0], counts[counts > 0, None])
-        rows = distinct(self._places.of(windows.index(epoch, number, self._held)))
+        rows = distinct(self._places.of(blocks.index(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
 
 class _StreamedEpoch:
     """Rows of the windows of one epoch, in the order in which they come."""
 
-    def __init__(self, stream: Stream, windows: ReadWindows, epoch: int, position: int) -> None:
-        self._stream, self._windows, self._epoch = stream, windows, epoch
+    def __init__(self, stream: Stream, blocks: Blocks, epoch: int, position: int) -> None:
+        self._stream, self._blocks, self._epoch = stream, blocks, epoch
         #: The window whose rows are fetched. Its memory is the first one.
-        self._number = windows.number_of(position)
+        self._number = blocks.number_of(position)
         self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
             self._read(stream.idle.pop() if stream.idle else None)
@@ -248,9 +241,9 @@ class _StreamedEpoch:
     def _read(self, memory: StreamMemory | None) -> None:
         """Begin to read the next window that is not read yet."""
         number = self._number + len(self._memory)
-        if number < len(self._windows):
+        if number < len(self._blocks):
             memory = memory or StreamMemory(self._stream)
-            located = partial(self._stream.located, self._windows, self._epoch, number)
+            located = partial(self._stream.located, self._blocks, self._epoch, number)
             self._memory.begin(memory, partial(memory.reads, located))
         elif memory is not None:
             self._stream.idle.append(memory)
@@ -275,12 +268,12 @@ def runs_of(found: Located) -> tuple[Integers, Integers]:
 
 
 def located_steps(
-    series: SeriesPlaces, held: Integers, windows: ReadWindows, epoch: int, number: int
+    series: SeriesPlaces, held: Integers, blocks: Blocks, epoch: int, number: int
 ) -> Located:
     """The steps of a window of the epoch: the first of each run, and their number."""
-    line, pool = series.line, windows.sampler.pool
-    if windows.has_runs:
-        runs, num_shards = windows.runs(epoch, number), pool.num_shards
+    line, pool = series.line, blocks.sampler.pool
+    runs, num_shards = blocks.sampler.block_runs(epoch, number), pool.num_shards
+    if runs is not None:
         if pool.is_striped:
             edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
             found = line.stretches(num_shards, edges, held.tolist())
@@ -294,7 +287,7 @@ def located_steps(
             found = line.stretches(num_shards, edges, None)
         numbers, firsts, counts = found
     else:
-        firsts = distinct(pool.places(windows.index(epoch, number, held)))
+        firsts = distinct(pool.places(blocks.index(epoch, number, held)))
         numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
@@ -307,12 +300,10 @@ def distinct(numbers: Integers) -> Integers:
     return found
 
 
-def largest_window(
-    rows: ItemRows, places: Places, shards: Sequence[int], windows: ReadWindows
-) -> int:
+def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
     """How many items the rows of a window have at most, wherever it begins."""
-    window = windows.longest
-    if not windows.has_runs:
+    window = blocks.longest
+    if not blocks.has_runs:
         return sum(_longest(rows, places, shard, window) for shard in shards)
 
     def in_one_run(shard: int, edges: Integers) -> Integers:
@@ -375,12 +366,12 @@ def most_items(
     return int((totals[ends] - totals[:num_begins]).max()) + extra
 
 
-def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
+def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
     """How many steps a window of the epoch has at most, each counted once for each shard."""
-    window, pool = windows.longest, windows.sampler.pool
+    window, pool = blocks.longest, blocks.sampler.pool
     line = pool.rows
     assert isinstance(line, WindowedRows)
-    if not windows.has_runs:
+    if not blocks.has_runs:
         return len(held) * window * line.length
     # A run that begins inside of a series.
     shared = max(0, line.length - line.stride)

@@ -12,8 +12,8 @@ from rich.table import Table
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
+    Blocks,
     Pool,
-    ReadWindows,
     Rows,
     Sampler,
     SequentialSampler,
@@ -48,9 +48,8 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
-#: Bytes of the largest window of some shards: from the windows of a split, which of its shards are
-#: held, and the names of the fields that are held.
-Measure: TypeAlias = Callable[[ReadWindows, Sequence[int]], int]
+#: Bytes of the largest block of some shards, from the blocks of an order and these shards.
+Measure: TypeAlias = Callable[[Blocks, Sequence[int]], int]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class SplitSize:
 
     order: Sampler
     shard_bytes: tuple[int, ...]
-    window: int
     window_bytes: int = 0
 
     @classmethod
@@ -88,7 +86,9 @@ class SplitSize:
         row_bytes = store.row_bytes * of_series / num_rows
         window = window or default_window(num_shards, row_bytes)
         pool = Pool.of(rows, num_shards)
-        sampler = SequentialSampler(pool) if order is None else order(pool, window)
+        sampler = (
+            SequentialSampler(pool, shuffle_window=window) if order is None else order(pool, window)
+        )
         pool = sampler.pool
         shard_bytes = tuple(store.shard_bytes(pool, total).tolist())
         held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
@@ -96,18 +96,13 @@ class SplitSize:
             mean = -(-sum(shard_bytes) // num_rows)
             largest = len(held) * min(window, pool.longest) * mean
         else:
-            largest = measure(ReadWindows(sampler, window), held)
-        return cls(sampler, shard_bytes, window, largest)
+            largest = measure(Blocks(sampler), held)
+        return cls(sampler, shard_bytes, largest)
 
     @property
     def pool(self) -> Pool:
         """The rows of each shard."""
         return self.order.pool
-
-    @property
-    def windows(self) -> ReadWindows:
-        """Which rows are in which window, if the split is read window by window."""
-        return ReadWindows(self.order, self.window)
 
     @property
     def num_rows(self) -> int:
@@ -130,7 +125,7 @@ class SplitPlacement:
     @property
     def window(self) -> int | None:
         """Rows of a shard in a window; None where the split is not read window by window."""
-        return self.size.window if Residency.STREAM in self.residency else None
+        return self.size.order.shuffle_window if Residency.STREAM in self.residency else None
 
     def held(self, topology: DataTopology) -> dict[tuple[int, Residency], list[int]]:
         """The shards that this process holds, by data device and residency."""
@@ -247,7 +242,7 @@ def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> N
     if needed <= budget_bytes:
         return
     # Of one row of each shard, in a window as large as any.
-    per_row = [split.size.window_bytes / split.size.windows.longest for split in placed]
+    per_row = [split.size.window_bytes / Blocks(split.size.order).longest for split in placed]
     most = int(budget_bytes / max(1, 2 * sum(per_row)))
     windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
     raise PlacementError(

@@ -16,7 +16,6 @@ from lightning_memmap.sampling.sampler import (
     Sampler,
     SamplerFactory,
     ShuffledSampler,
-    blocked,
     made_sampler,
 )
 
@@ -131,15 +130,9 @@ class CurriculumSampler(Sampler):
         # The rows of a shard lie one after the other, in both pools: no table is needed.
         return order.grid(epoch, first, last, shards, starts + (used - held)[shards])
 
-    @property
-    @override
-    def block(self) -> int | None:
-        blocks = {each.block for each in self.stages.samplers if not each.is_sequential}
-        return blocks.pop() if len(blocks) == 1 else None
-
     @override
     def in_blocks(self, block: int) -> Self:
-        made = tuple(blocked(sampler, block) for sampler in self.stages.samplers)
+        made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)
         stages = EpochOrders(self.stages.epochs, made)
         # Some have other rows in their shards then.
         pool = united([sampler.pool for sampler in made])

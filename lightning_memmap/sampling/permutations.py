@@ -96,7 +96,8 @@ def order_within(groups: Integers, bits: np.random.Philox) -> Integers:
     width = int(groups.max(initial=0)).bit_length()
     keys = bits.random_raw(len(groups)) >> np.uint64(width)
     keys |= (groups << (64 - width) if width else groups).astype(np.int64).view(np.uint64)
-    return keys.argsort()
+    order: Integers = keys.argsort()
+    return order
 
 
 def every(columns: Integers) -> Integers | slice:

@@ -102,8 +102,7 @@ class Weighted(Described, SamplerFactory):
 class _Line(NamedTuple):
     """The rows of shards on the line, shard after shard, in parts that keep together."""
 
-    #: The rows that whole parts of lengths draw in any epoch, of shape (C, positions), and where the
-    #: others go.
+    #: The rows that whole parts of lengths draw, of shape (C, positions), and where others go.
     whole: NDArray[Any]
     is_left: NDArray[np.bool_]
     #: By row: its offset in the shard, what is left of its length, and the sum of this up to it.
