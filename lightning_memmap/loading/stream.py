@@ -7,7 +7,7 @@ series, the fields that have one value for each series are read in the file mapp
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -39,8 +39,6 @@ _NUM_BUFFERS = 2
 _NUM_THREADS = 4
 #: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
 LOOKUP_BYTES = 56
-#: The largest part of a window is found among those that begin at so many places in its length.
-_STEPS = 64
 #: Rows whose lengths are looked up at once.
 _LOOKUP_ROWS = 2**18
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
@@ -302,68 +300,34 @@ def distinct(numbers: Integers) -> Integers:
 
 def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
     """How many items the rows of a window have at most, wherever it begins."""
-    window = blocks.longest
+    window, lengths = blocks.longest, (_lengths(rows, places, shard) for shard in shards)
     if not blocks.has_runs:
-        return sum(_longest(rows, places, shard, window) for shard in shards)
-
-    def in_one_run(shard: int, edges: Integers) -> Integers:
-        size = int(edges[-1])
-        if not size:
-            return np.zeros_like(edges)
-        found = rows.at(places.of(places.pool.starts[shard] + np.minimum(edges, size - 1)))
-        return np.where(edges < size, found.starts, found.starts + found.sizes.prod(axis=1))
-
-    def apart(shard: int, edges: Integers) -> Integers:
-        lengths = [np.zeros(1, np.int64), *_lengths(rows, places, shard)]
-        return np.cumsum(np.concatenate(lengths))[edges]
-
-    sizes, is_one_run = places.pool.sizes, places.starts is not None
-    return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+        # Whichever rows they are.
+        return sum(int(np.sort(each)[-window:].sum()) for each in lengths)
+    return most_items(places.pool.sizes, window, lengths)
 
 
-def _longest(rows: ItemRows, places: Places, shard: int, count: int) -> int:
-    """How many items so many rows of a shard have at most, whichever they are."""
-    longest = np.zeros(0, np.int64)
-    for lengths in _lengths(rows, places, shard):
-        longest = np.append(longest, lengths)
-        if len(longest) > count:
-            longest = np.partition(longest, -count)[-count:]
-    return int(longest.sum())
-
-
-def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:
-    """The items of each row of a shard, some rows at a time."""
+def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
+    """The items of each row of a shard."""
     index = places.pool.index(shard)
+    lengths = np.empty_like(index)
     for first in range(0, len(index), _LOOKUP_ROWS):
-        yield rows.at(places.of(index[first : first + _LOOKUP_ROWS])).sizes.prod(axis=1)
+        some = slice(first, first + _LOOKUP_ROWS)
+        lengths[some] = rows.at(places.of(index[some])).sizes.prod(axis=1)
+    return lengths
 
 
-def most_items(
-    sizes: Integers,
-    shards: Sequence[int],
-    window: int,
-    items_before: Callable[[int, Integers], Integers],
-    is_exact: bool = False,
-) -> int:
-    """How many items windows have at most, by the items before some places in a shard."""
+def most_items(sizes: Integers, window: int, lengths: Iterable[Integers]) -> int:
+    """How many items windows have at most, by the items of each row, shard after shard."""
     # The circle has the rows that all shards have. Some have one more.
-    circle = int(sizes.min())
-    step = 1 if is_exact else max(1, window // _STEPS)
-    places = np.append(np.arange(0, circle, step), circle)
-    totals, extra = np.zeros(len(places), np.int64), 0
-    for shard in shards:
-        before = items_before(shard, np.append(places, sizes[shard]))
-        totals += before[:-1] - before[0]
-        extra += int(before[-1] - before[-2])
-    if not circle:
-        return extra
-    # Two rounds of the circle.
-    places = np.append(places, places[1:] + circle)
-    totals = np.append(totals, totals[1:] + totals[-1])
-    num_begins = len(places) // 2
-    # A window that begins before the next place ends before this one.
-    ends = np.searchsorted(places, places[1 : num_begins + 1] - 1 + min(window, circle))
-    return int((totals[ends] - totals[:num_begins]).max()) + extra
+    circle, extra = int(sizes.min()), 0
+    totals = np.zeros(circle, np.int64)
+    for each in lengths:
+        totals += each[:circle]
+        extra += int(each[circle:].sum())
+    ends = np.append(0, np.cumsum(np.tile(totals, 2)))
+    window = min(window, circle)
+    return int((ends[window : window + circle] - ends[:circle]).max(initial=0)) + extra
 
 
 def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
@@ -379,9 +343,8 @@ def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
         size = window * pool.num_shards
         edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
         return int(np.diff(line.steps_before(edges, True)).max()) + shared
-
-    def steps_before(shard: int, offsets: Integers) -> Integers:
-        return line.steps_before(pool.starts[shard] + offsets, False)
-
-    most = most_items(pool.sizes, held, window, steps_before)
-    return most + _MAX_RUNS * shared * len(held)
+    lengths = (
+        np.diff(line.steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
+        for shard in held
+    )
+    return most_items(pool.sizes, window, lengths) + _MAX_RUNS * shared * len(held)
