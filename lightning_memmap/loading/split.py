@@ -91,12 +91,11 @@ def load_split(
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     groups = dict[tuple[Residency, torch.device], list[int]]()
-    for (owner, planned), shards in placement.held(topology).items():
+    for each in placement.held(topology):
         # Rows that are still to come are read from the files that they come into.
-        residency = planned if store.supply is None else Residency.MMAP
-        is_on_device = residency is Residency.DEVICE
-        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
-        groups.setdefault((residency, device), []).extend(shards)
+        residency = each.residency if store.supply is None else Residency.MMAP
+        device = each.device if residency is Residency.DEVICE else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(each.shards)
     for (residency, device), unsorted in groups.items():
         group = sorted(unsorted)
         source_of_shard[group] = len(sources)
