@@ -26,9 +26,10 @@ from lightning_memmap.loading.memory import (
     SeriesPlaces,
     in_place,
 )
-from lightning_memmap.loading.row_file import Read, RowFile, Runs, aligned_memory, reads_of
+from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
 from lightning_memmap.sampling import Blocks, Integers, Sampler, WindowedRows
+from lightning_memmap.sampling.rows import Runs, distinct, firsts_of, ranges
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
@@ -54,7 +55,7 @@ class WindowItems:
         #: By file, the items; undefined before they are read.
         self.memory: list[Tensor] = []
         #: Where the items of the window are.
-        self.runs = Runs(*np.zeros((3, 1), np.int64))
+        self.runs = Runs(*np.zeros((2, 1), np.int64))
 
     def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the items of one more file, which a disk can write to."""
@@ -74,19 +75,19 @@ class WindowItems:
                 f" windows of rows that follow one another have {self._max_items} at most: let"
                 " block_runs of the sampler return such rows"
             )
-        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        self.runs = Runs(begins, firsts_of(lengths) - begins)
         for file, items in zip(self._files, self.memory, strict=True):
             if file is not None and items.numel():
-                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
+                yield from reads_of(file, self.runs, ends, items.view(-1).view(torch.uint8))
 
     def places(self, slots: Tensor) -> Tensor:
         """Where items are in memory, by their places in the files."""
-        return torch.from_numpy(self.runs.of(slots.numpy()))
+        return torch.from_numpy(self.runs.at(slots.numpy()))
 
     def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
         """The items of all rows, and where those of some are."""
         starts, sizes = rows.at(slots)
-        return self.memory[0], Located(self.runs.of(starts), sizes)
+        return self.memory[0], Located(self.runs.at(starts), sizes)
 
 
 class StreamMemory:
@@ -124,12 +125,10 @@ class StreamMemory:
 
     def reads(self, located: Callable[[], Located]) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once."""
-        yield from self.items.reads(located())
+        yield from self.items.reads(found := located())
         if self.ragged:
-            begins, ends = self.items.runs.begins, self.items.runs.ends
-            counts = ends - begins
-            shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
-            slots = shifts + np.arange(len(shifts))
+            begins, ends = runs_of(found)
+            slots = ranges(begins, ends - begins)
             for rows, items in self.ragged:
                 yield from items.reads(rows.at(slots))
 
@@ -289,13 +288,6 @@ def located_steps(
         numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
-
-
-def distinct(numbers: Integers) -> Integers:
-    """The different numbers, ascending. numpy's `unique` takes four times as long."""
-    ordered = np.sort(numbers)
-    found: Integers = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
-    return found
 
 
 def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:

@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
 from lightning_memmap.sampling.permutations import random_bits
-from lightning_memmap.sampling.pool import Pool, Runs
+from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import (
     Integers,
     JoinedRows,
+    Runs,
     WindowedRows,
     firsts_of,
     ranges,
@@ -194,7 +195,7 @@ class Sets:
         """The set of each batch of an epoch."""
         counts = np.array(self.counts) // self.global_batch
         numbers = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = ranges(np.zeros_like(counts), counts)
         evenly = numbers[np.lexsort((numbers, (within + 0.5) / counts[numbers]))]
         found = np.empty_like(evenly)
         found[np.lexsort((begins,) if keys is None else (keys, begins))] = evenly

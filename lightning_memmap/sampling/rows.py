@@ -57,6 +57,30 @@ def ranges(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> N
     return found
 
 
+class Runs(NamedTuple):
+    """Numbers that are consecutive, run by run."""
+
+    #: The index at which each run begins, int64 of shape (runs,), ascending.
+    begins: Integers
+    #: What is added to an index in this run, int64 of shape (runs,).
+    shifts: Integers
+
+    def at(self, index: Integers) -> Integers:
+        """The numbers at indices, int64 of the same shape."""
+        shifts = self.shifts
+        if len(shifts) > 1:
+            shifts = shifts[np.searchsorted(self.begins, index, side="right") - 1]
+        found: Integers = index + shifts
+        return found
+
+
+def distinct(numbers: Integers) -> Integers:
+    """The different numbers, ascending. numpy's `unique` takes four times as long."""
+    ordered = np.sort(numbers)
+    found: Integers = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+    return found
+
+
 def striping(num_shards: int, num_data_devices: int) -> int:
     """The number of shards that data devices divide: ``num_shards``, or the next one above it."""
     return -(-num_shards // num_data_devices) * num_data_devices

@@ -10,8 +10,8 @@ from typing_extensions import override
 from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import order_within, random_bits
-from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.rows import Integers, firsts_of, ranges, shard_rows
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Integers, Runs, firsts_of, ranges, shard_rows
 from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
