@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
-from lightning_memmap.sampling.permutations import random_bits
+from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import (
     Integers,
@@ -179,7 +179,8 @@ class Sets:
             return on_line[:-1][shards.argsort()], on_line[1:][shards.argsort()]
         begins = self.batch_begins(num_shards)
         num_batches = np.zeros((num_shards, len(counts)), np.int64)
-        np.add.at(num_batches, (begins, self.sets_of_batches(begins)), 1)
+        sets = self.sets_of_batches(begins.argsort(kind="stable"))
+        np.add.at(num_batches, (begins, sets), 1)
         rounds, more = divmod(self.global_batch, num_shards)
         # A batch has a row more of the shards that follow the one that it begins at.
         has_more = np.subtract.outer(shards, shards) % num_shards < more
@@ -191,14 +192,14 @@ class Sets:
         numbers = np.arange(sum(self.counts) // self.global_batch)
         return numbers * self.global_batch % num_shards
 
-    def sets_of_batches(self, begins: Integers, keys: NDArray[Any] | None = None) -> Integers:
-        """The set of each batch of an epoch."""
+    def sets_of_batches(self, order: Integers) -> Integers:
+        """The set of each batch of an epoch, in an order of them by the shards they begin at."""
         counts = np.array(self.counts) // self.global_batch
         numbers = np.repeat(np.arange(len(counts)), counts)
         within = ranges(np.zeros_like(counts), counts)
         evenly = numbers[np.lexsort((numbers, (within + 0.5) / counts[numbers]))]
         found = np.empty_like(evenly)
-        found[np.lexsort((begins,) if keys is None else (keys, begins))] = evenly
+        found[order] = evenly
         return found
 
     def pieces(self, num_shards: int) -> _Pieces:
@@ -307,8 +308,8 @@ class ByBatchSampler(MixtureSampler):
     def _batches(self, epoch: int) -> Integers:
         """The set of each batch."""
         begins = self.sets.batch_begins(self.num_shards)
-        keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
-        return self.sets.sets_of_batches(begins, keys)
+        order = order_within(begins, random_bits(self.seed, epoch, 1))
+        return self.sets.sets_of_batches(order)
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:

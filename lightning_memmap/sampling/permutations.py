@@ -90,12 +90,13 @@ def permutation(size: int, bits: np.random.Philox) -> Integers:
     return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero) if size else zero[:0]
 
 
-def order_within(groups: Integers, bits: np.random.Philox) -> Integers:
+def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
     """An order of things that is random within groups, which ascend."""
     # In one number with the random bits: several times as fast as two keys.
     width = int(groups.max(initial=0)).bit_length()
     keys = bits.random_raw(len(groups)) >> np.uint64(width)
-    keys |= (groups << (64 - width) if width else groups).astype(np.int64).view(np.uint64)
+    if width:
+        keys |= groups.astype(np.uint64) << np.uint64(64 - width)
     order: Integers = keys.argsort()
     return order
 

@@ -105,17 +105,15 @@ class _Line(NamedTuple):
     #: The rows that whole parts of lengths draw, of shape (C, positions), and where others go.
     whole: NDArray[Any]
     is_left: NDArray[np.bool_]
-    #: By row: its offset in the shard, what is left of its length, and the sum of this up to it.
+    #: By row: its offset in the shard, what is left of its length, the sum of this up to it, and
+    #: its part.
     offsets: NDArray[Any]
     left: NDArray[np.uint32]
     ends: NDArray[np.uint32]
-    #: By part: the sum before it, how many rows it has, and which parts it is exchanged with.
+    parts: NDArray[Any]
+    #: By part: the sum before it, and which parts it is exchanged with.
     befores: NDArray[np.uint32]
-    sizes: Integers
     groups: Integers
-    #: By shard: its first part, and how many it has.
-    firsts: Integers
-    counts: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +136,7 @@ class WeightedSampler(Sampler):
     def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
         line = self._line(0)
         rows = _together(self.pool.starts[shards], self.pool.sizes[shards])
-        parts = _together(line.firsts[shards], line.counts[shards])
-        ends = line.ends[rows] + np.repeat(self._shifts(epoch)[parts], line.sizes[parts])
+        ends = line.ends[rows] + self._shifts(epoch).take(line.parts[rows], mode="wrap")
         found: NDArray[Any] = line.whole[shards]
         found[line.is_left[shards]] = line.offsets[rows].take(
             np.flatnonzero(ends < line.left[rows])
@@ -174,27 +171,25 @@ class WeightedSampler(Sampler):
         ends_whole = np.bincount(shards, num_whole, pool.num_shards)[:, None]
         columns, counts = np.arange(pool.counts.max()), pool.counts[:, None]
         # What a shard lacks comes last.
-        whole = np.full((pool.num_shards, len(columns)), pool.longest)
+        dtype = np.min_scalar_type(pool.longest)
+        whole = np.full((pool.num_shards, len(columns)), pool.longest, dtype)
         whole[columns < ends_whole] = np.repeat(offsets, num_whole)
         is_inner, is_last = offsets > 0, offsets == pool.sizes[shards] - 1
         # About as many parts as rows in each, and of many sizes: the sums of parts of one size
         # might all be whole numbers.
         numbers = random_bits(self.seed, 0, _PARTS).random_raw(len(shards))
         is_cut = numbers % np.sqrt(pool.sizes).astype(np.uint64)[shards] == 0
-        begins = np.flatnonzero(is_cut | (offsets < 2) | is_last)
-        num_parts = np.bincount(shards[begins], minlength=pool.num_shards)
-        dtype = np.min_scalar_type(pool.longest)
+        is_cut |= (offsets < 2) | is_last
+        parts, groups = is_cut.cumsum() - 1, 3 * shards + is_inner + (is_inner & is_last)
         return _Line(
-            whole.astype(dtype),
+            whole,
             (columns >= ends_whole) & (columns < counts),
-            offsets.astype(dtype),
+            offsets.astype(whole.dtype),
             left,
             ends,
-            (ends - left)[begins],
-            np.diff(begins, append=len(shards)),
-            (3 * shards + is_inner + (is_inner & is_last))[begins],
-            firsts_of(num_parts),
-            num_parts,
+            parts.astype(np.min_scalar_type(len(parts))),
+            (ends - left)[is_cut],
+            groups[is_cut],
         )
 
 
