@@ -250,9 +250,9 @@ class SuperBatchLoader:
         """Steps of an epoch that is not resumed and leaves none out."""
         return len(self._whole_epoch)
 
-    def num_steps_of(self, epoch: int) -> int:
-        """Steps of an epoch that is not resumed."""
-        return len(self._schedule(0, epoch))
+    def num_steps_of(self, epoch: int, position: int = 0) -> int:
+        """Steps of an epoch, or those that are left of it from a position on."""
+        return len(self._schedule(position, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
@@ -270,10 +270,6 @@ class SuperBatchLoader:
             del super_batch
             yield item
             del item
-
-    def is_at_end(self, position: int, epoch: int) -> bool:
-        """Whether no step of an epoch is left from a position on."""
-        return not len(self._schedule(position, epoch))
 
     def step_positions(self, step: int) -> range:
         """The positions of a step of an epoch that is not resumed which this process serves."""

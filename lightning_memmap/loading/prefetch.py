@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,13 +11,8 @@ from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
-
-class _Ready(NamedTuple):
-    """A step that was enqueued and not yet delivered."""
-
-    super_batch: SuperBatch
-    batch: Any
-    event: Any
+#: A step that was enqueued and not yet delivered: its super-batch, its batch, and their event.
+_Ready: TypeAlias = tuple[SuperBatch, Any, Any]
 
 
 def prefetched(
@@ -80,4 +75,4 @@ def _make_next(
         if super_batch is None:
             return None
         batch = super_batch.to(device)
-        return _Ready(super_batch, batch, streams.mark())
+        return super_batch, batch, streams.mark()
