@@ -5,6 +5,7 @@ once. The rows of one shard in it are long runs of a file, or lie near each othe
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,11 +46,10 @@ class Piece:
 
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
-        full = min((position - self.first) // self.global_batch, self.num_full)
-        for step in range(full, len(self) + 1 if full == self.num_full else full + 1):
-            if self.edge(step) == position:
-                return replace(self, num_full=full, tail=self.tail[: step - full])
-        return None
+        step = bisect_left(range(len(self) + 1), position, key=self.edge)
+        full = min(step, self.num_full)
+        found = replace(self, num_full=full, tail=self.tail[: step - full])
+        return found if self.edge(step) == position else None
 
 
 @dataclass(frozen=True)
