@@ -151,7 +151,7 @@ class Stream(RowSource):
     ) -> None:
         self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = blocks.sampler.pool, np.array(held, np.int64)
-        self.files, self.series = files, series
+        self.files, self.series, self._block = files, series, blocks.rows
         #: How many rows of one shape, or steps, a window has at most.
         self.most_items = len(held) * blocks.longest
         if series is not None:
@@ -177,6 +177,11 @@ class Stream(RowSource):
     @override
     @contextmanager
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
+        if sampler.shuffle_window != self._block:
+            raise ValueError(
+                f"residency='stream': blocks of {self._block} rows of a shard are read, and the"
+                f" order has shuffle_window={sampler.shuffle_window}: give both the same number"
+            )
         with closing(_StreamedEpoch(self, Blocks(sampler), epoch, position)) as rows:
             self._epochs.add(rows)
             yield rows.take

@@ -25,6 +25,8 @@ from lightning_memmap.sampling.sampler import (
 #: Parts of the random bits: where the points of an epoch lie and the order on the line, and how the
 #: line is divided. Part 0 is for the order of positions.
 _POINT, _PARTS = 1, 2
+#: A shard has about so many parts. Rows of one part share an epoch more or less often than others.
+_NUM_PARTS = 48
 #: The line of an epoch is shorter than 2 to the power of this, in units.
 _LINE_BITS = 62
 _MAX_POSITIONS = 2**40
@@ -175,10 +177,9 @@ class WeightedSampler(Sampler):
         whole = np.full((pool.num_shards, len(columns)), pool.longest, dtype)
         whole[columns < ends_whole] = np.repeat(offsets, num_whole)
         is_inner, is_last = offsets > 0, offsets == pool.sizes[shards] - 1
-        # About as many parts as rows in each, and of many sizes: the sums of parts of one size
-        # might all be whole numbers.
+        # Of many sizes: the sums of parts of one size might all be whole numbers.
         numbers = random_bits(self.seed, 0, _PARTS).random_raw(len(shards))
-        is_cut = numbers % np.sqrt(pool.sizes).astype(np.uint64)[shards] == 0
+        is_cut = numbers % np.maximum(1, pool.sizes // _NUM_PARTS).astype(np.uint64)[shards] == 0
         is_cut |= (offsets < 2) | is_last
         parts, groups = is_cut.cumsum() - 1, 3 * shards + is_inner + (is_inner & is_last)
         return _Line(
