@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import order_within, random_bits
+from lightning_memmap.sampling.permutations import every, order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Runs, firsts_of, ranges, shard_rows
 from lightning_memmap.sampling.sampler import (
@@ -139,10 +139,9 @@ class WeightedSampler(Sampler):
         line = self._line(0)
         rows = _together(self.pool.starts[shards], self.pool.sizes[shards])
         ends = line.ends[rows] + self._shifts(epoch).take(line.parts[rows], mode="wrap")
-        found: NDArray[Any] = line.whole[shards]
-        found[line.is_left[shards]] = line.offsets[rows].take(
-            np.flatnonzero(ends < line.left[rows])
-        )
+        hits = np.flatnonzero(ends < line.left[rows])
+        found: NDArray[Any] = line.whole[every(shards)].copy()
+        found[line.is_left[every(shards)]] = line.offsets[rows].take(hits)
         if self.shuffle_window is not None:
             found.sort()
         return found
