@@ -67,10 +67,9 @@ class Runs(NamedTuple):
 
     def at(self, index: Integers) -> Integers:
         """The numbers at indices, int64 of the same shape."""
-        shifts = self.shifts
-        if len(shifts) > 1:
-            shifts = shifts[np.searchsorted(self.begins, index, side="right") - 1]
-        found: Integers = index + shifts
+        is_one = len(self.begins) == 1
+        run = 0 if is_one else np.searchsorted(self.begins, index, side="right") - 1
+        found: Integers = index + self.shifts[run]
         return found
 
 
