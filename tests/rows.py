@@ -177,7 +177,7 @@ def sampler_over(
 ) -> Sampler:
     """The order of a pool; see `make_sampler`."""
     if not shuffle:
-        return SequentialSampler(pool)
+        return SequentialSampler(pool, shuffle_window=shuffle_window)
     return ShuffledSampler(pool, seed, shuffle_window)
 
 
@@ -376,9 +376,10 @@ def make_window_loader(
             pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
             fields = fields_of(store, pool.rows)
             return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
+        block = None if is_whole else rows
         if not shuffle:
-            return SequentialSampler(pool)
-        return ShuffledSampler(pool, 5, None if is_whole else rows)
+            return SequentialSampler(pool, shuffle_window=block)
+        return ShuffledSampler(pool, 5, block)
 
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
@@ -389,7 +390,7 @@ def make_window_loader(
     rows = load_split(store, topology, placement.splits["train"])
     return SuperBatchLoader(
         rows,
-        order(Pool.of(sized.pool.rows, sized.pool.num_shards), sized.window),
+        sized.order,
         batch_size,
         collate=FormedCollate(store.schema, forms),
         seed=5,

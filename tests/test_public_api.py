@@ -36,8 +36,8 @@ NAMES = {
         SplitRows SuperBatch SuperBatchLoader has_streams load_split
     """,
     "lightning_memmap.sampling": """
-        BatchSchedule Bucketed Curriculum Fields Holdout Integers JoinedRows KFold Mixture Parts
-        Pool RandomSplit ReadWindows Rows Sampler SamplerFactory Selection SequentialSampler
+        BatchSchedule Blocks Bucketed Curriculum Fields Holdout Integers JoinedRows KFold Mixture
+        Parts Pool RandomSplit Rows Sampler SamplerFactory Selection SequentialSampler
         Shards ShuffledSampler StoreRows Subset Weighted WindowedRows default_shards
         default_window derive_seed divisors shard_rows spans_of striping
     """,

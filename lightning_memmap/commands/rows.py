@@ -17,7 +17,7 @@ from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
 from lightning_memmap.placement import DataTopology, topology_of
 from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
+from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.tables import make_table, render_page, text
 
@@ -71,7 +71,7 @@ def step_rows(
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
     found = order.pool.rows.names(order.dataset_rows(epoch, range(first, last)))
-    skipped = SkippedSteps().adding(steps_to_skip(data.skip_steps), schedule).of_epoch(epoch)
+    run_step = epoch * len(schedule) + step
     return {
         "epoch": epoch,
         "step": step,
@@ -86,8 +86,8 @@ def step_rows(
             }
             for device in range(count)
         ],
-        "run_step": epoch * len(schedule) + step,
-        "is_skipped": any(begin <= first < end for begin, end in skipped),
+        "run_step": run_step,
+        "is_skipped": any(begin <= run_step < end for begin, end in steps_to_skip(data.skip_steps)),
     }
 
 

@@ -61,7 +61,8 @@ class Resume(msgspec.Struct, frozen=True):
 def renew_where_epochs_differ(loader: SuperBatchLoader, trainer: L.Trainer) -> None:
     """Have the Trainer ask for its loader again before an epoch of another number of steps."""
     epoch = trainer.current_epoch
-    later = {epoch + 1, *(at + more for at in loader.skipped.epochs() for more in (0, 1))}
+    skipping = loader.skipped.epochs(loader.order.num_positions)
+    later = {epoch + 1, *(at + more for at in skipping for more in (0, 1))}
     for other in sorted(at for at in later if at > epoch):
         if (num_steps := loader.num_steps_of(other)) != len(loader):
             renew_train_loader_after_epoch(trainer, other - 1, num_steps)

@@ -77,7 +77,6 @@ class Planner:
             placed = placement.splits[split]
             found = load_split(store, self.topology, placed, options.forms)
             rows[split] = replace(found, are_numbered=options.with_row_numbers)
-            rows[split].check_order(placed.size.order)
         return SetUp(self, opened, placement, rows)
 
     def size(self, split: str, store: Store) -> SplitSize:
@@ -117,7 +116,7 @@ class Planner:
             fields = fields_of(store, pool.rows)
             return made_sampler(maker, pool, options.seed, fields, block)
         if not options.shuffle:
-            return SequentialSampler(pool)
+            return SequentialSampler(pool, shuffle_window=block)
         return ShuffledSampler(pool, options.seed, block)
 
 

@@ -47,7 +47,7 @@ class BatchLoader(DataLoader[Any]):
         position, count = state["position"], state["num_positions"]
         is_same = count == self.loader.order.num_positions
         is_at_end = position == count or (
-            is_same and self.loader.is_at_end(position, state["epoch"])
+            is_same and not self.loader.num_steps_of(state["epoch"], position)
         )
         self.set_epoch(state["epoch"] + is_at_end)
 

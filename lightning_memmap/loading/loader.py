@@ -51,7 +51,6 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
     ) -> None:
-        rows.check_order(sampler)
         #: The order of the rows.
         self.order = sampler
         self.batch_size = batch_size
@@ -252,9 +251,9 @@ class SuperBatchLoader:
         """Steps of an epoch that is not resumed and leaves none out."""
         return len(self._whole_epoch)
 
-    def num_steps_of(self, epoch: int) -> int:
-        """Steps of an epoch that is not resumed."""
-        return len(self._schedule(0, epoch))
+    def num_steps_of(self, epoch: int, position: int = 0) -> int:
+        """Steps of an epoch, or those that are left of it from a position on."""
+        return len(self._schedule(position, epoch))
 
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first step is asked for: Lightning calls iter() before it
@@ -274,10 +273,6 @@ class SuperBatchLoader:
             yield item
             del item
 
-    def is_at_end(self, position: int, epoch: int) -> bool:
-        """Whether no step of an epoch is left from a position on."""
-        return not len(self._schedule(position, epoch))
-
     def step_positions(self, step: int) -> range:
         """The positions of a step of an epoch that is not resumed which this process serves."""
         return self.positions(*self._whole_epoch.bounds(step))
@@ -295,7 +290,8 @@ class SuperBatchLoader:
         )
 
     def _schedule(self, start: int, epoch: int) -> BatchSchedule:
-        return replace(self._whole_epoch, start=start, skipped=self.skipped.of_epoch(epoch))
+        skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
+        return replace(self._whole_epoch, start=start, skipped=skipped)
 
     def _deliver(self) -> None:
         """Count a step as delivered."""

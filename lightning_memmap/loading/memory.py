@@ -23,6 +23,7 @@ from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
 from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
+from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
@@ -250,7 +251,7 @@ def copied_rows(
     """Rows of a store that are copied to the host or to a device, in long reads."""
     pool = places.pool
     sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
-    starts[shards] = np.cumsum(sizes) - sizes
+    starts[shards] = firsts_of(sizes)
 
     def slots() -> Iterator[Integers]:
         for index in map(pool.index, shards):
@@ -284,7 +285,7 @@ def copied_windows(
     used = np.flatnonzero(counts)
     lengths = (counts[used] - 1) * line.stride + line.length
     starts, rows = np.zeros_like(mapped.begins), np.full_like(mapped.begins, -1)
-    starts[used] = np.cumsum(lengths) - lengths
+    starts[used] = firsts_of(lengths)
     rows[used] = np.arange(len(used))
     series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
     pieces = mapped.begins[used] + firsts[used] * line.stride, lengths

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Runs, ranges
 from lightning_memmap.store.files import replaced
 from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.store import Store
@@ -150,23 +150,6 @@ def _scratch(row_bytes: int) -> memoryview:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Runs of items of a file, and where they are in memory."""
-
-    begins: Integers
-    ends: Integers
-    places: Integers
-
-    def of(self, items: Integers) -> Integers:
-        """Where items of the runs are in memory."""
-        shifts = self.places - self.begins
-        if len(shifts) > 1:
-            shifts = shifts[np.searchsorted(self.begins, items, side="right") - 1]
-        found: Integers = items + shifts
-        return found
-
-
 def _pieces(
     begins: Integers, ends: Integers, row_bytes: int
 ) -> tuple[Integers, Integers, Integers, list[int]]:
@@ -178,8 +161,7 @@ def _pieces(
     # Runs are cut where a read would be too long.
     counts = np.where(begins < ends, -(-ends // step) - begins // step, 0)
     runs = np.repeat(np.arange(len(begins)), counts)
-    cuts = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)
-    cuts = (cuts + (begins // step)[runs]) * step
+    cuts = ranges(begins // step, counts) * step
     begins = np.maximum(begins[runs], cuts)
     ends = np.minimum(ends[runs], cuts + step)
     is_far = (begins[1:] - ends[:-1]) * row_bytes > _GAP_BYTES
@@ -188,10 +170,10 @@ def _pieces(
     return begins, ends, runs, edges if len(begins) else []
 
 
-def reads_of(file: RowFile, runs: Runs, target: Tensor) -> Iterator[Read]:
+def reads_of(file: RowFile, runs: Runs, ends: Integers, target: Tensor) -> Iterator[Read]:
     """Reads of runs of rows, and of small gaps between them, to their places in memory."""
-    begins, ends, sources, edges = _pieces(runs.begins, runs.ends, file.row_bytes)
-    places = begins + (runs.places - runs.begins)[sources]
+    begins, ends, sources, edges = _pieces(runs.begins, ends, file.row_bytes)
+    places = begins + runs.shifts[sources]
     memory = target.numpy()
     for first, last in pairwise(edges):
         here = slice(first, last)

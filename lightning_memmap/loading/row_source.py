@@ -30,9 +30,6 @@ class RowSource(ABC):
     device: torch.device  # Where rows are fetched.
     is_released = False  # Whether the rows were freed.
 
-    def check_sampler(self, sampler: Sampler) -> None:  # noqa: B027  (any order will do)
-        """Check that rows can be fetched in the order of a sampler."""
-
     @abstractmethod
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions; undefined for rows of other sources."""

@@ -25,10 +25,9 @@ from lightning_memmap.loading.stream import (
 )
 from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
 from lightning_memmap.sampling import (
+    Blocks,
     Integers,
     Pool,
-    ReadWindows,
-    Sampler,
     StoreRows,
     WindowedRows,
 )
@@ -53,11 +52,6 @@ class SplitRows:
     are_numbered: bool = False
     #: Brings rows that are not there yet.
     supply: Supply | None = None
-
-    def check_order(self, sampler: Sampler) -> None:
-        """Check that the rows can be fetched in an order."""
-        for source in self.sources:
-            source.check_sampler(sampler)
 
     @property
     def is_released(self) -> bool:
@@ -97,12 +91,11 @@ def load_split(
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
     groups = dict[tuple[Residency, torch.device], list[int]]()
-    for (owner, planned), shards in placement.held(topology).items():
+    for each in placement.held(topology):
         # Rows that are still to come are read from the files that they come into.
-        residency = planned if store.supply is None else Residency.MMAP
-        is_on_device = residency is Residency.DEVICE
-        device = topology.data_devices[owner] if is_on_device else torch.device("cpu")
-        groups.setdefault((residency, device), []).extend(shards)
+        residency = each.residency if store.supply is None else Residency.MMAP
+        device = each.device if residency is Residency.DEVICE else torch.device("cpu")
+        groups.setdefault((residency, device), []).extend(each.shards)
     for (residency, device), unsorted in groups.items():
         group = sorted(unsorted)
         source_of_shard[group] = len(sources)
@@ -158,21 +151,21 @@ def _source(
         places,
         int(places.moved(last)[0]) + 1 if series is None else series.num_slots,
         held=shards,
-        windows=placement.size.windows,
+        blocks=Blocks(placement.size.order),
         series=series,
     )
 
 
-def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]) -> int:
+def largest_window_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
     """The memory that rows take which are read window by window. No row is read."""
     fields = store.schema.fields
-    pool, rows = windows.sampler.pool, windows.longest
+    pool, rows = blocks.sampler.pool, blocks.longest
     places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)
-    is_looked_up = not windows.has_runs or not (is_cut or places.starts is not None)
+    is_looked_up = not blocks.has_runs or not (is_cut or places.starts is not None)
     total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
         num_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
-        return total + num_bytes * largest_window_steps(held, windows)
+        return total + num_bytes * largest_window_steps(held, blocks)
     variable = [field.name for field in fields if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
     # Until all rows are there, none are streamed.
@@ -180,7 +173,7 @@ def largest_window_bytes(store: Store, windows: ReadWindows, held: Sequence[int]
         return total
     for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):
-            total += column.field.item_bytes * largest_window(column, places, held, windows)
+            total += column.field.item_bytes * largest_window(column, places, held, blocks)
     return total
 
 

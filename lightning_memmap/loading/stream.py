@@ -7,7 +7,7 @@ series, the fields that have one value for each series are read in the file mapp
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -26,9 +26,10 @@ from lightning_memmap.loading.memory import (
     SeriesPlaces,
     in_place,
 )
-from lightning_memmap.loading.row_file import Read, RowFile, Runs, aligned_memory, reads_of
+from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
-from lightning_memmap.sampling import Integers, ReadWindows, Sampler, WindowedRows
+from lightning_memmap.sampling import Blocks, Integers, Sampler, WindowedRows
+from lightning_memmap.sampling.rows import Runs, distinct, firsts_of, ranges
 from lightning_memmap.schema import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
@@ -39,8 +40,6 @@ _NUM_BUFFERS = 2
 _NUM_THREADS = 4
 #: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
 LOOKUP_BYTES = 56
-#: The largest part of a window is found among those that begin at so many places in its length.
-_STEPS = 64
 #: Rows whose lengths are looked up at once.
 _LOOKUP_ROWS = 2**18
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
@@ -56,7 +55,7 @@ class WindowItems:
         #: By file, the items; undefined before they are read.
         self.memory: list[Tensor] = []
         #: Where the items of the window are.
-        self.runs = Runs(*np.zeros((3, 1), np.int64))
+        self.runs = Runs(*np.zeros((2, 1), np.int64))
 
     def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for the items of one more file, which a disk can write to."""
@@ -76,19 +75,19 @@ class WindowItems:
                 f" windows of rows that follow one another have {self._max_items} at most: let"
                 " block_runs of the sampler return such rows"
             )
-        self.runs = Runs(begins, ends, np.cumsum(lengths) - lengths)
+        self.runs = Runs(begins, firsts_of(lengths) - begins)
         for file, items in zip(self._files, self.memory, strict=True):
             if file is not None and items.numel():
-                yield from reads_of(file, self.runs, items.view(-1).view(torch.uint8))
+                yield from reads_of(file, self.runs, ends, items.view(-1).view(torch.uint8))
 
     def places(self, slots: Tensor) -> Tensor:
         """Where items are in memory, by their places in the files."""
-        return torch.from_numpy(self.runs.of(slots.numpy()))
+        return torch.from_numpy(self.runs.at(slots.numpy()))
 
     def among(self, rows: ItemRows, slots: Integers) -> tuple[Tensor, Located]:
         """The items of all rows, and where those of some are."""
         starts, sizes = rows.at(slots)
-        return self.memory[0], Located(self.runs.of(starts), sizes)
+        return self.memory[0], Located(self.runs.at(starts), sizes)
 
 
 class StreamMemory:
@@ -126,12 +125,10 @@ class StreamMemory:
 
     def reads(self, located: Callable[[], Located]) -> Iterator[Read]:
         """The reads that fill a window, which several threads may do at once."""
-        yield from self.items.reads(located())
+        yield from self.items.reads(found := located())
         if self.ragged:
-            begins, ends = self.items.runs.begins, self.items.runs.ends
-            counts = ends - begins
-            shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
-            slots = shifts + np.arange(len(shifts))
+            begins, ends = runs_of(found)
+            slots = ranges(begins, ends - begins)
             for rows, items in self.ragged:
                 yield from items.reads(rows.at(slots))
 
@@ -149,45 +146,43 @@ class Stream(RowSource):
         num_slots: int,
         *,
         held: Sequence[int],
-        windows: ReadWindows,
+        blocks: Blocks,
         series: SeriesPlaces | None = None,
     ) -> None:
         self.num_slots, self._places, self.columns = num_slots, places, columns
-        self._pool, self._held = windows.sampler.pool, np.array(held, np.int64)
-        self.files, self.series = files, series
+        self._pool, self._held = blocks.sampler.pool, np.array(held, np.int64)
+        self.files, self.series, self._block = files, series, blocks.rows
         #: How many rows of one shape, or steps, a window has at most.
-        self.most_items = len(held) * windows.longest
+        self.most_items = len(held) * blocks.longest
         if series is not None:
-            self.most_items = largest_window_steps(held, windows)
+            self.most_items = largest_window_steps(held, blocks)
         #: The same of the items of rows that differ in length, by the places of their fields.
         self.most_ragged = {
-            index: largest_window(rows, places, held, windows)
+            index: largest_window(rows, places, held, blocks)
             for index, (_, rows) in enumerate(columns)
             if series is None and isinstance(rows, ItemRows)
         }
-        self._window = windows.rows
         #: Memory for windows that nobody uses.
         self.idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
-    def check_sampler(self, sampler: Sampler) -> None:
-        # Its windows must be those that are read.
-        ReadWindows(sampler, self._window)
-
-    @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         found = self._places.locate(sampler, epoch, positions)
         # As if all windows lay one after the other.
-        for number, here in ReadWindows(sampler, self._window).parts(positions):
+        for number, here in Blocks(sampler).parts(positions):
             found[here] += number * self.num_slots
         return found
 
     @override
     @contextmanager
     def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
-        windows = ReadWindows(sampler, self._window)
-        with closing(_StreamedEpoch(self, windows, epoch, position)) as rows:
+        if sampler.shuffle_window != self._block:
+            raise ValueError(
+                f"residency='stream': blocks of {self._block} rows of a shard are read, and the"
+                f" order has shuffle_window={sampler.shuffle_window}: give both the same number"
+            )
+        with closing(_StreamedEpoch(self, Blocks(sampler), epoch, position)) as rows:
             self._epochs.add(rows)
             yield rows.take
 
@@ -198,29 +193,29 @@ class Stream(RowSource):
             rows.close()
         self.idle.clear()
 
-    def located(self, windows: ReadWindows, epoch: int, number: int) -> Located:
+    def located(self, blocks: Blocks, epoch: int, number: int) -> Located:
         """The items of a window in the files: the first of each run, and their number."""
         if self.series is not None:
-            return located_steps(self.series, self._held, windows, epoch, number)
+            return located_steps(self.series, self._held, blocks, epoch, number)
         starts, sizes = self._places.starts, self._pool.sizes[self._held]
-        if starts is not None and windows.has_runs:
-            runs = windows.runs(epoch, number)
+        runs = blocks.sampler.block_runs(epoch, number)
+        if starts is not None and runs is not None:
             begins = np.array([run.start for run in runs])
             ends = np.minimum(np.array([run.stop for run in runs]), sizes[:, None])
             counts = np.maximum(0, ends - begins).ravel()
             firsts = (starts[self._held, None] + begins).ravel()
             return Located(firsts[counts > 0], counts[counts > 0, None])
-        rows = distinct(self._places.of(windows.index(epoch, number, self._held)))
+        rows = distinct(self._places.of(blocks.index(epoch, number, self._held)))
         return Located(rows, np.ones((len(rows), 1), np.int64))
 
 
 class _StreamedEpoch:
     """Rows of the windows of one epoch, in the order in which they come."""
 
-    def __init__(self, stream: Stream, windows: ReadWindows, epoch: int, position: int) -> None:
-        self._stream, self._windows, self._epoch = stream, windows, epoch
+    def __init__(self, stream: Stream, blocks: Blocks, epoch: int, position: int) -> None:
+        self._stream, self._blocks, self._epoch = stream, blocks, epoch
         #: The window whose rows are fetched. Its memory is the first one.
-        self._number = windows.number_of(position)
+        self._number = blocks.number_of(position)
         self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
             self._read(stream.idle.pop() if stream.idle else None)
@@ -248,9 +243,9 @@ class _StreamedEpoch:
     def _read(self, memory: StreamMemory | None) -> None:
         """Begin to read the next window that is not read yet."""
         number = self._number + len(self._memory)
-        if number < len(self._windows):
+        if number < len(self._blocks):
             memory = memory or StreamMemory(self._stream)
-            located = partial(self._stream.located, self._windows, self._epoch, number)
+            located = partial(self._stream.located, self._blocks, self._epoch, number)
             self._memory.begin(memory, partial(memory.reads, located))
         elif memory is not None:
             self._stream.idle.append(memory)
@@ -275,12 +270,12 @@ def runs_of(found: Located) -> tuple[Integers, Integers]:
 
 
 def located_steps(
-    series: SeriesPlaces, held: Integers, windows: ReadWindows, epoch: int, number: int
+    series: SeriesPlaces, held: Integers, blocks: Blocks, epoch: int, number: int
 ) -> Located:
     """The steps of a window of the epoch: the first of each run, and their number."""
-    line, pool = series.line, windows.sampler.pool
-    if windows.has_runs:
-        runs, num_shards = windows.runs(epoch, number), pool.num_shards
+    line, pool = series.line, blocks.sampler.pool
+    runs, num_shards = blocks.sampler.block_runs(epoch, number), pool.num_shards
+    if runs is not None:
         if pool.is_striped:
             edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
             found = line.stretches(num_shards, edges, held.tolist())
@@ -294,93 +289,50 @@ def located_steps(
             found = line.stretches(num_shards, edges, None)
         numbers, firsts, counts = found
     else:
-        firsts = distinct(pool.places(windows.index(epoch, number, held)))
+        firsts = distinct(pool.places(blocks.index(epoch, number, held)))
         numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
 
 
-def distinct(numbers: Integers) -> Integers:
-    """The different numbers, ascending. numpy's `unique` takes four times as long."""
-    ordered = np.sort(numbers)
-    found: Integers = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
-    return found
-
-
-def largest_window(
-    rows: ItemRows, places: Places, shards: Sequence[int], windows: ReadWindows
-) -> int:
+def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
     """How many items the rows of a window have at most, wherever it begins."""
-    window = windows.longest
-    if not windows.has_runs:
-        return sum(_longest(rows, places, shard, window) for shard in shards)
-
-    def in_one_run(shard: int, edges: Integers) -> Integers:
-        size = int(edges[-1])
-        if not size:
-            return np.zeros_like(edges)
-        found = rows.at(places.of(places.pool.starts[shard] + np.minimum(edges, size - 1)))
-        return np.where(edges < size, found.starts, found.starts + found.sizes.prod(axis=1))
-
-    def apart(shard: int, edges: Integers) -> Integers:
-        lengths = [np.zeros(1, np.int64), *_lengths(rows, places, shard)]
-        return np.cumsum(np.concatenate(lengths))[edges]
-
-    sizes, is_one_run = places.pool.sizes, places.starts is not None
-    return most_items(sizes, shards, window, in_one_run if is_one_run else apart, not is_one_run)
+    window, lengths = blocks.longest, (_lengths(rows, places, shard) for shard in shards)
+    if not blocks.has_runs:
+        # Whichever rows they are.
+        return sum(int(np.sort(each)[-window:].sum()) for each in lengths)
+    return most_items(places.pool.sizes, window, lengths)
 
 
-def _longest(rows: ItemRows, places: Places, shard: int, count: int) -> int:
-    """How many items so many rows of a shard have at most, whichever they are."""
-    longest = np.zeros(0, np.int64)
-    for lengths in _lengths(rows, places, shard):
-        longest = np.append(longest, lengths)
-        if len(longest) > count:
-            longest = np.partition(longest, -count)[-count:]
-    return int(longest.sum())
-
-
-def _lengths(rows: ItemRows, places: Places, shard: int) -> Iterator[Integers]:
-    """The items of each row of a shard, some rows at a time."""
+def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
+    """The items of each row of a shard."""
     index = places.pool.index(shard)
+    lengths = np.empty_like(index)
     for first in range(0, len(index), _LOOKUP_ROWS):
-        yield rows.at(places.of(index[first : first + _LOOKUP_ROWS])).sizes.prod(axis=1)
+        some = slice(first, first + _LOOKUP_ROWS)
+        lengths[some] = rows.at(places.of(index[some])).sizes.prod(axis=1)
+    return lengths
 
 
-def most_items(
-    sizes: Integers,
-    shards: Sequence[int],
-    window: int,
-    items_before: Callable[[int, Integers], Integers],
-    is_exact: bool = False,
-) -> int:
-    """How many items windows have at most, by the items before some places in a shard."""
+def most_items(sizes: Integers, window: int, lengths: Iterable[Integers]) -> int:
+    """How many items windows have at most, by the items of each row, shard after shard."""
     # The circle has the rows that all shards have. Some have one more.
-    circle = int(sizes.min())
-    step = 1 if is_exact else max(1, window // _STEPS)
-    places = np.append(np.arange(0, circle, step), circle)
-    totals, extra = np.zeros(len(places), np.int64), 0
-    for shard in shards:
-        before = items_before(shard, np.append(places, sizes[shard]))
-        totals += before[:-1] - before[0]
-        extra += int(before[-1] - before[-2])
-    if not circle:
-        return extra
-    # Two rounds of the circle.
-    places = np.append(places, places[1:] + circle)
-    totals = np.append(totals, totals[1:] + totals[-1])
-    num_begins = len(places) // 2
-    # A window that begins before the next place ends before this one.
-    ends = np.searchsorted(places, places[1 : num_begins + 1] - 1 + min(window, circle))
-    return int((totals[ends] - totals[:num_begins]).max()) + extra
+    circle, extra = int(sizes.min()), 0
+    totals = np.zeros(circle, np.int64)
+    for each in lengths:
+        totals += each[:circle]
+        extra += int(each[circle:].sum())
+    ends = np.append(0, np.cumsum(np.tile(totals, 2)))
+    window = min(window, circle)
+    return int((ends[window : window + circle] - ends[:circle]).max(initial=0)) + extra
 
 
-def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
+def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
     """How many steps a window of the epoch has at most, each counted once for each shard."""
-    window, pool = windows.longest, windows.sampler.pool
+    window, pool = blocks.longest, blocks.sampler.pool
     line = pool.rows
     assert isinstance(line, WindowedRows)
-    if not windows.has_runs:
+    if not blocks.has_runs:
         return len(held) * window * line.length
     # A run that begins inside of a series.
     shared = max(0, line.length - line.stride)
@@ -388,9 +340,8 @@ def largest_window_steps(held: Sequence[int], windows: ReadWindows) -> int:
         size = window * pool.num_shards
         edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
         return int(np.diff(line.steps_before(edges, True)).max()) + shared
-
-    def steps_before(shard: int, offsets: Integers) -> Integers:
-        return line.steps_before(pool.starts[shard] + offsets, False)
-
-    most = most_items(pool.sizes, held, window, steps_before)
-    return most + _MAX_RUNS * shared * len(held)
+    lengths = (
+        np.diff(line.steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
+        for shard in held
+    )
+    return most_items(pool.sizes, window, lengths) + _MAX_RUNS * shared * len(held)

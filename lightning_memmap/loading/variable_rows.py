@@ -22,6 +22,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import firsts_of, ranges
 from lightning_memmap.schema import Decode, Field, RowList, Values
 from lightning_memmap.store.segments import Bytes, copy_segments
 
@@ -152,8 +153,7 @@ class VariableRows:
     def copied(self) -> "VariableRows":
         """The rows in memory of their own, one after the other."""
         lengths, items = self.lengths, self.packed()
-        starts = np.cumsum(lengths) - lengths
-        return self.but(items=items, starts=starts, is_packed=True, fetch=None)
+        return self.but(items=items, starts=firsts_of(lengths), is_packed=True, fetch=None)
 
     def packed(self) -> Tensor:
         """The items of the rows, one row after the other, in memory of their own."""
@@ -301,12 +301,12 @@ def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, I
     """What lies in one piece: a row, or a part along the last of several dimensions that differ."""
     starts, sizes = rows.starts, rows.sizes
     items = widths.prod(axis=1)
-    places = np.cumsum(items) - items
+    places = firsts_of(items)
     for dim in range(1, sizes.shape[1]):
         # Each piece becomes as many as it has sizes along the dimension before.
         counts = sizes[:, dim - 1]
         pieces = np.repeat(np.arange(len(counts)), counts)
-        numbers = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = ranges(np.zeros_like(counts), counts)
         sizes, widths = sizes[pieces], widths[pieces]
         starts = starts[pieces] + numbers * sizes[:, dim:].prod(axis=1)
         places = places[pieces] + numbers * widths[:, dim:].prod(axis=1)
@@ -372,8 +372,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
 
 
 def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
-    lengths = sizes.prod(axis=1)
-    starts = np.cumsum(lengths) - lengths
+    starts = firsts_of(sizes.prod(axis=1))
     return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
 
 

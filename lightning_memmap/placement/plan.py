@@ -1,19 +1,20 @@
 """The plan: which shard lives where, decided, and refused, before anything is allocated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from itertools import chain
 
+import numpy as np
 import torch
 from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
+    Blocks,
     Pool,
-    ReadWindows,
     Rows,
     Sampler,
     SequentialSampler,
@@ -48,18 +49,12 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
-#: Bytes of the largest window of some shards: from the windows of a split, which of its shards are
-#: held, and the names of the fields that are held.
-Measure: TypeAlias = Callable[[ReadWindows, Sequence[int]], int]
-
-
 @dataclass(frozen=True)
 class SplitSize:
     """A split, divided into shards for a topology, and its size."""
 
     order: Sampler
     shard_bytes: tuple[int, ...]
-    window: int
     window_bytes: int = 0
 
     @classmethod
@@ -71,7 +66,7 @@ class SplitSize:
         rows: Rows | None = None,
         window: int | None = None,
         order: Callable[[Pool, int], Sampler] | None = None,
-        measure: Measure | None = None,
+        measure: Callable[[Blocks, Sequence[int]], int] | None = None,
         num_shards: int | None = None,
     ) -> "SplitSize":
         """Divide a split into shards for a topology, and find its size."""
@@ -88,31 +83,18 @@ class SplitSize:
         row_bytes = store.row_bytes * of_series / num_rows
         window = window or default_window(num_shards, row_bytes)
         pool = Pool.of(rows, num_shards)
-        sampler = SequentialSampler(pool) if order is None else order(pool, window)
-        pool = sampler.pool
-        shard_bytes = tuple(store.shard_bytes(pool, total).tolist())
-        held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
-        if measure is None:
-            mean = -(-sum(shard_bytes) // num_rows)
-            largest = len(held) * min(window, pool.longest) * mean
+        if order is None:
+            sampler: Sampler = SequentialSampler(pool, shuffle_window=window)
         else:
-            largest = measure(ReadWindows(sampler, window), held)
-        return cls(sampler, shard_bytes, window, largest)
+            sampler = order(pool, window)
+        shard_bytes = tuple(store.shard_bytes(sampler.pool, total).tolist())
+        held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
+        return cls(sampler, shard_bytes, measure(Blocks(sampler), held) if measure else 0)
 
     @property
     def pool(self) -> Pool:
         """The rows of each shard."""
         return self.order.pool
-
-    @property
-    def windows(self) -> ReadWindows:
-        """Which rows are in which window, if the split is read window by window."""
-        return ReadWindows(self.order, self.window)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the split."""
-        return self.pool.num_rows
 
 
 @dataclass(frozen=True)
@@ -130,16 +112,20 @@ class SplitPlacement:
     @property
     def window(self) -> int | None:
         """Rows of a shard in a window; None where the split is not read window by window."""
-        return self.size.window if Residency.STREAM in self.residency else None
+        return self.size.order.shuffle_window if Residency.STREAM in self.residency else None
 
-    def held(self, topology: DataTopology) -> dict[tuple[int, Residency], list[int]]:
-        """The shards that this process holds, by data device and residency."""
+    def held(self, topology: DataTopology, split: str = "") -> Iterator["HeldShards"]:
+        """What this process holds of the split, by data device and residency."""
         found = defaultdict[tuple[int, Residency], list[int]](list)
         for shard, residency in enumerate(self.residency):
             owner = topology.owner(shard)
             if residency is not None and owner is not None:
                 found[owner, residency].append(shard)
-        return found
+        sizes, num_bytes = self.pool.sizes, np.array(self.size.shard_bytes)
+        for (index, residency), held in found.items():
+            rows, size = int(sizes[held].sum()), int(num_bytes[held].sum())
+            device = topology.data_devices[index]
+            yield HeldShards(index, device, split, residency, tuple(held), rows, size)
 
 
 @dataclass(frozen=True)
@@ -168,15 +154,10 @@ class Placement:
     splits: Mapping[str, SplitPlacement]
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
-    def held(self) -> Iterator[HeldShards]:
+    def held(self) -> list[HeldShards]:
         """What this process holds, by data device, then by split and residency."""
-        for index, device in enumerate(self.topology.data_devices):
-            for name, split in self.splits.items():
-                for (owner, residency), shards in split.held(self.topology).items():
-                    if owner == index:
-                        rows = int(split.pool.sizes[shards].sum())
-                        size = sum(split.size.shard_bytes[shard] for shard in shards)
-                        yield HeldShards(index, device, name, residency, tuple(shards), rows, size)
+        found = [each.held(self.topology, name) for name, each in self.splits.items()]
+        return sorted(chain.from_iterable(found), key=lambda held: held.device_index)
 
 
 def check_residency(residency: str) -> None:
@@ -197,23 +178,28 @@ def plan_placement(
     # and then to the file mapping. For a CPU it is the file mapping: that is host memory already.
     check_residency(residency)
     used: dict[torch.device, int] = defaultdict(int)
-    placed = {}
-    for name, split in splits.items():
-        chosen: list[Residency | None] = []
-        for shard, size in enumerate(split.shard_bytes):
-            owner = topology.owner(shard)
-            if owner is None:
-                chosen.append(None)
-                continue
-            device = topology.data_devices[owner]
-            for choice in _choices(residency, device):
-                memory = choice.memory(device)
-                if memory is None or used[memory] + size <= budget_bytes[memory]:
-                    break
-            if memory is not None:
-                used[memory] += size
-            chosen.append(choice)
-        placed[name] = SplitPlacement(split, tuple(chosen))
+
+    def choose(shard: int, size: int) -> Residency | None:
+        if (owner := topology.owner(shard)) is None:
+            return None
+        device = topology.data_devices[owner]
+        choices = [Residency.DEVICE, Residency.HOST, Residency.MMAP]
+        if residency != "auto" or device == _CPU:
+            choices = [Residency(residency) if residency != "auto" else Residency.MMAP]
+        for choice in choices:
+            memory = choice.memory(device)
+            if memory is None or used[memory] + size <= budget_bytes[memory]:
+                break
+        if memory is not None:
+            used[memory] += size
+        return choice
+
+    placed = {
+        name: SplitPlacement(
+            split, tuple(map(choose, range(split.pool.num_shards), split.shard_bytes))
+        )
+        for name, split in splits.items()
+    }
     if residency == Residency.STREAM.value:
         _check_windows(placed, budget_bytes[_CPU])
     for device, needed in used.items():
@@ -223,43 +209,35 @@ def plan_placement(
                 if device == _CPU
                 else "residency='auto', which leaves the rest on the host"
             )
+            may_be = _exactly(budget_bytes[device])
             raise PlacementError(
-                f"residency={residency!r}: the shards of {device} need {needed} bytes"
-                f" ({format_bytes(needed)}), and {budget_bytes[device]} bytes"
-                f" ({format_bytes(budget_bytes[device])}) may be used there. Use more data"
-                f" devices, a larger memory_fraction, smaller dtypes, or {others}"
+                f"residency={residency!r}: the shards of {device} need {_exactly(needed)}, and"
+                f" {may_be} may be used there. Use more data devices, a larger memory_fraction,"
+                f" smaller dtypes, or {others}"
             )
     return Placement(topology, placed, dict(budget_bytes))
 
 
-def _choices(residency: str, device: torch.device) -> list[Residency]:
-    """Where shards of a data device may live; the first of these that fits is chosen."""
-    if residency != "auto":
-        return [Residency(residency)]
-    is_host = device == _CPU
-    return [Residency.MMAP] if is_host else [Residency.DEVICE, Residency.HOST, Residency.MMAP]
-
-
 def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
     """Check that two windows of each split fit into memory together."""
-    placed: Iterable[SplitPlacement] = splits.values()
-    needed = sum(2 * split.size.window_bytes for split in placed)
+    placed = [split.size for split in splits.values()]
+    needed = sum(2 * size.window_bytes for size in placed)
     if needed <= budget_bytes:
         return
     # Of one row of each shard, in a window as large as any.
-    per_row = [split.size.window_bytes / split.size.windows.longest for split in placed]
+    per_row = [size.window_bytes / Blocks(size.order).longest for size in placed]
     most = int(budget_bytes / max(1, 2 * sum(per_row)))
     windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
+    remedy = f"Use shuffle_window={most} or less" if most else "Not even windows of one row fit"
     raise PlacementError(
         f"residency='stream': two windows of each split, of {windows} of each of the shards of this"
-        f" process, need {needed} bytes ({format_bytes(needed)}) of host memory, and {budget_bytes}"
-        f" bytes ({format_bytes(budget_bytes)}) may be used. "
-        + (
-            f"Use shuffle_window={most} or less, or a larger memory_fraction"
-            if most
-            else "Not even windows of one row fit: use fewer shards, or a larger memory_fraction"
-        )
+        f" process, need {_exactly(needed)} of host memory, and {_exactly(budget_bytes)} may be"
+        f" used. {remedy}: fewer shards or a larger memory_fraction help too"
     )
+
+
+def _exactly(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
 
 
 def placement_table(placement: Placement) -> Table:
@@ -267,13 +245,11 @@ def placement_table(placement: Placement) -> Table:
     table = Table(title="Placement of shards", title_justify="left")
     for name in ("data device", "split", "residency"):
         table.add_column(name)
-    names = ["shards", "rows", "bytes", "budget"]
-    if any(split.window is not None for split in placement.splits.values()):
-        names.append("in host memory")
-    for name in names:
+    is_streamed = any(split.window is not None for split in placement.splits.values())
+    for name in ["shards", "rows", "bytes", "budget", *["in host memory"] * is_streamed]:
         table.add_column(name, justify="right")
     for held in placement.held():
-        memory = held.residency.memory(held.device)
+        memory, split = held.residency.memory(held.device), placement.splits[held.split]
         cells = [
             held.device_name,
             held.split,
@@ -282,16 +258,10 @@ def placement_table(placement: Placement) -> Table:
             f"{held.num_rows:,}",
             format_bytes(held.num_bytes),
             "-" if memory is None else format_bytes(placement.budget_bytes[memory]),
-            _windows(placement, held),
         ]
-        table.add_row(*cells[: len(table.columns)])
+        if split.window is not None:
+            num_held = len(split.residency) - split.residency.count(None)
+            num_bytes = 2 * split.size.window_bytes * len(held.shards) // num_held
+            cells.append(f"2 x {split.window:,} rows a shard, {format_bytes(num_bytes)}")
+        table.add_row(*cells)
     return table
-
-
-def _windows(placement: Placement, held: HeldShards) -> str:
-    split = placement.splits[held.split]
-    if split.window is None:
-        return "-"
-    num_held = len(split.residency) - split.residency.count(None)
-    num_bytes = 2 * split.size.window_bytes * len(held.shards) // num_held
-    return f"2 x {split.window:,} rows a shard, {format_bytes(num_bytes)}"

@@ -54,13 +54,8 @@ def topology_of(strategy: Any) -> DataTopology:
     if declared is not None:
         return declared
     rank, size = data_parallel_rank(strategy)
-    return DataTopology(
-        (strategy.root_device,),
-        rank,
-        size,
-        assemble_on=strategy.root_device,
-        num_local_processes=local_processes(strategy),
-    )
+    root, processes = strategy.root_device, local_processes(strategy)
+    return DataTopology((root,), rank, size, assemble_on=root, num_local_processes=processes)
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
@@ -79,13 +74,10 @@ def device_budgets(
 ) -> dict[torch.device, int]:
     """The bytes that shards may take on each device: a share of what is free now."""
     check_memory_fraction(fraction)
-    cpu = torch.device("cpu")
-    budgets = {
-        device: int(free_bytes(device) * fraction) for device in dict.fromkeys((*devices, cpu))
-    }
+    sharing = {"cpu": num_local_processes}
     return {
-        device: budget // num_local_processes if device.type == "cpu" else budget
-        for device, budget in budgets.items()
+        device: int(free_bytes(device) * fraction) // sharing.get(device.type, 1)
+        for device in dict.fromkeys((*devices, torch.device("cpu")))
     }
 
 

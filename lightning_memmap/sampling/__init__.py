@@ -39,7 +39,7 @@ from lightning_memmap.sampling.sampler import (
     ShuffledSampler,
     derive_seed,
 )
-from lightning_memmap.sampling.schedule import BatchSchedule, ReadWindows, default_window
+from lightning_memmap.sampling.schedule import BatchSchedule, Blocks, default_window
 from lightning_memmap.sampling.selection import (
     Holdout,
     KFold,
@@ -52,6 +52,7 @@ from lightning_memmap.sampling.weighted import Weighted
 
 __all__ = [
     "BatchSchedule",
+    "Blocks",
     "Bucketed",
     "Curriculum",
     "Fields",
@@ -63,7 +64,6 @@ __all__ = [
     "Parts",
     "Pool",
     "RandomSplit",
-    "ReadWindows",
     "Rows",
     "Sampler",
     "SamplerFactory",

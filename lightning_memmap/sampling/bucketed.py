@@ -13,6 +13,7 @@ from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Alike,
     Permutation,
+    order_within,
     permutation,
     random_bits,
 )
@@ -101,9 +102,8 @@ class Bucketed(Described, SamplerFactory):
 
 def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
     """The rows of a pool dealt to its shards by length, as cards are: all shards are alike."""
-    numbers = np.arange(pool.num_rows, dtype=np.int64)
-    ties = random_bits(seed, 0, _DEAL).random_raw(len(numbers))
-    numbers = numbers[np.lexsort((ties, lengths[pool.rows.dataset_rows(numbers)]))]
+    lengths = lengths[pool.rows.dataset_rows(np.arange(pool.num_rows))]
+    numbers = order_within(lengths, random_bits(seed, 0, _DEAL))
     shards = [numbers[shard :: pool.num_shards] for shard in range(pool.num_shards)]
     index = Shards(pool.num_rows, pool.num_shards).locate(np.concatenate(shards))
     return pool.drawing(pool.sizes, pool.counts, index)
@@ -144,11 +144,8 @@ class BucketedSampler(Sampler):
         together = 1 + round((num_layers / self.num_buckets + 0.5) / 4)
         if self.pool.chosen is None or together == 1 or not num_layers:
             return drawn
-        strata = np.arange(num_layers, dtype=np.uint64) // np.uint64(together)
-        bits = np.uint64(int(strata[-1]).bit_length())
-        keys = random_bits(self.seed, epoch, _STRATA + shard).random_raw(num_layers) >> bits
-        # In one number with the random bits: several times as fast as two keys.
-        drawn[:num_layers] = (keys | strata << (np.uint64(64) - bits) if bits else keys).argsort()
+        strata = np.arange(num_layers) // together
+        drawn[:num_layers] = order_within(strata, random_bits(self.seed, epoch, _STRATA + shard))
         return drawn
 
     @override
@@ -192,10 +189,12 @@ class BucketedSampler(Sampler):
         # Buckets of one group are exchanged. Too small a group would be no random order.
         most = max(1, min(count, self._window) // _GROUP)
         groups = begins * most // self.num_shards if self._num_begins > most else begins
-        keys = random_bits(self.seed, epoch, 1).random_raw(count)
         if self.num_positions % self.bucket_size:
             # One that is shorter would move all that come after it to other shards.
             groups[-1] = self.num_shards
+        groups += windows * (self.num_shards + 1)
         ranks = np.empty(count, np.int64)
-        ranks[np.lexsort((buckets, groups, windows))] = np.lexsort((keys, groups, windows))
+        ranks[groups.argsort(kind="stable")] = order_within(
+            groups, random_bits(self.seed, epoch, 1)
+        )
         return ranks

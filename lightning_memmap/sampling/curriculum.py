@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,7 +16,6 @@ from lightning_memmap.sampling.sampler import (
     Sampler,
     SamplerFactory,
     ShuffledSampler,
-    blocked,
     made_sampler,
 )
 
@@ -85,8 +84,7 @@ class Curriculum(Described, SamplerFactory):
                 f"{self!r}: its epochs have {counts} positions: all need as many, which num_samples"
                 " sets"
             )
-        stages = EpochOrders(tuple(self.stages), tuple(made))
-        return CurriculumSampler(united([sampler.pool for sampler in made]), stages=stages)
+        return CurriculumSampler.of(EpochOrders(tuple(self.stages), tuple(made)))
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,12 @@ class CurriculumSampler(Sampler):
     """Another order from an epoch on."""
 
     stages: EpochOrders
+
+    @classmethod
+    def of(cls, stages: EpochOrders, block: int | None = None) -> Self:
+        """The order over a pool that has the rows of all stages."""
+        pool = united([sampler.pool for sampler in stages.samplers])
+        return cls(pool, stages=stages, shuffle_window=block)
 
     def _order(self, epoch: int) -> Sampler:
         return self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
@@ -131,19 +135,11 @@ class CurriculumSampler(Sampler):
         # The rows of a shard lie one after the other, in both pools: no table is needed.
         return order.grid(epoch, first, last, shards, starts + (used - held)[shards])
 
-    @property
-    @override
-    def block(self) -> int | None:
-        blocks = {each.block for each in self.stages.samplers if not each.is_sequential}
-        return blocks.pop() if len(blocks) == 1 else None
-
     @override
     def in_blocks(self, block: int) -> Self:
-        made = tuple(blocked(sampler, block) for sampler in self.stages.samplers)
-        stages = EpochOrders(self.stages.epochs, made)
-        # Some have other rows in their shards then.
-        pool = united([sampler.pool for sampler in made])
-        return replace(self, pool=pool, stages=stages, shuffle_window=block)
+        # Some stages have other rows in their shards then.
+        made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)
+        return self.of(EpochOrders(self.stages.epochs, made), block)
 
     @override
     def clear(self) -> None:

@@ -6,13 +6,21 @@ from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
-from lightning_memmap.sampling.permutations import random_bits
-from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.rows import Integers, JoinedRows, WindowedRows, firsts_of, shard_rows
+from lightning_memmap.sampling.permutations import order_within, random_bits
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import (
+    Integers,
+    JoinedRows,
+    Runs,
+    WindowedRows,
+    firsts_of,
+    ranges,
+    shard_rows,
+)
 from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
@@ -171,7 +179,8 @@ class Sets:
             return on_line[:-1][shards.argsort()], on_line[1:][shards.argsort()]
         begins = self.batch_begins(num_shards)
         num_batches = np.zeros((num_shards, len(counts)), np.int64)
-        np.add.at(num_batches, (begins, self.sets_of_batches(begins)), 1)
+        sets = self.sets_of_batches(begins.argsort(kind="stable"))
+        np.add.at(num_batches, (begins, sets), 1)
         rounds, more = divmod(self.global_batch, num_shards)
         # A batch has a row more of the shards that follow the one that it begins at.
         has_more = np.subtract.outer(shards, shards) % num_shards < more
@@ -183,14 +192,14 @@ class Sets:
         numbers = np.arange(sum(self.counts) // self.global_batch)
         return numbers * self.global_batch % num_shards
 
-    def sets_of_batches(self, begins: Integers, keys: NDArray[Any] | None = None) -> Integers:
-        """The set of each batch of an epoch."""
+    def sets_of_batches(self, order: Integers) -> Integers:
+        """The set of each batch of an epoch, in an order of them by the shards they begin at."""
         counts = np.array(self.counts) // self.global_batch
         numbers = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = ranges(np.zeros_like(counts), counts)
         evenly = numbers[np.lexsort((numbers, (within + 0.5) / counts[numbers]))]
         found = np.empty_like(evenly)
-        found[np.lexsort((begins,) if keys is None else (keys, begins))] = evenly
+        found[order] = evenly
         return found
 
     def pieces(self, num_shards: int) -> _Pieces:
@@ -241,7 +250,7 @@ class MixtureSampler(Sampler):
         """The same of some shards, shard after shard."""
         pieces, numbers = self._pieces(0)
         begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
-        which = _counted(begins, ends - begins)
+        which = ranges(begins, ends - begins)
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
@@ -272,7 +281,7 @@ class MixtureSampler(Sampler):
         # Shards differ by one position at most.
         has_row = np.ones(shape, np.bool_)
         has_row[:, -1] = positions[shards] == shape[1]
-        found[has_row] = _counted(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
+        found[has_row] = ranges(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
         return found
 
 
@@ -286,18 +295,10 @@ def _read_on(
     ends = starts + counts
     num_rounds = np.where(counts > 0, -(-ends // nums), 0)
     which = np.repeat(np.arange(len(rows)), num_rounds)
-    passed = _counted(np.zeros_like(num_rounds), num_rounds) * nums[which]
+    passed = ranges(np.zeros_like(num_rounds), num_rounds) * nums[which]
     begins = np.maximum(starts[which], passed)
     lengths = np.minimum(ends[which], passed + nums[which]) - begins
     return rows[which] + begins - passed, lengths
-
-
-def _counted(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Runs of consecutive numbers, from their first ones on, so many of each."""
-    # Numbers without a sign may wrap around on the way.
-    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
-    found += np.arange(len(found), dtype=dtype)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,8 +309,8 @@ class ByBatchSampler(MixtureSampler):
     def _batches(self, epoch: int) -> Integers:
         """The set of each batch."""
         begins = self.sets.batch_begins(self.num_shards)
-        keys = random_bits(self.seed, epoch, 1).random_raw(len(begins))
-        return self.sets.sets_of_batches(begins, keys)
+        order = order_within(begins, random_bits(self.seed, epoch, 1))
+        return self.sets.sets_of_batches(order)
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:

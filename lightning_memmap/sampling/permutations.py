@@ -7,7 +7,7 @@ position can be looked up at any time. Integers only.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -40,7 +40,7 @@ class Tables:
 
     def __init__(self, num_kept: int = _KEPT_EPOCHS) -> None:
         self._num_kept = num_kept
-        self.lock = Lock()
+        self.lock = RLock()
         self._kept: dict[str, OrderedDict[int, Any]] = {}
 
     def get(self, kind: str, epoch: int, make: Callable[[], T]) -> T:
@@ -88,6 +88,17 @@ def permutation(size: int, bits: np.random.Philox) -> Integers:
     """A permutation of one set of rows, int64 of shape (size,)."""
     zero = np.zeros(1, np.int64)
     return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero) if size else zero[:0]
+
+
+def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
+    """An order of things that is random within groups, which ascend."""
+    # In one number with the random bits: several times as fast as two keys.
+    width = int(groups.max(initial=0)).bit_length()
+    keys = bits.random_raw(len(groups)) >> np.uint64(width)
+    if width:
+        keys |= groups.astype(np.uint64) << np.uint64(64 - width)
+    order: Integers = keys.argsort()
+    return order
 
 
 def every(columns: Integers) -> Integers | slice:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,29 +11,17 @@ from numpy.typing import NDArray
 from lightning_memmap.sampling.rows import (
     Integers,
     Rows,
+    Runs,
     Shards,
     StoreRows,
     WindowedRows,
+    distinct,
     firsts_of,
     shard_rows,
 )
 
 #: Windows that are located at once.
 _BLOCK_WINDOWS = 2**18
-
-
-class Runs(NamedTuple):
-    """Numbers that are consecutive, run by run."""
-
-    #: The index at which each run begins, int64 of shape (runs,), ascending from 0.
-    begins: Integers
-    #: What is added to an index in this run, int64 of shape (runs,).
-    shifts: Integers
-
-    def at(self, index: Integers) -> Integers:
-        """The numbers at indices, int64 of the same shape."""
-        found: Integers = self.shifts[np.searchsorted(self.begins, index, side="right") - 1]
-        return found + index
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,9 +185,8 @@ def united(pools: Sequence[Pool]) -> Pool:
     first = pools[0]
     each = []
     for shard in range(first.num_shards):
-        found = np.concatenate([pool.line(pool.index(shard)) for pool in pools])
-        found = np.sort(found)
-        each.append(found[np.diff(found, prepend=-1) > 0])
+        held = [pool.line(pool.index(shard)) for pool in pools]
+        each.append(distinct(np.concatenate(held)))
     sizes = np.array([len(found) for found in each], np.int64)
     firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
     lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)

@@ -133,11 +133,17 @@ class Sampler(ABC):
         Returns:
             Offsets within the shard, int64 of shape (pool.counts[shard],).
         """
-        column, zero = np.array([shard]), np.zeros(1, np.int64)
-        last = int(self.pool.counts[shard]) - 1
-        order = self._permutation(epoch).grid(0, last, column, zero) if last >= 0 else zero[:0]
-        drawn = self.draws(epoch, column)[0, order].astype(np.int64)
-        return self.arrange(epoch, shard, drawn)
+        drawn = self._permuted(epoch, np.array([shard]))[: int(self.pool.counts[shard]), 0]
+        return self.arrange(epoch, shard, drawn.astype(np.int64))
+
+    def _permuted(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        """What shards draw, permuted, of shape (positions of the longest, shards)."""
+        drawn = self.draws(epoch, shards)
+        width = drawn.shape[1]
+        firsts = np.arange(len(shards)) * width
+        order = self._permutation(epoch).grid(0, width - 1, shards, firsts)
+        # No index is outside: "wrap" is the fastest mode.
+        return drawn.ravel().take(order, mode="wrap").reshape(width, -1)
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
@@ -158,12 +164,8 @@ class Sampler(ABC):
         """
         if self._is_plain:
             return self._permutation(epoch).grid(first, last, shards, starts)
-        table = self._table(epoch, shards)
-        order = Alike() if self._overrides("arrange", "offsets") else self._permutation(epoch)
-        index = order.grid(first, last, shards, shards * table.shape[1])
-        # No index is outside of the table: "wrap" is the fastest mode.
-        found = table.ravel().take(index, mode="wrap").reshape(-1, len(shards))
-        grid: Integers = np.add(found, starts, dtype=np.int64).ravel()
+        rows = self._table(epoch, shards)[first : last + 1]
+        grid: Integers = np.add(rows[:, every(shards)], starts, dtype=np.int64).ravel()
         return grid
 
     def _overrides(self, *names: str) -> bool:
@@ -176,24 +178,26 @@ class Sampler(ABC):
         return not self._overrides("draw", "draws", "arrange", "offsets")
 
     def _table(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        """What shards draw in an epoch; as it comes, where a subclass arranges it."""
-        table, is_there = self._drawn(epoch)
+        """The offsets of shards in an epoch, of shape (positions of the longest, C)."""
+        table, is_there = self._offsets(epoch)
         missing, is_arranged = shards[~is_there[shards]], self._overrides("arrange", "offsets")
         # One after the other, short shards would take several times as long.
-        step = max(1, _TOGETHER // max(table.shape[1], self.pool.longest))
+        step = max(1, _TOGETHER // max(len(table), self.pool.longest))
         for begin in range(0, len(missing), step):
             some = missing[begin : begin + step]
-            # At once: a thread that reads blocks may look up what another one draws again.
-            table[every(some)] = (
-                self._stacked("offsets", epoch, some) if is_arranged else self.draws(epoch, some)
+            # At once: a thread that reads blocks may look up what another one makes again.
+            table[:, every(some)] = (
+                self._stacked("offsets", epoch, some).T
+                if is_arranged
+                else self._permuted(epoch, some)
             )
             is_there[some] = True
         return table
 
     @kept
-    def _drawn(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    def _offsets(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Room for the offsets that shards have, and which of these are there: none yet."""
-        shape = self.num_shards, int(self.pool.counts.max())
+        shape = int(self.pool.counts.max()), self.num_shards
         table = np.empty(shape, np.min_scalar_type(self.pool.longest))
         return table, np.zeros(self.num_shards, np.bool_)
 
@@ -219,13 +223,18 @@ class Sampler(ABC):
         """The permutations of all shards."""
         return self.permutation(epoch)
 
-    @property
-    def block(self) -> int | None:
-        """Positions of a shard in a block; None where the rows of a step may lie anywhere."""
-        return self.shuffle_window if type(self).offsets is Sampler.offsets else None
-
     def in_blocks(self, block: int) -> Self:
-        """The same order, permuted in blocks."""
+        """The same order, permuted in blocks.
+
+        Raises:
+            ValueError: The sampler decides itself how rows come.
+        """
+        if self._overrides("offsets", "grid"):
+            raise ValueError(
+                f"shuffle_window={block}, and {type(self).__name__} decides itself how rows come:"
+                " let it draw rows, and leave permuting them to its base class; or leave"
+                " shuffle_window out, and use residency='mmap' or 'host' rather than 'stream'"
+            )
         return replace(self, shuffle_window=block)
 
     def block_runs(self, epoch: int, number: int) -> list[range] | None:
@@ -326,6 +335,7 @@ class SequentialSampler(Sampler):
 
     Args:
         pool: The rows of each shard.
+        shuffle_window: Rows of a shard that are read together where rows are streamed.
     """
 
     is_sequential: ClassVar[bool] = True
@@ -339,8 +349,10 @@ class SequentialSampler(Sampler):
         return Alike()
 
     @override
-    def in_blocks(self, block: int) -> Self:
-        return self
+    def block_runs(self, epoch: int, number: int) -> list[range] | None:
+        assert self.shuffle_window is not None
+        first = number * self.shuffle_window
+        return [range(first, min(first + self.shuffle_window, self.pool.longest))]
 
 
 @dataclass(frozen=True)
@@ -493,19 +505,7 @@ def made_sampler(
             f" ({error}): give a function of these two that returns a sampler, or Weighted(...)"
         ) from error
     _check_sampler(sampler, pool)
-    return sampler if block is None else blocked(sampler, block)
-
-
-def blocked(sampler: Sampler, block: int) -> Sampler:
-    """The same order, permuted in blocks; it is an error where it cannot be."""
-    found = sampler.in_blocks(block)
-    if found.block != block and not found.is_sequential:
-        raise ValueError(
-            f"shuffle_window={block}, and {type(sampler).__name__} decides itself how rows come:"
-            " let it draw rows, and leave permuting them to its base class; or leave shuffle_window"
-            " out, and use residency='mmap' or 'host' rather than 'stream'"
-        )
-    return found
+    return sampler if block is None else sampler.in_blocks(block)
 
 
 def _check_sampler(sampler: object, pool: Pool) -> None:

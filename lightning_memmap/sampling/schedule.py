@@ -1,10 +1,11 @@
-"""How an epoch is divided: into steps, some of which a run may leave out, and into windows.
+"""How an epoch is divided: into steps, some of which a run may leave out, and into blocks.
 
-A window is the positions of some consecutive rounds over the shards, which are read from disk at
+A block is the positions of some consecutive rounds over the shards, which are read from disk at
 once. The rows of one shard in it are long runs of a file, or lie near each other there.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,8 +19,8 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
-#: Bytes of a window over all shards if the user gives no number: 21 MiB of each of 24 shards.
-DEFAULT_WINDOW_BYTES = 512 * 2**20
+#: Bytes of a block over all shards if the user gives no number: 21 MiB of each of 24 shards.
+DEFAULT_BLOCK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,10 @@ class Piece:
 
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
-        full = min((position - self.first) // self.global_batch, self.num_full)
-        for step in range(full, len(self) + 1 if full == self.num_full else full + 1):
-            if self.edge(step) == position:
-                return replace(self, num_full=full, tail=self.tail[: step - full])
-        return None
+        step = bisect_left(range(len(self) + 1), position, key=self.edge)
+        full = min(step, self.num_full)
+        found = replace(self, num_full=full, tail=self.tail[: step - full])
+        return found if self.edge(step) == position else None
 
 
 @dataclass(frozen=True)
@@ -123,43 +123,46 @@ _Count = Annotated[int, Meta(ge=0)]
 class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
     """The steps that a run leaves out, and the positions that they had when that was decided.
 
-    A checkpoint has these two lists.
+    A checkpoint has these two lists of ranges, both counted over all epochs.
     """
 
     steps: tuple[tuple[_Count, _Count], ...] = ()
-    #: Of an epoch, from the first position on, up to the last one.
-    positions: tuple[tuple[_Count, _Count, _Count], ...] = ()
+    positions: tuple[tuple[_Count, _Count], ...] = ()
 
     def __post_init__(self) -> None:
-        if any(each[-2] >= each[-1] for each in (*self.steps, *self.positions)):
+        if any(first >= last for first, last in (*self.steps, *self.positions)):
             raise ValueError("a range of steps or positions is empty")
 
     def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
         """These and others."""
-        count = len(epoch_steps)
-        positions = set(self.positions)
-        for first, last in _without(steps, self.steps):
-            while first < last:
-                epoch, begin = divmod(first, count)
-                end = min(last - epoch * count, count)
-                places = epoch_steps.bounds(begin)[0], epoch_steps.bounds(end - 1)[1]
-                positions.add((epoch, *places))
-                if end - begin == count:
-                    raise _no_step_left(epoch, count)
-                first = epoch * count + end
-        found = SkippedSteps(_joined([*self.steps, *steps]), tuple(sorted(positions)))
-        for epoch in {epoch for epoch, _, _ in found.positions}:
-            if not len(replace(epoch_steps, skipped=found.of_epoch(epoch))):
-                raise _no_step_left(epoch, count)
+        count, num_rows = len(epoch_steps), epoch_steps.num_rows
+
+        def begin(step: int) -> int:
+            return step // count * num_rows + epoch_steps.bounds(step % count)[0]
+
+        new = [(begin(first), begin(last)) for first, last in _without(steps, self.steps)]
+        positions = _joined([*self.positions, *new])
+        found = SkippedSteps(_joined([*self.steps, *steps]), positions)
+        for first, last in positions:
+            for epoch in range(first // num_rows, -(-last // num_rows)):
+                if not len(replace(epoch_steps, skipped=found.of_epoch(epoch, num_rows))):
+                    raise ValueError(
+                        f"skip_steps: all {count} steps of epoch {epoch} would be left out, steps"
+                        f" {epoch * count} to {(epoch + 1) * count - 1} of the run: leave some of"
+                        " them in, or resume from a checkpoint of a later epoch"
+                    )
         return found
 
-    def of_epoch(self, epoch: int) -> tuple[Span, ...]:
-        """The positions that an epoch leaves out."""
-        return _joined([(first, last) for at, first, last in self.positions if at == epoch])
+    def of_epoch(self, epoch: int, num_rows: int) -> tuple[Span, ...]:
+        """The positions that an epoch leaves out, of so many."""
+        start = epoch * num_rows
+        found = ((max(0, a - start), min(b - start, num_rows)) for a, b in self.positions)
+        return tuple((first, last) for first, last in found if first < last)
 
-    def epochs(self) -> list[int]:
+    def epochs(self, num_rows: int) -> list[int]:
         """The epochs that leave some out."""
-        return sorted({epoch for epoch, _, _ in self.positions})
+        spans = (range(a // num_rows, -(-b // num_rows)) for a, b in self.positions)
+        return sorted({epoch for span in spans for epoch in span})
 
 
 def steps_to_skip(given: Any) -> tuple[Span, ...]:
@@ -205,55 +208,42 @@ def _without(spans: tuple[Span, ...], others: tuple[Span, ...]) -> Iterator[Span
             yield first, last
 
 
-def _no_step_left(epoch: int, count: int) -> ValueError:
-    return ValueError(
-        f"skip_steps: all {count} steps of epoch {epoch} would be left out, steps {epoch * count}"
-        f" to {(epoch + 1) * count - 1} of the run: leave some of them in, or resume from a"
-        " checkpoint of a later epoch"
-    )
-
-
 def default_window(num_shards: int, row_bytes: float) -> int:
-    """Rows of a shard in a window. Depends on the store alone: the same on every machine."""
-    return max(1, int(DEFAULT_WINDOW_BYTES // max(1, num_shards * row_bytes)))
+    """Rows of a shard in a block. Depends on the store alone: the same on every machine."""
+    return max(1, int(DEFAULT_BLOCK_BYTES // max(1, num_shards * row_bytes)))
 
 
 @dataclass(frozen=True)
-class ReadWindows:
-    """The windows of a sampler's epochs."""
+class Blocks:
+    """What is read at once in the order of a sampler: a block of each shard."""
 
     sampler: Sampler
-    rows: int
 
-    def __post_init__(self) -> None:
-        block = self.sampler.block
-        if not self.sampler.is_sequential and block != self.rows:
-            raise ValueError(
-                f"windows of {self.rows} rows of a shard are read (shuffle_window), and"
-                f" {type(self.sampler).__name__} takes the rows of a step from"
-                f" {'elsewhere too' if block is None else f'windows of {block}'}: use the same"
-                " window, or residency='mmap'"
-            )
+    @property
+    def rows(self) -> int:
+        """Positions of a shard in a block."""
+        assert self.sampler.shuffle_window is not None, f"{self.sampler} has no blocks"
+        return self.sampler.shuffle_window
 
     @property
     def has_runs(self) -> bool:
-        """Whether a window has the same offsets of each shard, in runs of consecutive ones."""
-        return self.sampler.is_sequential or self.sampler.block_runs(0, 0) is not None
+        """Whether a block has the same offsets of each shard, in runs of consecutive ones."""
+        return self.sampler.block_runs(0, 0) is not None
 
     def __len__(self) -> int:
         return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
 
     @property
     def longest(self) -> int:
-        """Positions of a shard in the longest window."""
+        """Positions of a shard in the longest block."""
         return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
 
     def number_of(self, position: int) -> int:
-        """The window of a position."""
+        """The block of a position."""
         return position // (self.sampler.num_shards * self.rows)
 
     def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
-        """Divide positions by windows."""
+        """Divide positions by blocks."""
         size = self.rows * self.sampler.num_shards
         edges = (positions[0], positions[-1]) if positions else (0, -1)
         for number in range(edges[0] // size, edges[1] // size + 1):
@@ -263,16 +253,8 @@ class ReadWindows:
             )
             yield number, slice(first, last)
 
-    def runs(self, epoch: int, number: int) -> list[range]:
-        """The offsets of a window, the same in each shard, in runs of consecutive ones."""
-        if not self.sampler.is_sequential:
-            runs = self.sampler.block_runs(epoch, number)
-            assert runs is not None, f"{self.sampler} has no runs"
-            return runs
-        return [range(number * self.rows, min((number + 1) * self.rows, self.sampler.pool.longest))]
-
     def index(self, epoch: int, number: int, held: Integers) -> Integers:
-        """The rows that a window has of some shards, by their index in the pool."""
+        """The rows that a block has of some shards, by their index in the pool."""
         first = number * self.rows
         last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
         found = self.sampler.grid(epoch, first, last - 1, held, self.sampler.pool.starts[held])

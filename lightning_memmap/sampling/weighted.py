@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import every, random_bits
-from lightning_memmap.sampling.pool import Pool, Runs
-from lightning_memmap.sampling.rows import Integers, firsts_of, shard_rows
+from lightning_memmap.sampling.permutations import every, order_within, random_bits
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Integers, Runs, firsts_of, ranges, shard_rows
 from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
@@ -23,11 +22,11 @@ from lightning_memmap.sampling.sampler import (
     one_by_row,
 )
 
-#: The part of an epoch's random bits for where its points lie, and the first of those for the
-#: orders of rows on the line. Part 0 is for the order of positions.
-_POINT, _ORDERS = 1, 2
-#: The rows of a shard are divided into so many parts, which are walked through at once.
-_LAYERS = 8
+#: Parts of the random bits: where the points of an epoch lie and the order on the line, and how the
+#: line is divided. Part 0 is for the order of positions.
+_POINT, _PARTS = 1, 2
+#: A shard has about so many parts. Rows of one part share an epoch more or less often than others.
+_NUM_PARTS = 48
 #: The line of an epoch is shorter than 2 to the power of this, in units.
 _LINE_BITS = 62
 _MAX_POSITIONS = 2**40
@@ -103,18 +102,20 @@ class Weighted(Described, SamplerFactory):
 
 
 class _Line(NamedTuple):
-    """The rows of each shard on its piece of the line: whole parts of lengths, and what is left."""
+    """The rows of shards on the line, shard after shard, in parts that keep together."""
 
-    #: The rows of whole parts, as often as they come in any epoch: of shape (C, positions). Where
-    #: there are none, the size of the longest shard.
+    #: The rows that whole parts of lengths draw, of shape (C, positions), and where others go.
     whole: NDArray[Any]
-    #: What is left of the first row of each shard, and of the last one: of shape (2, C).
-    edges: NDArray[np.uint32]
-    #: What is left of those in between, twice, shard after shard.
-    inner: NDArray[np.uint32]
-    #: Where those of each shard begin, and how much room they have, int64 of shape (C,) each.
-    begins: Integers
-    widths: Integers
+    is_left: NDArray[np.bool_]
+    #: By row: its offset in the shard, what is left of its length, the sum of this up to it, and
+    #: its part.
+    offsets: NDArray[Any]
+    left: NDArray[np.uint32]
+    ends: NDArray[np.uint32]
+    parts: NDArray[Any]
+    #: By part: the sum before it, and which parts it is exchanged with.
+    befores: NDArray[np.uint32]
+    groups: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,88 +124,80 @@ class WeightedSampler(Sampler):
 
     # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
     # row is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
-    # Systematic Sampling, II", 1949. Before that, the rows of each shard are permuted, so that
-    # other rows share an epoch each time; those on the cuts keep their places. Shards of about one
-    # size have one random permutation, and count their rows from another one on.
-    # The whole part of a length is drawn in any case. What is left of a row has a point where the
-    # sum of lengths passes a whole number: in units of 2**-32, where it wraps around. The piece of
-    # a shard is as long as a whole number, and so the first row of the next one begins there.
+    # Systematic Sampling, II", 1949. Before that, the parts of each shard, some neighbouring rows
+    # each, are permuted, so that other rows share an epoch each time; the first row and the last
+    # one, which lie on cuts, keep their places.
+    # The whole part of a length is drawn in any case. What is left of it has a point where the sum
+    # of lengths passes a whole number: in units of 2**-32, where it wraps around. A shard is as
+    # long as a whole number, and so one sum serves all of them.
 
     lengths: Numbers
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     @override
-    def draws(self, epoch: int, shards: Integers) -> Integers:
+    def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
         line = self._line(0)
+        rows = _together(self.pool.starts[shards], self.pool.sizes[shards])
+        ends = line.ends[rows] + self._shifts(epoch).take(line.parts[rows], mode="wrap")
+        hits = np.flatnonzero(ends < line.left[rows])
         found: NDArray[Any] = line.whole[every(shards)].copy()
-        widths = line.widths[shards]
-        for width in np.unique(widths).tolist():
-            here = widths == width
-            is_left = (found == self.pool.longest) & here[:, None]
-            found[is_left] = self._left(epoch, shards[here], width)
+        found[line.is_left[every(shards)]] = line.offsets[rows].take(hits)
         if self.shuffle_window is not None:
-            # What a shard lacks comes last.
-            found[:, -1][self.pool.counts[shards] < found.shape[1]] = self.pool.longest
             found.sort()
         return found
 
-    def _left(self, epoch: int, shards: Integers, width: int) -> NDArray[Any]:
-        """The rows that are drawn by what is left of their lengths, shard after shard."""
-        line, num = self._line(0), len(shards)
-        bits = random_bits(self.seed, epoch, _POINT).random_raw(1 + self.num_shards)
-        point, turns = bits[0].astype(np.uint32), (bits[1 + shards] % np.uint64(width)).astype(int)
-        order = self._tables.get(
-            f"order of {width}",
-            epoch,
-            lambda: random_bits(self.seed, epoch, _ORDERS + width).random_raw(width).argsort(),
-        )
-
-        def permuted(numbers: NDArray[Any], begins: Integers) -> NDArray[Any]:
-            return sliding_window_view(numbers, width)[begins].take(order, axis=1, mode="wrap")
-
-        # They lie column after column: sums of many columns are made at once.
-        lengths = permuted(line.inner, line.begins[shards] + turns).reshape(num, _LAYERS, -1)
-        first, last = line.edges[:, shards]
-        sums = lengths.sum(axis=1, dtype=np.uint32)
-        ends = sums.cumsum(axis=1, dtype=np.uint32) - sums + (point + first)[:, None]
-        hits = np.empty((num, width + 2), np.bool_)
-        layers = hits[:, :width].reshape(lengths.shape)
-        for layer in range(_LAYERS):
-            ends += lengths[:, layer]
-            np.less(ends, lengths[:, layer], out=layers[:, layer])
-        hits[:, -2], hits[:, -1] = point + first < first, point < last
-        offsets = permuted(np.tile(np.arange(width, dtype=line.whole.dtype), 2) + 1, turns)
-        lasts = (self.pool.sizes[shards] - 1).astype(offsets.dtype)
-        rows = np.column_stack([offsets, np.zeros_like(lasts), lasts])
-        return rows.ravel().take(np.flatnonzero(hits))
+    @kept
+    def _shifts(self, epoch: int) -> NDArray[np.uint32]:
+        """How far each part is from where it lies in the order of the files."""
+        line, bits = self._line(0), random_bits(self.seed, epoch, _POINT)
+        point = bits.random_raw(1).astype(np.uint32)
+        order = order_within(line.groups, bits)
+        sums = np.diff(line.befores, append=np.uint32(0))[order]
+        begins = np.empty_like(sums)
+        begins[order] = sums.cumsum(dtype=np.uint32) - sums + point
+        return begins - line.befores
 
     @kept
     def _line(self, _: int) -> _Line:
         pool, unit_bits = self.pool, _unit_bits(self.num_positions)
+        shards = np.repeat(np.arange(pool.num_shards), pool.sizes)
         ends = self.lengths.array.cumsum()[pool.whole(pool.index())]
-        ends = np.minimum(ends, np.repeat(pool.counts.cumsum() << unit_bits, pool.sizes))
+        ends = np.minimum(ends, (pool.counts.cumsum() << unit_bits)[shards])
         pieces = np.diff(ends >> max(0, unit_bits - 32), prepend=0)
         unit_bits = min(unit_bits, 32)
-        shards = np.repeat(np.arange(pool.num_shards), pool.sizes)
-        offsets, times = pool.index() - pool.starts[shards], pieces >> unit_bits
-        num_whole = np.bincount(shards, times, pool.num_shards).astype(np.int64)
-        shape = pool.num_shards, int(pool.counts.max())
-        whole = np.full(shape, pool.longest, np.min_scalar_type(pool.longest))
-        whole[np.arange(shape[1]) < num_whole[:, None]] = np.repeat(offsets, times)
-        whole[pool.counts < shape[1], -1] = 0
+        num_whole = pieces >> unit_bits
         left = (pieces << (32 - unit_bits)).astype(np.uint32)
-        # As much room as the largest shard needs, or half of that, and so on, in eighths.
-        most = pool.longest >> (np.frexp(pool.longest // np.maximum(1, pool.sizes))[1] - 1)
-        widths = -(-8 * pool.sizes // most) * most // 8
-        widths = np.maximum(1, -(-(widths - 2) // _LAYERS)) * _LAYERS
-        begins = firsts_of(2 * widths)
-        is_first, is_last = offsets == 0, offsets == pool.sizes[shards] - 1
-        edges = np.zeros((2, pool.num_shards), np.uint32)
-        edges[0, shards[is_first]], edges[1, shards[is_last]] = left[is_first], left[is_last]
-        inner, between = np.zeros(2 * int(widths.sum()), np.uint32), ~(is_first | is_last)
-        at = (begins[shards] + offsets - 1)[between]
-        inner[at] = inner[at + widths[shards][between]] = left[between]
-        return _Line(whole, edges, inner, begins, widths)
+        ends = left.cumsum(dtype=np.uint32)
+        offsets = pool.index() - pool.starts[shards]
+        ends_whole = np.bincount(shards, num_whole, pool.num_shards)[:, None]
+        columns, counts = np.arange(pool.counts.max()), pool.counts[:, None]
+        # What a shard lacks comes last.
+        dtype = np.min_scalar_type(pool.longest)
+        whole = np.full((pool.num_shards, len(columns)), pool.longest, dtype)
+        whole[columns < ends_whole] = np.repeat(offsets, num_whole)
+        is_inner, is_last = offsets > 0, offsets == pool.sizes[shards] - 1
+        # Of many sizes: the sums of parts of one size might all be whole numbers.
+        numbers = random_bits(self.seed, 0, _PARTS).random_raw(len(shards))
+        is_cut = numbers % np.maximum(1, pool.sizes // _NUM_PARTS).astype(np.uint64)[shards] == 0
+        is_cut |= (offsets < 2) | is_last
+        parts, groups = is_cut.cumsum() - 1, 3 * shards + is_inner + (is_inner & is_last)
+        return _Line(
+            whole,
+            (columns >= ends_whole) & (columns < counts),
+            offsets.astype(whole.dtype),
+            left,
+            ends,
+            parts.astype(np.min_scalar_type(len(parts))),
+            (ends - left)[is_cut],
+            groups[is_cut],
+        )
+
+
+def _together(firsts: Integers, counts: Integers) -> Integers | slice:
+    """Runs of consecutive numbers: as a slice where they follow one another."""
+    if np.array_equal(firsts[1:], (firsts + counts)[:-1]):
+        return slice(int(firsts[0]), int(firsts[-1] + counts[-1]))
+    return ranges(firsts, counts)
 
 
 def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:

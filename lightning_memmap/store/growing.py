@@ -497,7 +497,7 @@ class _GrowingItems(ComingItems):
         try:
             data = np.concatenate([*self.column.joined(self.files, entries), _NO_BYTES])
         except FileNotFoundError:  # The pieces were joined, and removed.
-            return Values.of_rows(self.field, self.whole().fetch(self.shards.rows_at(locations)))
+            return Values.of_rows(self.field, self.whole().take(locations))
         # Without items, numpy's stride may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(entries[:, 2:])

@@ -4,7 +4,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
 from lightning_memmap.sampling import Integers, JoinedRows, Pool, Shards, StoreRows, WindowedRows
-from lightning_memmap.sampling.rows import firsts_of
+from lightning_memmap.sampling.rows import Runs, firsts_of
 from lightning_memmap.schema import Field, Values
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
@@ -47,8 +47,8 @@ class JoinedStore(Store):
         shards = Shards(total, max(part.num_shards for part in self.parts))
         #: Where the rows of each store begin in memory.
         self._begins = self._begins_of([part.num_rows for part in self.parts])
-        self._shards = _InMemory(
-            total, shards.num_shards, places=lambda rows: self.in_memory(self._rows.places(rows))
+        self._places = _Places(
+            self._rows, Runs(self._rows.firsts, self._begins - self._rows.firsts)
         )
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
@@ -94,7 +94,7 @@ class JoinedStore(Store):
 
     @override
     def in_memory(self, locations: Integers) -> Integers:
-        return locations + (self._begins - self._rows.firsts)[self._rows.stores_of(locations)]
+        return self._places.in_memory.at(locations)
 
     @override
     def row_files(self, column: Column) -> list[tuple[Path, int, int]]:
@@ -115,7 +115,7 @@ class JoinedStore(Store):
         ragged = [column for column in columns if isinstance(column, ItemRows)]
         if ragged and self.supply is not None:
             whole = partial(self.whole_items, index)
-            coming = _JoinedItems.of(field, self._shards, whole, ragged, self._begins)
+            coming = _JoinedItems.of(field, self._places, whole, ragged, self._begins)
             return Supplied(coming, partial(self._get, index))
         sizes = [len(column.items) for column in ragged] or [part.num_rows for part in self.parts]
         begins = self._begins_of(sizes)
@@ -126,7 +126,7 @@ class JoinedStore(Store):
         ]
         items = _map(field, files, int(begins[-1]) + sizes[-1])
         if not ragged:
-            rows = _JoinedRows(self._shards, items)
+            rows = MappedRows(self._places, items)
             return rows if self.supply is None else Supplied(rows, partial(self._get, index))
         num_rows = int(self._begins[-1]) + self.parts[-1].num_rows
         ends = np.zeros((num_rows, ragged[0].index.shape[1]), np.int64)
@@ -135,7 +135,7 @@ class JoinedStore(Store):
             ends[max(0, row - 1), 0] = begin
             ends[row : row + len(column.index)] = column.index
             ends[row : row + len(column.index), 0] += begin
-        return ItemRows(field, self._shards, items, ends)
+        return ItemRows(field, self._places, items, ends)
 
     @override
     def each(self, rows: Integers) -> Iterator[tuple[Store, Integers, Integers]]:
@@ -188,22 +188,20 @@ class JoinedManifest(Manifest):
 
 
 @dataclass(frozen=True)
-class _InMemory(Shards):
-    """All rows, by where they lie in memory."""
+class _Places:
+    """Where the rows of several stores lie in memory."""
 
-    places: Callable[[Integers], Integers] = field(kw_only=True)
+    rows: JoinedRows
+    in_memory: Runs
 
-    @override
-    def locate(self, rows: Integers) -> Integers:
-        return self.places(rows)
+    @property
+    def num_rows(self) -> int:
+        """The rows of all stores."""
+        return self.rows.num_rows
 
-
-class _JoinedRows(MappedRows):
-    """Rows of several stores in one tensor."""
-
-    @override
-    def row(self, row: int) -> Tensor:
-        return self.fetch(np.array([row]))[0]
+    def locate(self, rows: Any) -> Integers:
+        """The places of rows, int64 of the same shape, or that of one row."""
+        return self.in_memory.at(self.rows.places(np.asarray(rows)))
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class _JoinedItems(ComingItems):
         rows = [self.items] * len(locations)
         for number, column in enumerate(self.columns):
             here = np.flatnonzero(stores == number)
-            found = column.fetch(column.shards.rows_at(locations[here] - self.begins[number]))
+            found = column.take(locations[here] - self.begins[number])
             for index, row in zip(here.tolist(), found, strict=True):
                 rows[index] = row
         return Values.of_rows(self.field, rows)

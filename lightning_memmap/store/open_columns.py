@@ -8,7 +8,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers, Shards
+from lightning_memmap.sampling import Integers
 from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.fields import take_rows
@@ -47,6 +46,26 @@ class OpenColumn(Protocol):
     def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
         """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
         shape); where they differ in shape, into a tensor for each."""
+
+
+class Located(NamedTuple):
+    """Where rows lie among items."""
+
+    starts: Integers
+    """The first item of each row, int64 of shape (B,)."""
+    sizes: Integers
+    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
+
+
+class Locating(Protocol):
+    """Knows where rows lie in memory: the shards of a store, or of several."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+
+    def locate(self, rows: Any) -> Any:
+        """The places of rows, int64 of the same shape, or that of one row."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +126,12 @@ def map_rows(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 class MappedRows:
     """The rows of a file that is mapped."""
 
-    shards: Shards
+    shards: Locating
     tensor: Tensor
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [int(start) for start in self.shards.starts]
 
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
-        num_shards = self.shards.num_shards
-        return self.tensor[self._starts[row % num_shards] + row // num_shards].clone()
+        return self.tensor[int(self.shards.locate(row))].clone()
 
     def fetch(self, rows: Integers) -> Tensor:
         """Copy rows into one batch."""
@@ -131,21 +145,12 @@ def packed_index(sizes: Integers) -> Integers:
     return index
 
 
-class Located(NamedTuple):
-    """Where rows lie among items."""
-
-    starts: Integers
-    """The first item of each row, int64 of shape (B,)."""
-    sizes: Integers
-    """Its sizes in the dimensions that differ, int64 of shape (B, number of these)."""
-
-
 @dataclass(frozen=True)
 class ItemRows:
     """Rows that differ in length, in one place in memory. An open column is one."""
 
     field: Field
-    shards: Shards
+    shards: Locating
     items: Tensor
     index: Integers
 
@@ -199,7 +204,11 @@ class ItemRows:
 
     def fetch(self, rows: Integers) -> list[Tensor]:
         """Copy rows, given in dataset order: one tensor for each."""
-        starts, sizes = self.at(self.shards.locate(rows))
+        return self.take(self.shards.locate(rows))
+
+    def take(self, locations: Integers) -> list[Tensor]:
+        """The same of rows that are given by where they lie."""
+        starts, sizes = self.at(locations)
         items = self.items
         return [
             items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
@@ -215,7 +224,7 @@ class ComingItems(ItemRows):
     whole: Callable[[], ItemRows]
 
     @classmethod
-    def of(cls, field: Field, shards: Shards, *more: Any) -> Self:
+    def of(cls, field: Field, shards: Locating, *more: Any) -> Self:
         """The rows of a field, with what subclasses need."""
         return cls(field, shards, Values.none(field).data, np.empty((0, 1), np.int64), *more)
 
@@ -230,8 +239,8 @@ class ComingItems(ItemRows):
         return items, Located(firsts_of(sizes.prod(axis=1)), sizes)
 
     @override
-    def fetch(self, rows: Integers) -> list[Tensor]:
-        return [*self.read(self.shards.locate(rows)).rows()]
+    def take(self, locations: Integers) -> list[Tensor]:
+        return [*self.read(locations).rows()]
 
     @abstractmethod
     def read(self, locations: Integers) -> Values:

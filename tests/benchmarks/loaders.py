@@ -49,4 +49,4 @@ def make_loader(
     )
     rows = load_split(store, topology, placement.splits["train"])
     options = {"collate": store.schema.builder(), **options}
-    return SuperBatchLoader(rows, order(size.pool, size.window), batch_size, **options)
+    return SuperBatchLoader(rows, size.order, batch_size, **options)

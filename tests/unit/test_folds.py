@@ -34,7 +34,7 @@ def make_loader(
 ) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
     pool = Pool.of(chosen_of(store, subset), 12)
-    size = SplitSize(SequentialSampler(pool), tuple((pool.sizes * 14).tolist()), window=1)
+    size = SplitSize(SequentialSampler(pool), tuple((pool.sizes * 14).tolist()))
     placement = SplitPlacement(size, (Residency(residency),) * 12)
     split = load_split(store, DataTopology((CPU,) * num_devices), placement)
     loader = loader_over(store, split, 4, shuffle=True, seed=5)

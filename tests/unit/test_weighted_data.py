@@ -45,8 +45,8 @@ def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) 
             DataTopology((CPU,)),
             order=lambda shards, _, made=made: made(shards),
         )
-        assert size.num_rows <= most
-        assert sum(size.shard_bytes) == size.num_rows * store.manifest.row_bytes
+        assert size.pool.num_rows <= most
+        assert sum(size.shard_bytes) == size.pool.num_rows * store.manifest.row_bytes
 
 
 # The data module

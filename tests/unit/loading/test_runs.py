@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_memmap.loading.row_file import Runs
+from lightning_memmap.sampling.rows import Runs
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ def test_items_are_where_their_run_is(begins: list[int]) -> None:
         for begin, end, place in zip(begins, last, places, strict=True)
         if begin <= item < end
     ]
-    assert Runs(first, last, places).of(items).tolist() == expected
+    assert Runs(first, places - first).at(items).tolist() == expected

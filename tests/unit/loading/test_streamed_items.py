@@ -18,8 +18,8 @@ from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_window
 from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
 from lightning_memmap.sampling import (
+    Blocks,
     Pool,
-    ReadWindows,
     Rows,
     Shards,
     ShuffledSampler,
@@ -83,7 +83,7 @@ class TestMemory:
         held = list(range(0, num_shards, 2))
         places = Places(pool, pool.begins)
         sampler, found = ShuffledSampler(pool, seed, window), [0]
-        most = largest_window(rows, places, held, ReadWindows(sampler, window))
+        most = largest_window(rows, places, held, Blocks(sampler))
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
@@ -106,7 +106,7 @@ class TestMemory:
         pool = make_split(store).pool
         column = store.columns[0]
         assert isinstance(column, ItemRows)
-        windows = ReadWindows(ShuffledSampler(pool, 0, 100), 100)
+        windows = Blocks(ShuffledSampler(pool, 0, 100))
         largest = largest_window(column, Places.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
@@ -133,6 +133,6 @@ class TestMemory:
         store = numbered_store(97, 24)
         subset = StridedRows(0, 2) if is_looked_up else None
         order = ShuffledSampler(Pool.of(chosen_of(store, subset), 24), 0, 2)
-        found = largest_window_bytes(store, ReadWindows(order, 2), range(24))
+        found = largest_window_bytes(store, Blocks(order), range(24))
         row_bytes = store.manifest.row_bytes + is_looked_up * LOOKUP_BYTES
         assert found == 24 * 2 * row_bytes

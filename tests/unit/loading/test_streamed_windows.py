@@ -20,8 +20,8 @@ from lightning_memmap.loading.stream import (
     located_steps,
 )
 from lightning_memmap.sampling import (
+    Blocks,
     Pool,
-    ReadWindows,
     Sampler,
     SequentialSampler,
     Shards,
@@ -59,10 +59,10 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
 ) -> None:
     held = [*range(0, pool.num_shards, size)]
     rows = min(window, pool.longest)
-    order: Sampler = SequentialSampler(pool)
+    order: Sampler = SequentialSampler(pool, shuffle_window=rows)
     if not pool.is_striped:
         order = ShuffledSampler(pool, seed, rows)
-    windows, line = ReadWindows(order, rows), pool.rows
+    windows, line = Blocks(order), pool.rows
     assert isinstance(line, WindowedRows)
     most = largest_window_steps(held, windows)
     series: Any = SimpleNamespace(line=line, shifts=np.zeros(len(line.counts), np.int64))
@@ -159,5 +159,5 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
         )
         set_up(data, "fit")
         assert data.placement is not None
-        size = data.placement.splits["train"].size
-        assert 0.98 * 2**29 < size.window * size.pool.num_shards * stride * 2 < 1.02 * 2**29
+        split = data.placement.splits["train"]
+        assert 0.98 * 2**29 < split.window * split.pool.num_shards * stride * 2 < 1.02 * 2**29

@@ -1,5 +1,6 @@
 """Placement: the plan is pure, so that devices which are not here can be planned for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from lightning_memmap.placement import (
     plan_placement,
     topology,
 )
-from lightning_memmap.sampling import Integers, Pool, Shards, shard_rows
+from lightning_memmap.sampling import Blocks, Integers, Pool, Shards, shard_rows
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 
@@ -45,6 +46,9 @@ class Size:
     def shard_bytes(self, pool: Pool | None = None, num_data_devices: int = 1) -> Integers:
         return (pool or Shards(self.num_rows, self.num_shards)).sizes * self.row_bytes
 
+    def block_bytes(self, blocks: Blocks, held: Sequence[int]) -> int:
+        return len(held) * blocks.longest * self.row_bytes
+
 
 def plan(
     stores: dict[str, Size],
@@ -60,7 +64,7 @@ def plan(
     topology = DataTopology(devices, rank, size)
     return plan_placement(
         {
-            name: SplitSize.of(name, store, topology, window=window)
+            name: SplitSize.of(name, store, topology, window=window, measure=store.block_bytes)
             for name, store in stores.items()
         },
         topology,

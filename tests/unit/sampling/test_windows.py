@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.sampling import (
-    ReadWindows,
+    Blocks,
     Sampler,
     default_window,
     permutations,
     shard_rows,
 )
 from lightning_memmap.sampling.permutations import BlockPermutation
-from lightning_memmap.sampling.schedule import DEFAULT_WINDOW_BYTES
+from lightning_memmap.sampling.schedule import DEFAULT_BLOCK_BYTES
 from tests.rows import at, make_sampler
 from tests.unit.sampling.test_sampler import CHI_SQUARE_999, chi_square
 
@@ -29,19 +29,17 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> ReadWindows:
+def windows(draw: st.DrawFn) -> Blocks:
     rows = draw(st.sampled_from([1, 2, 3, 7, 20, 1024, 1300]))
     # Some windows, the last of which may be short.
     few = st.integers(1, 300)
     num_rows = draw(few if rows < 1000 else few | st.integers(3000, 9000))
     shuffle = draw(st.booleans())
-    sampler = make_sampler(
-        num_rows, draw(st.integers(1, 25)), draw(SEEDS), shuffle, rows if shuffle else None
-    )
-    return ReadWindows(sampler, rows)
+    sampler = make_sampler(num_rows, draw(st.integers(1, 25)), draw(SEEDS), shuffle, rows)
+    return Blocks(sampler)
 
 
-def offsets_by_window(cut: ReadWindows, epoch: int) -> list[list[list[int]]]:
+def offsets_by_window(cut: Blocks, epoch: int) -> list[list[list[int]]]:
     """By window and shard, the offsets that come then."""
     sampler, size = cut.sampler, cut.rows * cut.sampler.num_shards
     found = []
@@ -73,12 +71,12 @@ def test_block_is_permuted_once_for_all_threads(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(windows(), st.integers(0, 5))
-def test_window_is_the_runs_of_each_shard(cut: ReadWindows, epoch: int) -> None:
+def test_window_is_the_runs_of_each_shard(cut: Blocks, epoch: int) -> None:
     sizes = shard_rows(cut.sampler.num_positions, cut.sampler.num_shards)
     found = offsets_by_window(cut, epoch)
     assert len(cut) == len(found)
     for number, by_shard in enumerate(found):
-        runs = cut.runs(epoch, number)
+        runs = cut.sampler.block_runs(epoch, number)
         wanted = [offset for run in runs for offset in run]
         # Few runs, and long ones: at most a wrap around, and the row that some shards have more.
         assert len(runs) <= 2 + (number == len(cut) - 1)
@@ -177,6 +175,6 @@ def test_other_rows_share_a_window_in_another_epoch() -> None:
 
 def test_default_window_is_of_the_store_alone() -> None:
     rows = default_window(24, 150_528)
-    assert rows * 24 * 150_528 <= DEFAULT_WINDOW_BYTES < (rows + 1) * 24 * 150_528
+    assert rows * 24 * 150_528 <= DEFAULT_BLOCK_BYTES < (rows + 1) * 24 * 150_528
     assert default_window(24, 2**40) == 1
     assert default_window(24, 0) > 0
