@@ -170,19 +170,26 @@ class Stream(RowSource):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         found = self._places.locate(sampler, epoch, positions)
         # As if all windows lay one after the other.
-        for number, here in Blocks(sampler).parts(positions):
+        for number, here in self._blocks(sampler).parts(positions):
             found[here] += number * self.num_slots
         return found
 
-    @override
-    @contextmanager
-    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
+    def _blocks(self, sampler: Sampler) -> Blocks:
+        """The blocks of an order, which must be those that are read."""
+        if sampler.is_sequential and sampler.shuffle_window != self._block:
+            # Any will do. While a store is built, it is not known how many rows are read at once.
+            sampler = sampler.in_blocks(self._block)
         if sampler.shuffle_window != self._block:
             raise ValueError(
                 f"residency='stream': blocks of {self._block} rows of a shard are read, and the"
                 f" order has shuffle_window={sampler.shuffle_window}: give both the same number"
             )
-        with closing(_StreamedEpoch(self, Blocks(sampler), epoch, position)) as rows:
+        return Blocks(sampler)
+
+    @override
+    @contextmanager
+    def epoch(self, sampler: Sampler, epoch: int, position: int) -> Iterator[Take]:
+        with closing(_StreamedEpoch(self, self._blocks(sampler), epoch, position)) as rows:
             self._epochs.add(rows)
             yield rows.take
 
