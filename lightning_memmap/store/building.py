@@ -14,12 +14,14 @@ import fcntl
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
@@ -202,7 +204,7 @@ class Building:
     ) -> None:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
-        self._written: list[RowNumbers] = []
+        self._written, self._syncing = deque[RowNumbers](), Lock()
         self._is_kept, self.is_committed = is_kept, False
 
     @classmethod
@@ -278,23 +280,24 @@ class Building:
 
     def sync(self) -> None:
         """Bring what was written to the disk, and mark it in the journal."""
-        if self.is_committed:
-            return
-        # If this fails they are never marked: when asked again, the file system may no longer
-        # report the failure.
-        rows, self._written = self._written, []
-        # A disk can take several files at once.
-        with threads(_NUM_SYNCS) as pool:
-            list(pool.map(sync_path, self.path.iterdir()))
-        if self.journal is not None:
-            for some in rows:
-                self.journal.mark(some, KEPT)
-            self.journal.sync()
+        with self._syncing:
+            if self.is_committed:
+                return
+            # If this fails they are never marked: when asked again, the file system may no longer
+            # report the failure. Others may be written meanwhile.
+            rows = [self._written.popleft() for _ in range(len(self._written))]
+            # A disk can take several files at once.
+            with threads(_NUM_SYNCS) as pool:
+                list(pool.map(sync_path, self.path.iterdir()))
+            if self.journal is not None:
+                for some in rows:
+                    self.journal.mark(some, KEPT)
+                self.journal.sync()
 
-    def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
+    def finish(self, *, show: ShowProgress, num_threads: int = 2, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
 
-        ``changes`` are those of the manifest from its draft.
+        Threads compute checksums. ``changes`` are those of the manifest from its draft.
         """
         # What was written last is brought to the disk while it is read.
         with threads(1) as thread:
@@ -304,7 +307,7 @@ class Building:
             opened = [column.open(self.path) for column in columns]
             with show("checksums", sum(manifest.file_bytes.values()), 1) as advance:
                 checksums = compute_checksums(
-                    self.path, columns, num_threads=max(2, num_threads), advance=advance
+                    self.path, columns, num_threads=num_threads, advance=advance
                 )
             syncing.result()
         assert self.journal is None or not self.missing()
