@@ -378,8 +378,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         asked = {part: each for part in parts if (each := stores.asked(part)) is not None}
         growing = {part: each for part, each in asked.items() if stores.grows(part, each)}
         if growing:
-            plan = partial(Planner.first_rows, self._planner)
-            self._builds.append(BackgroundBuild(growing, self.num_workers, plan))
+            planner = self._planner
+            self._builds.append(
+                BackgroundBuild(growing, self.num_workers, planner.first_rows, planner.step_rows)
+            )
         for part in [part for part in asked if part not in growing]:
             stores.build(part, asked[part])
 
