@@ -335,6 +335,8 @@ class BackgroundBuild:
         def tasks() -> Iterator[tuple[str, int]]:
             for name, store in planned.items():
                 yield name, store.num_rows
+            if not asked:
+                return
             # While the rows are read, by others.
             self._workers.start()
             first.update(plan(planned))
