@@ -289,9 +289,9 @@ class Building:
             # A disk can take several files at once.
             with threads(_NUM_SYNCS) as pool:
                 list(pool.map(sync_path, self.path.iterdir()))
-            if self.journal is not None:
-                for some in rows:
-                    self.journal.mark(some, KEPT)
+            if self.journal is not None and rows:
+                # Together they are few ranges, each of which is one call.
+                self.journal.mark(np.concatenate([np.asarray(some) for some in rows]), KEPT)
                 self.journal.sync()
 
     def finish(self, *, show: ShowProgress, num_threads: int = 2, **changes: Any) -> None:
