@@ -79,7 +79,7 @@ class Fetcher:
         together = min(together, _FETCH_STEPS, len(steps.lengths))
         supply, numbers = self._rows.supply, np.zeros(0, np.int64)
         if supply is not None and supply.share == 1.0:
-            supply = None
+            supply = None  # Nothing is waited for any more.
         if self._rows.are_numbered or supply is not None:
             numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
         if supply is not None:

@@ -100,11 +100,6 @@ class Serving(Supply):
     def share(self) -> float:
         return float(np.count_nonzero(self.present)) / len(self.present)
 
-    @property
-    def has_all(self) -> bool:
-        """Whether all rows are there."""
-        return bool(self.present.all())
-
     def wanted(self) -> list[Path]:
         """The files in which readers say which rows they need. None of them ever changes."""
         return list(self.path.glob(f"{_WANTED}*"))
@@ -302,7 +297,7 @@ class BackgroundBuild:
 
     def stop(self) -> None:
         """End: stores that have all rows are finished, others go on in the next run."""
-        has_all = [each.serving.has_all for each in self._builds.values()]
+        has_all = [each.serving.share == 1.0 for each in self._builds.values()]
         self._is_stopped = not all(has_all)
         self._thread.join(None if any(has_all) else _PATIENCE_S)
         # With its frames, an error would keep files open. Readers that are left see the lock.
@@ -412,7 +407,7 @@ class BackgroundBuild:
     def _finish(self) -> None:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
-            if build.serving.has_all and not build.serving.is_whole:
+            if build.serving.share == 1.0 and not build.serving.is_whole:
                 show = partial(show_progress, hidden=True)
                 # One, since training goes on.
                 build.building.finish(num_threads=1, show=show)
@@ -467,7 +462,7 @@ class GrowingStore(Store):
     @cached_property
     @override
     def whole(self) -> Store:
-        if not self.serving.has_all:
+        if self.serving.share < 1.0:
             _log.warning(
                 "the store at %s is built first: a field is looked up in all of its rows", self.path
             )

@@ -368,6 +368,20 @@ def test_second_run_trains_from_what_the_first_one_builds(tmp_path: Path) -> Non
     assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
 
 
+def test_mixture_of_which_one_set_is_stored_already(tmp_path: Path) -> None:
+    seen = []
+    for build in ("first", "while_training"):
+        sets: dict[str, Dataset[Any]] = {"a": Points(231), "b": Points(100, 5000)}
+        build_store(sets["a"], tmp_path / build / "train" / "a", progress=False)
+        sampler = Mixture({"a": 0.5, "b": 0.5})
+        data = MemmapDataModule(
+            sets, store_dir=tmp_path / build, num_workers=1, sampler=sampler, build=build
+        )
+        seen.append(rows_in(set_up(data, "fit").train_dataloader()))
+        data.teardown()
+    assert seen[0] == seen[1]
+
+
 class Interrupting(L.Callback):
     """Saves a checkpoint, and raises some steps later."""
 
