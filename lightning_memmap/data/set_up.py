@@ -195,15 +195,10 @@ class SetUp:
 
     def renewed(self) -> "SetUp":
         """The same set-up, once stores whose rows were to come are whole."""
-        whole = {
-            split: found
-            for split, store in self.stores.items()
-            if store.supply is not None and (found := store.finished()) is not None
-        }
-        if not whole:
+        opened = {split: store.finished() or store for split, store in self.stores.items()}
+        if opened == self.stores:
             return self
         self.release()
-        opened = {**self.stores, **whole}
         return self.planner.load(opened, self.planner.place(opened))
 
     @property

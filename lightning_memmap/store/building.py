@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
@@ -44,7 +45,7 @@ from lightning_memmap.store.files import (
 )
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.progress import ShowProgress
+from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import (
     RandomDatasetError,
     hash_row,
@@ -67,6 +68,7 @@ _PATIENCE_S = 2.0
 WRITTEN, KEPT = 1, 2
 #: In the source of a draft: the number of parts.
 NUM_PARTS = ".num_parts"
+_HIDDEN = partial(show_progress, hidden=True)
 _log = logging.getLogger(__name__)
 
 
@@ -294,7 +296,7 @@ class Building:
                 self.journal.mark(np.concatenate([np.asarray(some) for some in rows]), KEPT)
                 self.journal.sync()
 
-    def finish(self, *, show: ShowProgress, num_threads: int = 2, **changes: Any) -> None:
+    def finish(self, *, num_threads: int = 2, show: ShowProgress = _HIDDEN, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
 
         Threads compute checksums. ``changes`` are those of the manifest from its draft.

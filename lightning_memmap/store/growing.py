@@ -40,7 +40,6 @@ from lightning_memmap.store.directory import (
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ComingItems, ItemRows, MappedRows, Supplied
-from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
@@ -371,7 +370,6 @@ class BackgroundBuild:
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
         makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
-
         make, note = partial(_Each, makers), lambda task, s: self._builds[task[0]].note(task[1], s)
         try:
             buildings = [build.building for build in self._builds.values()]
@@ -408,9 +406,8 @@ class BackgroundBuild:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
             if build.serving.share == 1.0 and not build.serving.is_whole:
-                show = partial(show_progress, hidden=True)
-                # One, since training goes on.
-                build.building.finish(num_threads=1, show=show)
+                # Training goes on meanwhile.
+                build.building.finish(num_threads=1)
                 self._locks[name].close()
 
 

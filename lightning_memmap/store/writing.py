@@ -25,7 +25,7 @@ from lightning_memmap.store.building import WRITTEN, Building, RowWriter
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.progress import ShowProgress, show_progress
+from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
 from lightning_memmap.store.sources import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
@@ -240,8 +240,7 @@ class TableBuild:
                     f"{num_written} rows were written, and the table has {num_rows}: some were"
                     " written more than once"
                 )
-            show = partial(show_progress, hidden=True)
-            self._building.finish(show=show, source=source)
+            self._building.finish(source=source)
         return open_directory(self._path)
 
     def abandon(self) -> None:
