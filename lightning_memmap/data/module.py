@@ -378,8 +378,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         asked = {part: each for part in parts if (each := stores.asked(part)) is not None}
         growing = {part: each for part, each in asked.items() if stores.grows(part, each)}
         if growing:
-            plan = partial(Planner.first_rows, self._planner)
-            self._builds.append(BackgroundBuild(growing, self.num_workers, plan))
+            planner = self._planner
+            self._builds.append(
+                BackgroundBuild(growing, self.num_workers, planner.first_rows, planner.step_rows)
+            )
         for part in [part for part in asked if part not in growing]:
             stores.build(part, asked[part])
 
@@ -615,11 +617,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if stage is None and self._running is not None:
             stage = self._running.value
         kinds = SPLITS if stage is None else _SPLITS_OF_STAGE[stage]
-        return [split for kind in kinds for split in self._splits_of(kind)]
-
-    def _splits_of(self, kind: str) -> list[str]:
-        """The splits of one argument. Several training sets are one split."""
-        return [kind] if kind == "train" else [*named_datasets(kind, self.datasets[kind])]
+        # Several training sets are one split.
+        named = ({k: None} if k == "train" else named_datasets(k, self.datasets[k]) for k in kinds)
+        return [split for each in named for split in each]
 
     @property
     def _strategy(self) -> Any:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from warnings import catch_warnings, simplefilter
 
 import msgspec
 import numpy as np
@@ -12,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
+from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading import SplitRows, load_split
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.placement import (
@@ -59,16 +59,20 @@ class Planner:
     def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
         """The rows of the first training steps, by store, each with its place among them. Of the
         stores no row need be there."""
-        num_rows = FIRST_STEPS * self.stores.options.batch_size * self.topology.num_data_devices
-        # Some orders look up a field, and what is wrong with an order is said at the set-up.
-        with suppress(Exception), catch_warnings():
-            simplefilter("ignore")
+        # A field cannot be looked up yet, and what is wrong with an order is said at the set-up.
+        with suppress(ValueError, MemmapError):
             if (store := self.stores.joined("train", found)) is not None:
                 order = self.size("train", store).order
-                rows = order.dataset_rows(0, range(min(num_rows, order.num_positions)))
+                num_rows = min(FIRST_STEPS * self.step_rows, order.num_positions)
+                rows = order.dataset_rows(0, range(num_rows))
                 parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
                 return {name: np.stack(each[1:]) for name, each in parts}
         return {}
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a training step on all data devices."""
+        return self.stores.options.batch_size * self.topology.num_data_devices
 
     def load(self, opened: Mapping[str, Store], placement: Placement) -> "SetUp":
         """Make the shards resident."""
@@ -111,8 +115,7 @@ class Planner:
         block = window if options.shuffle_window is not None or options.is_streamed else None
         if (maker := options.sampler) is not None:
             if options.is_by_batch:
-                size = options.batch_size * self.topology.num_data_devices
-                pool = replace(pool, global_batch=size)
+                pool = replace(pool, global_batch=self.step_rows)
             fields = fields_of(store, pool.rows)
             return made_sampler(maker, pool, options.seed, fields, block)
         if not options.shuffle:
@@ -191,15 +194,10 @@ class SetUp:
 
     def renewed(self) -> "SetUp":
         """The same set-up, once stores whose rows were to come are whole."""
-        whole = {
-            split: found
-            for split, store in self.stores.items()
-            if store.supply is not None and (found := store.finished()) is not None
-        }
-        if not whole:
+        opened = {split: store.finished() or store for split, store in self.stores.items()}
+        if opened == self.stores:
             return self
         self.release()
-        opened = {**self.stores, **whole}
         return self.planner.load(opened, self.planner.place(opened))
 
     @property

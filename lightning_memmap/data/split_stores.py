@@ -176,10 +176,13 @@ class SplitStores:
         return opened
 
     def joined(self, split: str, found: Mapping[str, Store]) -> Store | None:
-        """The store of a split, which is that of its only part, or several as one."""
+        """The store of a split, which is that of its only part, or several as one; None where one
+        of them is not among those found."""
         parts = self.parts(split)
+        if not {*parts} <= found.keys():
+            return None
         if parts == [split]:
-            return found.get(split)
+            return found[split]
         named = {part.partition("/")[2]: found[part] for part in parts}
         return JoinedStore(Path(str(self.path(split))), named)
 

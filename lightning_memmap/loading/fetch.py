@@ -78,6 +78,8 @@ class Fetcher:
         together = max(1, _FETCH_BYTES // max(1, longest * row_bytes))
         together = min(together, _FETCH_STEPS, len(steps.lengths))
         supply, numbers = self._rows.supply, np.zeros(0, np.int64)
+        if supply is not None and supply.share == 1.0:
+            supply = None  # Nothing is waited for any more.
         if self._rows.are_numbered or supply is not None:
             numbers = self._sampler.dataset_rows(steps.epoch, steps.positions)
         if supply is not None:

@@ -142,7 +142,7 @@ def build(asked: "Asked", *, overwrite: bool = False) -> Store:
         row_bytes = probes.typical_bytes
         with Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes) as building:
             write_missing(building, workers, probes, asked.show)
-            building.finish(num_threads=num_workers, show=asked.show)
+            building.finish(num_threads=max(2, num_workers), show=asked.show)
     return open_directory(directory.path)
 
 
@@ -283,7 +283,7 @@ def finish_store(
         _check_parts(directory.path, draft, generation, num_parts)
         with Building(directory.path, draft, generation) as building:
             show = partial(show_progress, hidden=not progress)
-            building.finish(num_threads=num_threads, show=show)
+            building.finish(num_threads=max(1, num_threads), show=show)
     return open_directory(directory.path)
 
 
@@ -357,7 +357,7 @@ def append_store(
             with Workers(both, num_workers) as workers:
                 write_missing(building, workers, probes, show)
             given = Fingerprint({}, fingerprint) if fingerprint is not None else None
-            building.finish(num_threads=num_workers, show=show, fingerprint=given)
+            building.finish(num_threads=max(2, num_workers), show=show, fingerprint=given)
     return open_directory(directory.path)
 
 

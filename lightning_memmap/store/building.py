@@ -14,12 +14,15 @@ import fcntl
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
@@ -42,7 +45,7 @@ from lightning_memmap.store.files import (
 )
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
-from lightning_memmap.store.progress import ShowProgress
+from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.samples import (
     RandomDatasetError,
     hash_row,
@@ -57,14 +60,15 @@ _ROOM_BYTES = 64 * 2**10
 _NUM_SYNCS = 4
 #: Files that a process keeps open. With more fields than that, it opens them again when needed.
 _MAX_OPEN_FILES = 64
-#: Rows whose marks are looked at together.
-_MARKED_ROWS = 2**24
+#: Rows whose marks are looked at together, and of which a call for each range costs nothing.
+_MARKED_ROWS, _MANY_ROWS = 2**24, 2**12
 #: How long the workers of a killed build may take to end.
 _PATIENCE_S = 2.0
 #: What a journal has for a row: it can be read; and it is on the disk.
 WRITTEN, KEPT = 1, 2
 #: In the source of a draft: the number of parts.
 NUM_PARTS = ".num_parts"
+_HIDDEN = partial(show_progress, hidden=True)
 _log = logging.getLogger(__name__)
 
 
@@ -202,7 +206,7 @@ class Building:
     ) -> None:
         self.store, self.path, self.journal = store, path, journal
         self.draft = replace(draft, generation=path.name)
-        self._written: list[RowNumbers] = []
+        self._written, self._syncing = deque[RowNumbers](), Lock()
         self._is_kept, self.is_committed = is_kept, False
 
     @classmethod
@@ -278,23 +282,27 @@ class Building:
 
     def sync(self) -> None:
         """Bring what was written to the disk, and mark it in the journal."""
-        if self.is_committed:
-            return
-        # If this fails they are never marked: when asked again, the file system may no longer
-        # report the failure.
-        rows, self._written = self._written, []
-        # A disk can take several files at once.
-        with threads(_NUM_SYNCS) as pool:
-            list(pool.map(sync_path, self.path.iterdir()))
-        if self.journal is not None:
-            for some in rows:
-                self.journal.mark(some, KEPT)
-            self.journal.sync()
+        with self._syncing:
+            if self.is_committed:
+                return
+            # If this fails they are never marked: when asked again, the file system may no longer
+            # report the failure. Others may be written meanwhile.
+            rows = [self._written.popleft() for _ in range(len(self._written))]
+            # A disk can take several files at once.
+            with threads(_NUM_SYNCS) as pool:
+                list(pool.map(sync_path, self.path.iterdir()))
+            if self.journal is not None and rows:
+                few = [np.asarray(some) for some in rows if len(some) < _MANY_ROWS]
+                many = [some for some in rows if len(some) >= _MANY_ROWS]
+                # Together, few rows are long ranges, each of which is one call.
+                for some in [*many, *([np.concatenate(few)] if few else [])]:
+                    self.journal.mark(some, KEPT)
+                self.journal.sync()
 
-    def finish(self, *, num_threads: int, show: ShowProgress, **changes: Any) -> None:
+    def finish(self, *, num_threads: int = 2, show: ShowProgress = _HIDDEN, **changes: Any) -> None:
         """Make this the store, once all rows are written. The lock must be held.
 
-        ``changes`` are those of the manifest from its draft.
+        Threads compute checksums. ``changes`` are those of the manifest from its draft.
         """
         # What was written last is brought to the disk while it is read.
         with threads(1) as thread:
@@ -304,7 +312,7 @@ class Building:
             opened = [column.open(self.path) for column in columns]
             with show("checksums", sum(manifest.file_bytes.values()), 1) as advance:
                 checksums = compute_checksums(
-                    self.path, columns, num_threads=max(2, num_threads), advance=advance
+                    self.path, columns, num_threads=num_threads, advance=advance
                 )
             syncing.result()
         assert self.journal is None or not self.missing()

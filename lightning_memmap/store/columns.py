@@ -53,8 +53,9 @@ from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.workers import threads
 
 _MAX_FILE_BYTES = 2**62
-#: Read at once, into memory that is used again: new memory costs more than the read.
-_READ_BYTES = 2**18
+#: Read at once, into memory that is used again: new memory costs more than the read. In between,
+#: Python's lock is taken from a training that may go on.
+_READ_BYTES = 2**20
 #: The progress bar moves on after so many, since that takes longer than to read a small shard.
 _SHOWN_BYTES = 2**23
 _JOIN_BYTES = 32 * 2**20

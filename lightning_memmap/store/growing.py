@@ -39,21 +39,18 @@ from lightning_memmap.store.directory import (
 )
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ComingItems, ItemRows, Supplied
-from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.open_columns import ComingItems, ItemRows, MappedRows, Supplied
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
 from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.store import Store, Supply, open_directory
-from lightning_memmap.store.workers import RowNumbers, Workers, calling
+from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling
 from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
 _FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
-#: Rows that a process reads at most before it is known how they are stored.
-_NUM_AHEAD = 16
 #: How often a reader looks whether rows are there, less and less often, and at whether the build is
 #: alive.
 _PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.0005, 0.005, 1.0
@@ -102,11 +99,6 @@ class Serving(Supply):
     def share(self) -> float:
         return float(np.count_nonzero(self.present)) / len(self.present)
 
-    @property
-    def has_all(self) -> bool:
-        """Whether all rows are there."""
-        return bool(self.present.all())
-
     def wanted(self) -> list[Path]:
         """The files in which readers say which rows they need. None of them ever changes."""
         return list(self.path.glob(f"{_WANTED}*"))
@@ -142,15 +134,20 @@ class Serving(Supply):
 
     def wait_for_commit(self) -> None:
         """Wait until the store is committed."""
-        self._wait(lambda: self.is_whole and self.generation not in _errors)
+        self._wait(lambda: self.is_whole)
+        self.check()
+
+    def check(self) -> None:
+        """Raise why the build has ended, if it has failed in this process."""
+        if (error := _errors.get(self.generation)) is not None:
+            raise error
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         heard, looked, pause_s = Event(), monotonic(), _PAUSE_S
         _waiting.add(heard)
         try:
             while not is_there():
-                if (error := _errors.get(self.generation)) is not None:
-                    raise error
+                self.check()
                 if monotonic() - looked > _LOOK_S:
                     looked = monotonic()
                     self._check_alive()
@@ -262,9 +259,13 @@ class BackgroundBuild:
         asked: By name, what is to be built.
         num_workers: Processes that read and write.
         plan: Finds the rows that are needed first.
+        step_rows: Those of them that are needed together.
     """
 
-    def __init__(self, asked: Mapping[str, Asked], num_workers: int, plan: Plan) -> None:
+    def __init__(
+        self, asked: Mapping[str, Asked], num_workers: int, plan: Plan, step_rows: int
+    ) -> None:
+        self._step_rows = step_rows
         self._builds, self._locks = dict[str, _Build](), dict[str, ExitStack]()
         self._is_stopped = False
         with ExitStack() as stack:
@@ -295,7 +296,7 @@ class BackgroundBuild:
 
     def stop(self) -> None:
         """End: stores that have all rows are finished, others go on in the next run."""
-        has_all = [each.serving.has_all for each in self._builds.values()]
+        has_all = [each.serving.share == 1.0 for each in self._builds.values()]
         self._is_stopped = not all(has_all)
         self._thread.join(None if any(has_all) else _PATIENCE_S)
         # With its frames, an error would keep files open. Readers that are left see the lock.
@@ -328,10 +329,13 @@ class BackgroundBuild:
         def tasks() -> Iterator[tuple[str, int]]:
             for name, store in planned.items():
                 yield name, store.num_rows
+            if not asked:
+                return
             # While the rows are read, by others.
-            identities.update((name, each.identity()) for name, each in asked.items())
+            self._workers.start()
             first.update(plan(planned))
             ahead.update(self._read_ahead(first))
+            identities.update((name, each.identity()) for name, each in asked.items())
 
         self._workers.run(
             partial(_Each, probers), tasks(), lambda task, found: probes.update({task[0]: found})
@@ -347,28 +351,25 @@ class BackgroundBuild:
                 build.begin(first[name], ahead.get(name, []))
 
     def _read_ahead(self, first: Mapping[str, Integers]) -> dict[str, list[Integers]]:
-        """Have each process read rows that are needed first, until it is known how they are stored.
+        """Have the first step's rows read by all processes, until it is known how they are stored.
 
         Returns:
-            The rows of each process, of one of the stores.
+            The rows of each process, by store: of as many stores as it can have tasks of.
         """
-        workers = self._workers
-        workers.start()
-        for name, (_, rows) in first.items():
-            if isinstance(workers.dataset[name], ReadAhead):
-                some, count = _distinct(rows), workers.num_workers
-                shares = [some[index::count][:_NUM_AHEAD] for index in range(count)]
-                for index, share in enumerate(shares):
-                    workers.tell(
-                        index, partial(_Each, {name: calling(ReadAhead.keep)}), (name, share)
-                    )
-                return {name: shares}
-        return {}
+        workers, found = self._workers, dict[str, list[Integers]]()
+        names = [name for name in first if isinstance(workers.dataset[name], ReadAhead)]
+        for name in names[:IN_HAND]:
+            turns, rows = first[name]
+            some, count = _distinct(rows[turns < self._step_rows]), workers.num_workers
+            found[name] = [some[index::count] for index in range(count)]
+            for index, share in enumerate(found[name]):
+                keep = partial(_Each, {name: calling(ReadAhead.keep)})
+                workers.tell(index, keep, (name, share))
+        return found
 
     def _read(self) -> None:
         """Read and write all rows that are missing, and finish each store."""
         makers = {n: writer_of(b.building, b.probes.row_bytes) for n, b in self._builds.items()}
-
         make, note = partial(_Each, makers), lambda task, s: self._builds[task[0]].note(task[1], s)
         try:
             buildings = [build.building for build in self._builds.values()]
@@ -404,9 +405,9 @@ class BackgroundBuild:
     def _finish(self) -> None:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
-            if build.serving.has_all and not build.serving.is_whole:
-                show = partial(show_progress, hidden=True)
-                build.building.finish(num_threads=self._workers.num_workers, show=show)
+            if build.serving.share == 1.0 and not build.serving.is_whole:
+                # Training goes on meanwhile.
+                build.building.finish(num_threads=1)
                 self._locks[name].close()
 
 
@@ -452,17 +453,22 @@ class GrowingStore(Store):
     @override
     def finished(self) -> Store | None:
         # Rows are served from where they are while they are made durable.
+        self.serving.check()
         return self.whole if self.serving.is_whole else None
 
     @cached_property
     @override
     def whole(self) -> Store:
-        if not self.serving.has_all:
+        if self.serving.share < 1.0:
             _log.warning(
                 "the store at %s is built first: a field is looked up in all of its rows", self.path
             )
         self.serving.wait_for_commit()
-        return open_directory(self.path, self.manifest.generation)
+        found = open_directory(self.path, self.manifest.generation)
+        for index, column in enumerate(super().provide(None, ())):
+            if isinstance(column, MappedRows):  # Its pages are in this process already.
+                found.columns[index] = column
+        return found
 
 
 def open_growing(path: Path) -> GrowingStore | None:

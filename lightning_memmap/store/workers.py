@@ -34,6 +34,8 @@ Connection: TypeAlias = "connection.Connection[Any, Any]"
 #: Rows in a range of step 1, or in any order, int64 of shape (n,).
 RowNumbers = range | Integers
 
+#: Tasks that each process has: one in hand, and one waiting.
+IN_HAND = 2
 #: Work of one range: short enough for the progress bar and the journal, long enough to be cheap.
 _RANGE_S = 1.0
 #: Ranges get smaller towards the end, so that all workers end together, down to this.
@@ -80,8 +82,7 @@ class Workers:
     def _run_in_processes(
         self, make: bytes, tasks: Iterator[Any], receive: Callable[[Any, Any], None]
     ) -> None:
-        # Each has a task in hand, and one waiting.
-        for number, task in enumerate(islice(tasks, 2 * self.num_workers)):
+        for number, task in enumerate(islice(tasks, IN_HAND * self.num_workers)):
             self._process(number % self.num_workers).give(make, task)
         while busy := {each.connection: each for each in self._processes if each.tasks}:
             errors, ready = list[BaseException](), connection.wait(busy, _LOOK_S)

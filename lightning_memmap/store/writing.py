@@ -25,7 +25,7 @@ from lightning_memmap.store.building import WRITTEN, Building, RowWriter
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.progress import ShowProgress, show_progress
+from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
 from lightning_memmap.store.sources import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
@@ -99,23 +99,29 @@ def run_writers(
     receive: Callable[[Any, float], None],
 ) -> None:
     """Do tasks that write rows. These are brought to the disk now and then, and after an error."""
-    last_sync = monotonic()
+    last_sync, syncing = monotonic(), Future[None]()
+    syncing.set_result(None)
 
-    def receive_and_sync(task: Any, duration_s: float) -> None:
-        nonlocal last_sync
-        receive(task, duration_s)
-        if monotonic() - last_sync > JOURNAL_INTERVAL_S:
-            for building in buildings:
-                building.sync()
-            last_sync = monotonic()
-
-    try:
-        workers.run(make, tasks, receive_and_sync)
-    except BaseException:
-        workers.close(at_once=True)
+    def sync() -> None:
         for building in buildings:
             building.sync()
-        raise
+
+    def receive_and_sync(task: Any, duration_s: float) -> None:
+        nonlocal last_sync, syncing
+        receive(task, duration_s)
+        # The workers do not wait for the disk.
+        if monotonic() - last_sync > JOURNAL_INTERVAL_S and syncing.done():
+            syncing.result()
+            last_sync, syncing = monotonic(), thread.submit(sync)
+
+    with threads(1) as thread:
+        try:
+            workers.run(make, tasks, receive_and_sync)
+            syncing.result()
+        except BaseException:
+            workers.close(at_once=True)
+            sync()
+            raise
 
 
 def writer_of(building: Building, row_bytes: int) -> Callable[[Any], "RangeWriter"]:
@@ -154,8 +160,10 @@ class RangeWriter:
             found = self.source.read(block)
             self._check(block, found)
             self._writing.result()
-            self._writing = self._thread.submit(self._writer.write, block, found)
-        self._writing.result()
+            if first + len(block) < len(rows):
+                self._writing = self._thread.submit(self._writer.write, block, found)
+        if len(rows):  # Nothing is read meanwhile.
+            self._writer.write(block, found)
         return perf_counter() - start
 
     def _check(self, rows: RowNumbers, found: list[Values]) -> None:
@@ -232,8 +240,7 @@ class TableBuild:
                     f"{num_written} rows were written, and the table has {num_rows}: some were"
                     " written more than once"
                 )
-            show = partial(show_progress, hidden=True)
-            self._building.finish(num_threads=2, show=show, source=source)
+            self._building.finish(source=source)
         return open_directory(self._path)
 
     def abandon(self) -> None:

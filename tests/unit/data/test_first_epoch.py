@@ -4,6 +4,7 @@ import gc
 import os
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -15,14 +16,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.data.set_up import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted
-from lightning_memmap.store import append_store, build_store, open_store, verify_store
+from lightning_memmap.store import (
+    append_store,
+    build_store,
+    building,
+    open_store,
+    verify_store,
+    writing,
+)
 from lightning_memmap.store.directory import JOURNAL, KEY, StoreDirectory
 from lightning_memmap.store.growing import Serving
 from lightning_memmap.store.samples import RandomDatasetError, probe_rows
@@ -302,6 +310,161 @@ def test_rows_of_the_first_steps_are_read_before_it_is_known_how_they_are_stored
     data.teardown()
     read = Counter(map(int, (tmp_path / "rows").read_text().split()))
     assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+
+
+class Many(Logged):
+    """Gives many rows at once."""
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self[row] for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["many items at once", "slices"])
+def test_rows_that_are_read_together_are_those_of_a_finished_store(
+    tmp_path: Path, kind: str
+) -> None:
+    points, seen, log = Points(ROWS), [], tmp_path / "rows"
+    for build in ("first", "while_training"):
+        log.unlink(missing_ok=True)
+        dataset = (
+            StackDataset(row=points.row, x=points.x) if kind == "slices" else Many(points, log)
+        )
+        data = MemmapDataModule(
+            dataset, store_dir=tmp_path / build, num_workers=2, fingerprint="1", build=build
+        )
+        batches = [*set_up(data, "fit").train_dataloader()]
+        seen.append(torch.cat([torch.cat([b["row"][:, None], b["x"]], 1) for b in batches]))
+        data.teardown()
+    assert torch.equal(*seen)
+    if kind != "slices":
+        read = Counter(map(int, log.read_text().split()))
+        assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+
+
+def test_second_run_trains_from_what_the_first_one_builds(tmp_path: Path) -> None:
+    def run() -> MemmapDataModule:
+        return MemmapDataModule(
+            Logged(Slow(Points(ROWS), 0.004, every=1), tmp_path / "rows"),
+            store_dir=tmp_path / "stores",
+            num_workers=1,
+            fingerprint="1",
+            build="while_training",
+        )
+
+    first, second = set_up(run(), "fit"), run()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.prepare_data)
+        batches = iter(first.train_dataloader())
+        seen = next(batches)["row"].tolist()
+        assert not waiting.done()
+        seen += rows_in(batches)
+        first.teardown()
+        waiting.result()
+    second.setup("fit")
+    assert second.stores["train"].supply is None
+    assert rows_in(second.train_dataloader()) == seen
+    second.teardown()
+    read = Counter(map(int, (tmp_path / "rows").read_text().split()))
+    assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+
+
+def test_mixture_of_which_one_set_is_stored_already(tmp_path: Path) -> None:
+    seen = []
+    for build in ("first", "while_training"):
+        sets: dict[str, Dataset[Any]] = {"a": Points(231), "b": Points(100, 5000)}
+        build_store(sets["a"], tmp_path / build / "train" / "a", progress=False)
+        sampler = Mixture({"a": 0.5, "b": 0.5})
+        data = MemmapDataModule(
+            sets, store_dir=tmp_path / build, num_workers=1, sampler=sampler, build=build
+        )
+        seen.append(rows_in(set_up(data, "fit").train_dataloader()))
+        data.teardown()
+    assert seen[0] == seen[1]
+
+
+class Interrupting(L.Callback):
+    """Saves a checkpoint, and raises some steps later."""
+
+    def __init__(self, saved: Path, error: type[BaseException]) -> None:
+        self.saved, self.error = saved, error
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.saved)
+        if trainer.global_step == 7:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_run_that_is_interrupted_in_the_first_epoch_goes_on_bit_for_bit(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    def run(build: str, *callbacks: L.Callback, ckpt_path: Any = None) -> torch.Tensor:
+        dataset = Logged(Slow(Points(ROWS), 0.01, every=1), tmp_path / f"{build}.rows")
+        data = MemmapDataModule(
+            dataset,
+            store_dir=tmp_path / build,
+            num_workers=2,
+            batch_size=4,
+            fingerprint="1",
+            build=build,
+        )
+        options: dict[str, Any] = {"strategy": "memmap_superbatch", "devices": 2, "max_epochs": 2}
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks], **options)
+        trainer.fit(module := Regression(), data, ckpt_path=ckpt_path)
+        return weights(module)
+
+    whole, saved = run("first"), tmp_path / "saved.ckpt"
+    with pytest.raises((SystemExit, RuntimeError)):
+        run("while_training", Interrupting(saved, error))
+    assert StoreDirectory(tmp_path / "while_training" / "train").unfinished(KEY)
+    assert torch.equal(run("while_training", ckpt_path=saved), whole)
+    assert verify_store(tmp_path / "while_training" / "train") == []
+    read = Counter(map(int, (tmp_path / "while_training.rows").read_text().split()))
+    assert {read[row] for row in read.keys() - {*probe_rows(ROWS)}} == {1}
+
+
+def test_rows_are_read_while_others_are_brought_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, deadline = tmp_path / "rows", monotonic() + 60
+
+    def sync(path: Path) -> None:
+        while len(log.read_text().split()) < ROWS:
+            assert monotonic() < deadline, "no row is read meanwhile"
+            sleep(0.01)
+
+    monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(building, "sync_path", sync)
+    data = MemmapDataModule(
+        Logged(Slow(Points(ROWS), 0.002, every=1), log),
+        store_dir=tmp_path / "stores",
+        num_workers=1,
+        build="while_training",
+    )
+    assert sorted(rows_in(set_up(data, "fit").train_dataloader())) == list(range(ROWS))
+    data.teardown()
+    assert verify_store(tmp_path / "stores" / "train") == []
+
+
+def test_store_that_cannot_be_finished_ends_training_at_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(building, "compute_checksums", fail)
+    data = MemmapDataModule(Points(ROWS), store_dir=tmp_path, num_workers=1, build="while_training")
+    loader, deadline = set_up(data, "fit").train_dataloader(), monotonic() + 60
+
+    def train() -> None:
+        while monotonic() < deadline:
+            assert len(rows_in(loader)) == ROWS
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        train()
+    data.teardown()
+    assert StoreDirectory(tmp_path / "train").unfinished(KEY)
 
 
 def test_every_request_of_a_reader_is_heard(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
     def build(kind: type[Logged], log: str) -> set[str]:
         dataset = kind(Numbered(100), tmp_path / log)
         asked = Asked(dataset, tmp_path / "s", None, 1, "one", {}, progress=False)
-        building = BackgroundBuild({"train": asked}, 1, lambda stores: first)
+        building = BackgroundBuild({"train": asked}, 1, lambda stores: first, 9)
         store = open_growing(tmp_path / "s")
         assert store is not None
         try:
