@@ -63,6 +63,12 @@ ORDERS: dict[str, dict[str, Any]] = {
         "shuffle_window": 2,
         "residency": "stream",
     },
+    "sounds streamed in order": {
+        "of": RAGGED,
+        "variable": {"sound": "pad", "ids": "list", "image": "list"},
+        "shuffle": False,
+        "residency": "stream",
+    },
     "images": {"of": (Brightness, EncodedImages(100)), "variable": FORMS},
     "mixture": {"of": SETS, "sampler": Mixture({"a": 0.8, "b": 0.2})},
     "mixture by batch": {"of": SETS, "sampler": BY_BATCH},
