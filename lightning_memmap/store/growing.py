@@ -45,7 +45,7 @@ from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
 from lightning_memmap.store.sources.source import is_read_by_item
 from lightning_memmap.store.store import Store, Supply, open_directory
-from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling
+from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
 
 _WANTED = "wanted-"
@@ -305,6 +305,7 @@ class BackgroundBuild:
 
     def _run(self) -> None:
         """What the thread does."""
+        give_way()
         try:
             with self._held:
                 self._read()

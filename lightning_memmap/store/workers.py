@@ -42,6 +42,8 @@ _RANGE_S = 1.0
 _MIN_RANGE_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _MAX_WORKERS = 1024
+#: By how much the priority of what gives way to a training is lower.
+_NICENESS = 5
 #: How long processes that have nothing to do may take to end.
 _PATIENCE_S = 5.0
 #: How often it is seen whether those that say nothing are alive.
@@ -244,6 +246,13 @@ def threads(count: int) -> ThreadPoolExecutor:
     return pool
 
 
+def give_way() -> None:
+    """Let this thread, and those that it starts, come after a training, whose threads wait for each
+    other."""
+    # Of Linux: elsewhere, it would be that of the process.
+    os.nice(_NICENESS)
+
+
 def check_num_workers(num_workers: int) -> int:
     """Check a number of processes that a user gives, and return it as an int of Python."""
     num_workers = check_integer("num_workers", num_workers, 0, "0 or more processes")
@@ -274,6 +283,7 @@ def _serve(parent: Connection, theirs: Connection, dataset: Any) -> None:
     # The process that started this one decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    give_way()
     if multiprocessing.get_start_method() == "fork":
         _open_anew()
     #: What a run makes of the dataset is kept for more of its tasks.
