@@ -70,6 +70,11 @@ class RunSummary(L.Callback):
         self._held = [*held, *data.placement.held()]
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # A fit that goes on inside of an epoch starts none.
+        self.on_train_epoch_start(trainer, pl_module)
+
+    @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._rows = 0
         self._epoch_start_s = _now_s(trainer)

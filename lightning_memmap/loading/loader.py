@@ -126,7 +126,9 @@ class SuperBatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood, if the next iteration is of the same epoch."""
         self._began = self._resume = LoaderState.read(state)
-        self._were_skipped = self._began.skipped
+        # What was left out of other rows says nothing of these.
+        is_same = self._began.num_positions == self.order.num_positions
+        self._were_skipped = self._began.skipped if is_same else SkippedSteps()
         self._skip()
         self._delivered = self._began.steps, None
 

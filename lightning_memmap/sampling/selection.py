@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
+from reprlib import repr as short_repr
 from typing import Any, ClassVar
 
 import numpy as np
@@ -93,9 +94,22 @@ class _Named(Described, Selection):
             return rows[chosen_rows(mask, len(rows), what)]
         values = [*np.ravel(np.asarray(self.values))]
         found = ~given if None in values else np.zeros(fields.num_rows, np.bool_)
-        wanted = [value for value in values if value is not None]
-        is_time = known.dtype.kind in "mM"  # Of which a config has texts.
-        found[rows] = np.isin(known, np.array(wanted, known.dtype) if is_time else wanted)
+        wanted: Any = [value for value in values if value is not None]
+        if (kind := known.dtype.kind) in "mM":  # Of which a config has texts.
+            try:
+                wanted = np.array(wanted, f"{kind}8")
+            except ValueError as error:
+                raise ValueError(
+                    f"{what}: field {self.field!r}, values={short_repr(self.values)}: {error}: give"
+                    " times as of datetime or numpy, or texts such as '2024-06-01'"
+                ) from error
+        found[rows] = np.isin(known, wanted)
+        if not found.any():
+            some = short_repr(known[:4].tolist())
+            raise ValueError(
+                f"{what}: field {self.field!r} has none of values={short_repr(self.values)} in any"
+                f" row; its first ones are {some}"
+            )
         return chosen_rows(found, fields.num_rows, what)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Annotated, Any, NamedTuple
+from unicodedata import normalize
 
 import msgspec
 import numpy as np
@@ -172,8 +173,8 @@ def check_names(names: Iterable[str]) -> None:
                 f"field {short_repr(name)}: the name is longer than the {MAX_NAME_LENGTH} bytes"
                 " that fit into a file name: use shorter keys in the dataset"
             )
-        # Compared without case, for file systems that do the same.
-        folded = name.casefold()
+        # Compared without case, and letters as they look, for file systems that do the same.
+        folded = normalize("NFC", name).casefold()
         if folded in seen:
             raise SchemaError(
                 f"the names of the fields {seen[folded]!r} and {name!r} are the same but for case,"

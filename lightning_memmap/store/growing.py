@@ -382,7 +382,7 @@ class BackgroundBuild:
             for build in self._builds.values():
                 if not (build.serving.is_whole or isinstance(error, RandomDatasetError)):
                     build.building.sync()
-                    _log.warning("%s; the next run goes on with them", build.building)
+                    _log.warning("%s (%s); the next run goes on with them", build.building, error)
             raise
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import StoreError
+from lightning_memmap.errors import StoreError, nearest
 from lightning_memmap.sampling import Integers, Rows, StoreRows
 from lightning_memmap.schema import Field, Schema
 from lightning_memmap.schema.fields import field_name, name_as_stored
@@ -225,7 +225,10 @@ class Store:
         for name in (field_name([field]), name_as_stored(field)):
             if name in names:
                 return names.index(name)
-        raise ValueError(f"field {field!r}: the store at {self.path} has {names}")
+        raise ValueError(
+            f"field {field!r}: the store at {self.path} has {names}, and none of this name"
+            f"{nearest(field, names)}"
+        )
 
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         """The open columns of some fields, or all, of which rows of these shards alone are used."""

@@ -198,11 +198,7 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
 
     @override
     def backward(
-        self,
-        closure_loss: Tensor,
-        optimizer: Optimizer | None,
-        *args: Any,
-        **kwargs: Any,
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._fetcher is not None:
             self._weigh(self._fetcher._batch)

@@ -371,19 +371,21 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
         return
     for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
         missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # One number per parameter: on how many processes it has a gradient.
-        grads.append(bucket[0].detach().new_ones(len(bucket)))
-        if missing:
-            grads[-1][missing] = 0
+        counts = bucket[0].detach().new_ones(len(bucket))
+        for index in missing:
+            counts[index] = 0
+            bucket[index].grad = torch.zeros_like(bucket[index])
+        grads = [parameter.grad for parameter in bucket]
         # Divided before the sum, which in float16 might be infinite.
-        flat = _utils._flatten_dense_tensors(grads).div_(size)
+        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
         dist.all_reduce(flat, group=group)
-        *means, counts = _utils._unflatten_dense_tensors(flat, grads)
-        for parameter, mean, count in zip(bucket, means, counts, strict=True):
-            # The program waits for the device only where a gradient is missing.
-            if parameter.grad is not None or count:
-                parameter.grad = mean
+        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
+        torch._foreach_copy_(grads, means)
+        # The program waits for the device only where a gradient is missing.
+        for index in missing:
+            if counts[index] == 0:
+                bucket[index].grad = None
 
 
 def gathered(

@@ -65,8 +65,9 @@ class DataParallelStrategy(OneProcess):
     @property
     @override
     def data_topology(self) -> DataTopology:
-        """Which devices hold the data; their batches stay apart."""
-        return replace(super().data_topology, assemble_on=None)
+        """Which devices hold the data; their batches stay apart where there are several."""
+        found = super().data_topology
+        return found if self.num_parts == 1 else replace(found, assemble_on=None)
 
     @property
     def num_parts(self) -> int:
@@ -97,9 +98,10 @@ class DataParallelStrategy(OneProcess):
 
         module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
         self._last = ""
-        # By this, Lightning runs the steps of a module that is wrapped.
-        self.model = Replicas(module, self.data_devices)
-        self._forward_redirection = self._step  # type: ignore[assignment]
+        if self.num_parts > 1:
+            # By this, Lightning runs the steps of a module that is wrapped.
+            self.model = Replicas(module, self.data_devices)
+            self._forward_redirection = self._step  # type: ignore[assignment]
 
     @override
     def teardown(self) -> None:
@@ -112,7 +114,7 @@ class DataParallelStrategy(OneProcess):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        if not isinstance(batch, SuperBatch):
+        if not isinstance(batch, SuperBatch) or self.num_parts == 1:
             return super().batch_to_device(batch, device, dataloader_idx)
 
         module: Any = self.module

@@ -104,6 +104,9 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self.assembled)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.assembled
+
     def mean(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Mean over the rows of the parts that have a loss, with its graph; None without any."""
         pairs = zip(losses, self.rows, strict=True)

@@ -100,9 +100,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
         # The parameters of this process that losses were computed with since the last average.
         self._trained: dict[nn.Parameter, None] = {}
         super().__init__(
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            prefetch=prefetch,
+            process_group_backend=process_group_backend, timeout=timeout, prefetch=prefetch
         )
 
     # Processes

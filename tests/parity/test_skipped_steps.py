@@ -197,3 +197,19 @@ def test_without_a_trainer_a_loader_leaves_them_out(
     again = loader(None)
     again.load_state_dict(batches.state_dict())
     assert [batch["row"].tolist() for batch in again] == kept[17:]
+
+
+def test_steps_that_were_left_out_say_nothing_of_other_rows(tmp_path: Path) -> None:
+    def made(rows: int, skip_steps: Any = None) -> Any:
+        data = MemmapDataModule(
+            Points(rows), store_dir=tmp_path / str(rows), skip_steps=skip_steps, batch_size=BATCH
+        )
+        data.prepare_data()
+        data.setup("fit")
+        return data.train_dataloader().loader
+
+    saved = made(ROWS, skip_steps=range(44, 52))
+    saved.set_epoch(4)
+    fewer = made(100)
+    fewer.load_state_dict(saved.state_dict())
+    assert [fewer.num_steps_of(epoch) for epoch in range(12)] == [3] * 12

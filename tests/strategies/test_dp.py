@@ -327,6 +327,8 @@ class TestRows:
             ) -> None:
                 assert set(batch.keys()) == {"row", "x", "y"}
                 assert len(batch) == 3
+                assert "x" in batch
+                assert "z" not in batch
                 torch.testing.assert_close(batch["x"].float(), VAL.x[batch["row"] - 100])
                 rows.append(batch["row"].tolist())
                 module.log("rows", float(len(batch["row"])), on_step=False, on_epoch=True)
@@ -340,6 +342,19 @@ class TestRows:
         mean = sum(size * size for size in sizes) / sum(sizes)
         assert trainer.callback_metrics["rows"].item() == pytest.approx(mean)
         assert trainer.callback_metrics["rows_before"].item() == pytest.approx(mean)
+
+    def test_batch_of_one_device_is_the_batch(self, tmp_path: Path) -> None:
+        kinds = set[type]()
+
+        class Reader(L.Callback):
+            def on_train_batch_end(
+                self, trainer: Any, module: Any, outputs: Any, batch: Any, *rest: Any
+            ) -> None:
+                assert "x" in batch
+                kinds.add(type(batch))
+
+        fit_dp(tmp_path, Base(), 1, callbacks=[Reader()])
+        assert kinds == {dict}
 
 
 class TestState:

@@ -465,6 +465,18 @@ def test_texts_and_times_divide_rows_as_numbers_do(tmp_path: Path, is_joined: bo
         assert found == np.flatnonzero(number == 2).tolist()
 
 
+def test_values_that_no_row_has_are_said(tmp_path: Path) -> None:
+    store = build_store(DATED, tmp_path / "dated", progress=False)
+    noon = datetime.datetime(2024, 1, 3, 12)
+    for field, values in (("patient", ["p9"]), ("day", [noon]), ("day", ["2024-03-01"])):
+        with pytest.raises(ValueError, match=f"field '{field}' has none of values="):
+            Subset(field=field, values=values).subset("train", 0, store)
+    with pytest.raises(ValueError, match=r"field 'day', values=\['yesterday'\]: .*give"):
+        Subset(field="day", values=["yesterday"]).subset("train", 0, store)
+    with pytest.raises(ValueError, match=r"field 'patien'.*did you mean 'patient'"):
+        store.values("patien")
+
+
 def test_classes_by_text_come_equally_often(tmp_path: Path) -> None:
     rows: Any = [{"row": row, "name": "rare" if row % 10 == 0 else "common"} for row in range(100)]
     data = make_data(tmp_path, train_dataset=rows, sampler=Weighted("name"))

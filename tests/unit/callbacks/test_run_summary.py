@@ -81,7 +81,7 @@ def data(directory: Path, num_rows: int = 24, **options: Any) -> MemmapDataModul
     )
 
 
-def trainer(directory: Path, callback: RunSummary, **options: Any) -> L.Trainer:
+def trainer(directory: Path, callback: L.Callback, **options: Any) -> L.Trainer:
     return L.Trainer(
         **{"strategy": "memmap_superbatch", "devices": 2, "max_epochs": 3} | options,
         accelerator="cpu",
@@ -160,6 +160,21 @@ def test_run_summary_uneven_epochs_gives_median_and_spread(
     found = lines(capsys.readouterr().out)
     assert found["samples/s first epoch"] == "10 (warm-up)"
     assert found["samples/s later epochs"] == "50 (median of 3; 25 to 100)"
+
+
+def test_run_summary_of_a_fit_that_goes_on_inside_an_epoch_has_its_speed(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Saving(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    model, rows = Model(clock, lambda epoch: 1.0), data(tmp_path, num_rows=96)
+    trainer(tmp_path, Saving(), max_epochs=1).fit(model, datamodule=rows)
+    program = trainer(tmp_path, RunSummary(), max_epochs=1)
+    program.fit(model, datamodule=rows.with_options(), ckpt_path=str(tmp_path / "middle.ckpt"))
+    assert lines(capsys.readouterr().out)["samples/s first epoch"] == "8 (warm-up)"
 
 
 def test_run_summary_without_memmap_data_module_is_refused(tmp_path: Path) -> None:
