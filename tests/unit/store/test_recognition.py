@@ -129,7 +129,7 @@ def test_build_notes_its_rows_every_few_seconds(
     monkeypatch.setattr(writing, "_MAX_BLOCK_ROWS", 300)
     monkeypatch.setattr(writing, "_MAX_BLOCKS", 1)
     build(Watching({}), tmp_path)
-    assert found == expected
+    assert all(expected[row] <= found[row] <= row for row in expected)
 
 
 @pytest.mark.parametrize(
