@@ -132,7 +132,7 @@ def _tables(report: Report) -> list[TitledTable]:
 
 
 #: What a check run changes, where the training transform is random.
-IN_PLACE = "in the check runs eval_transform, or none, takes the place of the random transform"
+IN_PLACE = "check runs have eval_transform, or without one no transform, in place of the random one"
 
 
 def parity_table(report: Report) -> TitledTable:
