@@ -382,7 +382,9 @@ class BackgroundBuild:
             for build in self._builds.values():
                 if not (build.serving.is_whole or isinstance(error, RandomDatasetError)):
                     build.building.sync()
-                    _log.warning("%s (%s); the next run goes on with them", build.building, error)
+                    # Not the error: who keeps it keeps the frames that it went through.
+                    text = "%s (%s); the next run goes on with them"
+                    _log.warning(text, build.building, str(error))
             raise
 
     def _tasks(self) -> Iterator[tuple[str, RowNumbers]]:
