@@ -5,7 +5,7 @@ Probe rows are a few of them, which identify a dataset, and show whether it is r
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import islice
 from statistics import median
@@ -123,23 +123,16 @@ def infer_schema(samples: Sequence[Any], rows: Sequence[int], forms: Forms) -> S
             schema = Schema.infer(samples[:count], forms)
         except SchemaError as error:
             if schema is not None and isinstance(error, MismatchError):
-                with _only_about(error):
+                try:
                     flatten_row(sample, row, schema, lambda: samples[0])
+                except SchemaError as found:
+                    # Another field may differ too, and would only have to be declared.
+                    if str(error).partition(":")[0] in str(found):
+                        raise
                 raise SchemaError(f"row {row}, {error}. {_ONE_STRUCTURE}") from error
             has_names = isinstance(sample, (Mapping, tuple)) or is_dataclass(sample)
             raise _at_row(row, error, is_bare=not has_names) from error
     raise AssertionError("the samples have a schema")
-
-
-@contextmanager
-def _only_about(error: SchemaError) -> Iterator[None]:
-    """Raise what names the same field as an error. Others may differ, and be declared to."""
-    where = str(error).partition(":")[0]
-    try:
-        yield
-    except SchemaError as found:
-        if where in str(found):
-            raise
 
 
 def _at_row(row: int, error: SchemaError, *, is_bare: bool, remedy: str = "") -> SchemaError:

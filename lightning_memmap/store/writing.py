@@ -109,8 +109,8 @@ def run_writers(
     def receive_and_sync(task: Any, duration_s: float) -> None:
         nonlocal last_sync, syncing
         receive(task, duration_s)
-        # The workers do not wait for the disk.
-        if monotonic() - last_sync > JOURNAL_INTERVAL_S and syncing.done():
+        if monotonic() - last_sync > JOURNAL_INTERVAL_S:
+            # The workers wait only for a disk that takes longer than that.
             syncing.result()
             last_sync, syncing = monotonic(), thread.submit(sync)
 
