@@ -430,11 +430,13 @@ def test_rows_are_read_while_others_are_brought_to_the_disk(
     log, deadline = tmp_path / "rows", monotonic() + 60
 
     def sync(path: Path) -> None:
+        # A second sync would wait for this one.
+        monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 60.0)
         while len(log.read_text().split()) < ROWS:
             assert monotonic() < deadline, "no row is read meanwhile"
             sleep(0.01)
 
-    monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(writing, "JOURNAL_INTERVAL_S", 0.05)
     monkeypatch.setattr(building, "sync_path", sync)
     data = MemmapDataModule(
         Logged(Slow(Points(ROWS), 0.002, every=1), log),

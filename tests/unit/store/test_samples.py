@@ -96,6 +96,18 @@ def test_arrays_and_tensors_of_every_kind_come_back_with_their_values(tmp_path: 
             assert torch.equal(one, other), name
 
 
+def test_error_names_the_field_that_differs_and_none_that_may_be_none(tmp_path: Path) -> None:
+    rows = [
+        {"maybe": None if row % 5 == 0 else "yes", "mixed": 3 if row % 10 == 0 else "x"}
+        for row in range(1, 400)
+    ]
+    with pytest.raises(SchemaError, match=r"row \d+, field 'mixed': found int64 .*expected uint8"):
+        build_store(rows, tmp_path / "s", progress=False)
+    for each in rows:
+        each["mixed"] = "x"
+    build_store(rows, tmp_path / "s", progress=False)
+
+
 def test_advice_for_a_late_row_that_is_longer_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
