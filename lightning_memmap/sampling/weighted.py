@@ -125,8 +125,8 @@ class WeightedSampler(Sampler):
     # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
     # row is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
     # Systematic Sampling, II", 1949. Before that, the parts of each shard, some neighbouring rows
-    # each, are permuted, so that other rows share an epoch each time; the first row and the last
-    # one, which lie on cuts, keep their places.
+    # each, are permuted, so that other rows share an epoch each time; rows that lie on a cut, and
+    # so are in two shards, keep their places.
     # The whole part of a length is drawn in any case. What is left of it has a point where the sum
     # of lengths passes a whole number: in units of 2**-32, where it wraps around. A shard is as
     # long as a whole number, and so one sum serves all of them.
@@ -161,26 +161,29 @@ class WeightedSampler(Sampler):
     def _line(self, _: int) -> _Line:
         pool, unit_bits = self.pool, _unit_bits(self.num_positions)
         shards = np.repeat(np.arange(pool.num_shards), pool.sizes)
-        ends = self.lengths.array.cumsum()[pool.whole(pool.index())]
+        rows, offsets = pool.whole(pool.index()), pool.index() - pool.starts[shards]
+        ends = self.lengths.array.cumsum()[rows]
         ends = np.minimum(ends, (pool.counts.cumsum() << unit_bits)[shards])
         pieces = np.diff(ends >> max(0, unit_bits - 32), prepend=0)
         unit_bits = min(unit_bits, 32)
         num_whole = pieces >> unit_bits
         left = (pieces << (32 - unit_bits)).astype(np.uint32)
         ends = left.cumsum(dtype=np.uint32)
-        offsets = pool.index() - pool.starts[shards]
         ends_whole = np.bincount(shards, num_whole, pool.num_shards)[:, None]
         columns, counts = np.arange(pool.counts.max()), pool.counts[:, None]
         # What a shard lacks comes last.
         dtype = np.min_scalar_type(pool.longest)
         whole = np.full((pool.num_shards, len(columns)), pool.longest, dtype)
         whole[columns < ends_whole] = np.repeat(offsets, num_whole)
-        is_inner, is_last = offsets > 0, offsets == pool.sizes[shards] - 1
+        is_again = np.diff(rows, prepend=-1) == 0
+        is_shared = is_again | np.append(is_again[1:], False)
         # Of many sizes: the sums of parts of one size might all be whole numbers.
         numbers = random_bits(self.seed, 0, _PARTS).random_raw(len(shards))
         is_cut = numbers % np.maximum(1, pool.sizes // _NUM_PARTS).astype(np.uint64)[shards] == 0
-        is_cut |= (offsets < 2) | is_last
-        parts, groups = is_cut.cumsum() - 1, 3 * shards + is_inner + (is_inner & is_last)
+        # What follows a shared row, and a shared row at the end, begin parts of their own.
+        is_cut |= (offsets == 0) | is_shared | np.append(False, is_shared[:-1])
+        parts = is_cut.cumsum() - 1
+        groups = 3 * shards + np.where(is_shared, 2 * (offsets > 0), 1)
         return _Line(
             whole,
             (columns >= ends_whole) & (columns < counts),
