@@ -30,8 +30,6 @@ _KEPT_EPOCHS = 2
 #: Blocks of an epoch whose order is kept: a step may reach from one into the next. More where
 #: their tables are small: those who draw rows come back to each block for other shards.
 _KEPT_BLOCKS, _KEPT_BYTES = 4, 2**25
-#: Numbers outside of their shards that are brought inside at a time, which limits memory.
-_WALKED = 2**18
 T = TypeVar("T")
 
 
@@ -212,8 +210,7 @@ class _Cipher:
         for index in (0, 2):
             self._own[index] |= number
             self._own[index] = self._own[index].ravel()
-        self._smallest = int(sizes[-1])
-        self._inside = self._walk(sizes)
+        self._sizes = sizes
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Permuted offsets; see `Permutation`."""
@@ -226,9 +223,16 @@ class _Cipher:
             rows = slice(start, start + step)
             out = offsets[start * num : (start + step) * num]
             self._finish(np.repeat(upper[rows], num), np.repeat(lower[rows], num), tables, out)
-        outside = np.flatnonzero(offsets >= self._smallest)
-        found = offsets[outside] - self._smallest
-        offsets[outside] = self._inside[found, columns[outside % num]]
+        # Outside of their shards: "cycle walking" until they are inside, or where they began, as
+        # only what is behind the last position does.
+        left = np.flatnonzero(offsets >= self._sizes[-1])
+        while len(left):
+            shards, found = columns[left % num], offsets[left]
+            is_left = (found >= self._sizes[shards]) & (found != first + left // num)
+            left, tables = left[is_left], (shards[is_left] * self._high).astype(np.uint32)
+            again = np.empty_like(left)
+            self._finish(*self._begin(found[is_left]), tables, again)
+            offsets[left] = again
         offsets += np.tile(begins, len(upper))
         return offsets
 
@@ -268,33 +272,6 @@ class _Cipher:
         # Unsigned: where nothing wrapped around, subtracting the radix gives a huge number.
         np.subtract(upper, np.uint32(self._high), out=other)
         np.minimum(upper, other, out=upper)
-
-    def _walk(self, sizes: Integers) -> NDArray[np.integer[Any]]:
-        """What replaces each number outside a shard: by "cycle walking", until one is inside."""
-        end = self._high << self._bits
-        inside = np.empty((end - self._smallest, len(sizes)), np.min_scalar_type(end))
-        step = max(1, _WALKED // len(sizes))
-        for first in range(self._smallest, end, step):
-            numbers = np.arange(first, min(first + step, end), dtype=np.int64)
-            found = self._inside_of(np.repeat(numbers, len(sizes)), sizes)
-            begin = first - self._smallest
-            inside[begin : begin + len(numbers)] = found.reshape(-1, len(sizes))
-        return inside
-
-    def _inside_of(self, start: Integers, sizes: Integers) -> Integers:
-        """Where the numbers of each shard in turn lead, int64 of the same shape."""
-        shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(start) // len(sizes))
-        inside: Integers = start.copy()
-        left = np.flatnonzero(start >= sizes[shards])
-        while len(left):
-            where = shards[left]
-            again = np.empty_like(where)
-            tables = (where * self._high).astype(np.uint32)
-            self._finish(*self._begin(inside[left]), tables, again)
-            inside[left] = again
-            # No offset inside leads to one that comes back to where it began.
-            left = left[(again >= sizes[where]) & (again != start[left])]
-        return inside
 
 
 def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
