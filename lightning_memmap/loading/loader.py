@@ -361,7 +361,7 @@ class SuperBatchLoader:
                 sizes = [self.global_batch] * (last - step)
                 if last == piece.num_full:
                     sizes += piece.tail
-                first = piece.bounds(step)[0]
+                first = piece.edge(step)
                 edges = first + np.append(0, np.cumsum(sizes))
                 # How many positions this process serves before each step.
                 served = -(-(edges - self._rows.topology.rank) // self._rows.topology.size)

@@ -5,7 +5,7 @@ position can be looked up at any time. Integers only.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.rows import Integers, Runs, firsts_of
 
 Digits = NDArray[np.uint32]
 
@@ -343,7 +343,9 @@ class BlockPermutation:
             stop = min(last + 1, begin + self._window)
             within = self._tables.get("block", number, partial(self._within, number))
             grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
-            pieces.append(spread(grid, self.runs(number)))
+            runs = self.runs(number)
+            at = firsts_of(np.array([len(run) for run in runs]))
+            pieces.append(Runs(at, np.array([run.start for run in runs]) - at).at(grid))
         offsets = np.concatenate(pieces).reshape(-1, len(columns))
         offsets += begins
         return offsets.ravel()
@@ -352,14 +354,3 @@ class BlockPermutation:
         """The permutation of each shard's rows in one block."""
         sizes = np.clip(self._sizes - number * self._window, 0, self._window)
         return permuted(sizes, random_bits(*self._words, 2 + number))
-
-
-def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
-    """The integers at these indices of the runs, one run after the other."""
-    offsets = numbers + runs[0].start
-    begin = len(runs[0])
-    for run in runs[1:]:
-        here = numbers >= begin
-        offsets[here] = numbers[here] + (run.start - begin)
-        begin += len(run)
-    return offsets
