@@ -300,7 +300,7 @@ def located_steps(
         numbers, firsts, counts = found
     else:
         firsts = distinct(pool.places(blocks.index(epoch, number, held)))
-        numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
+        numbers, counts = line.in_series(firsts)[0], np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
 

@@ -119,8 +119,8 @@ class CurriculumSampler(Sampler):
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order, positions = self._order(epoch), range(shard, self.num_positions, self.num_shards)
-        line = self.pool.line(self.pool.index(shard))
-        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
+        held = self.pool.whole(self.pool.index(shard))
+        at = np.searchsorted(held, self.pool.whole_of(order.pool, shard))
         found: Integers = at[order.index(epoch, positions, np.zeros_like(self.pool.starts))]
         return found
 

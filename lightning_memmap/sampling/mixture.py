@@ -98,7 +98,7 @@ class Mixture(Described, SamplerFactory):
         # The sets lie one after the other in the order of the files.
         edges = np.append(0, np.cumsum(joined.chosen_sizes))
         if isinstance(pool.rows, WindowedRows):
-            edges = np.append(0, pool.rows.ends)[edges]
+            edges = np.append(pool.rows.begins, pool.rows.num_rows)[edges]
         sizes = np.diff(edges)
         shares = np.array([self.shares[name] for name in joined.stores])
         count = pool.num_rows if self.num_samples is None else self.num_samples
