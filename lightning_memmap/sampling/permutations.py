@@ -82,12 +82,6 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
     return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
 
 
-def permutation(size: int, bits: np.random.Philox) -> Integers:
-    """A permutation of one set of rows, int64 of shape (size,)."""
-    zero = np.zeros(1, np.int64)
-    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero) if size else zero[:0]
-
-
 def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
     """An order of things that is random within groups, which ascend."""
     # In one number with the random bits: several times as fast as two keys.
