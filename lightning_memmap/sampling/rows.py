@@ -193,7 +193,7 @@ class StoreRows(Rows):
     @override
     def identity(self) -> dict[str, Any]:
         subset = None if self.chosen is None else {"rows": self.chosen.identity}
-        return {"num_rows": self.num_rows, "subset": subset}
+        return {"subset": subset, "num_rows": self.num_rows}
 
     @property
     @override
@@ -254,9 +254,9 @@ class JoinedRows(Rows):
         pairs = zip(self.stores, self.parts, strict=True)
         subsets = {name: part.identity["subset"] for name, part in pairs}
         return {
-            "num_rows": self.num_rows,
-            "subset": subsets if any(subsets.values()) else None,
             "stores": dict(zip(self.stores, self.chosen_sizes, strict=True)),
+            "subset": subsets if any(subsets.values()) else None,
+            "num_rows": self.num_rows,
         }
 
     def stores_of(self, rows: Integers) -> Integers:
@@ -338,7 +338,7 @@ class WindowedRows(Rows):
             "stride": self.stride,
             "steps": self.steps.identity,
         }
-        return {**self.series.identity, "num_rows": self.num_rows, "windows": windows}
+        return {"windows": windows, **self.series.identity, "num_rows": self.num_rows}
 
     @cached_property
     def counts(self) -> Integers:

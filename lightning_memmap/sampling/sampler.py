@@ -275,14 +275,15 @@ class Sampler(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides the order, as JSON values."""
+        """What decides the order, as JSON values: what says most of it first."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
-        found = {"sampler": type(self).__name__, "shards": values.pop("pool")}
+        found = {"sampler": type(self).__name__}
         if self.version > 1:
             found["version"] = self.version
+        found |= {"shards": values.pop("pool"), **values}
         if self.num_positions != self.pool.rows.num_rows:
             found["num_positions"] = self.num_positions
-        return {**found, **values}
+        return found
 
     def index(self, epoch: int, positions: range, starts: Integers | None = None) -> Integers:
         """Which rows of the pool supply these positions.
