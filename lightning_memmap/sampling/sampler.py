@@ -277,7 +277,7 @@ class Sampler(ABC):
     def identity(self) -> dict[str, Any]:
         """What decides the order, as JSON values: what says most of it first."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
-        found = {"sampler": type(self).__name__}
+        found: dict[str, Any] = {"sampler": type(self).__name__}
         if self.version > 1:
             found["version"] = self.version
         found |= {"shards": values.pop("pool"), **values}
