@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -29,9 +29,11 @@ from lightning_memmap.placement import (
     Residency,
     SplitPlacement,
     SplitSize,
+    divided,
     plan_placement,
 )
 from lightning_memmap.sampling import (
+    Blocks,
     Integers,
     Pool,
     Rows,
@@ -41,6 +43,7 @@ from lightning_memmap.sampling import (
     Shards,
     ShuffledSampler,
     StoreRows,
+    WindowedRows,
     default_window,
 )
 from lightning_memmap.sampling.sampler import made_sampler
@@ -113,6 +116,26 @@ def image_of(rows: Tensor) -> Tensor:
     return (pixels % 251).to(torch.uint8)
 
 
+def size_of(
+    store: Any,
+    topology: DataTopology,
+    rows: Rows | None = None,
+    window: int | None = None,
+    order: Callable[[Pool, int], Sampler] | None = None,
+    measure: Callable[[Blocks, Sequence[int]], int] | None = None,
+    split: str = "train",
+) -> SplitSize:
+    """The size of a split of a store, in dataset order unless it is said otherwise."""
+    rows = StoreRows(Shards(store.num_rows, store.num_shards)) if rows is None else rows
+    pool = divided(split, rows, store.num_shards, topology)
+    stored = rows.series if isinstance(rows, WindowedRows) else rows
+    row_bytes = store.row_bytes * stored.num_rows / rows.num_rows
+    window = window or default_window(pool.num_shards, row_bytes)
+    made = order(pool, window) if order else SequentialSampler(pool, shuffle_window=window)
+    held = topology.held(pool.num_shards)
+    return SplitSize.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
+
+
 def make_split(
     store: Store,
     num_devices: int = 1,
@@ -130,7 +153,7 @@ def make_split(
         # Which device counts are warned of is a matter of test_placement.
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         rows = chosen_of(store, subset)
-        size_of_split = SplitSize.of("train", store.manifest, topology, rows, window)
+        size_of_split = size_of(store.manifest, topology, rows, window)
         placement = plan_placement(
             {"train": size_of_split},
             topology,
@@ -152,7 +175,7 @@ def split_with(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         rows = chosen_of(store, subset)
-        size = SplitSize.of("train", store.manifest, topology, rows, window)
+        size = size_of(store.manifest, topology, rows, window)
     return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
 
 
@@ -385,7 +408,7 @@ def make_window_loader(
     topology = DataTopology((CPU,) * num_devices, rank, size)
     chosen = windowed(store, chosen_of(store, subset), forms)
     measure = partial(largest_window_bytes, store) if residency == "stream" else None
-    sized = SplitSize.of("train", store.manifest, topology, chosen, window, order, measure)
+    sized = size_of(store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])
     return SuperBatchLoader(

@@ -9,8 +9,10 @@ from lightning_memmap.placement import (
     Residency,
     SplitSize,
     check_memory_fraction,
+    divided,
     plan_placement,
 )
+from lightning_memmap.sampling import SequentialSampler, StoreRows
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
@@ -51,7 +53,10 @@ def plan_devices(
 def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:
     """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
     topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
-    sizes = {name: SplitSize.of(name, found, topology) for name, found in stores.items()}
+    sizes = {}
+    for name, found in stores.items():
+        pool = divided(name, StoreRows(found.shards), found.num_shards, topology)
+        sizes[name] = SplitSize.of(SequentialSampler(pool), found, topology)
     budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
     held = [0] * count
     for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():

@@ -509,7 +509,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             return self._resume.as_dict()
         if (loader := self._train_loader) is None:
             return {}
-        return Resume(loader.state_dict(), loader.num_trained).as_dict()
+        state = {"train": loader.state_dict(), "num_trained": loader.num_trained}
+        return Resume.read(state).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.
@@ -525,8 +526,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """
         found = Resume.read(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
-            if found is not None:
-                found.check_rows(self._rows_of("train").pool.identity["subset"])
+            found.check_rows(self._rows_of("train").pool.identity["subset"])
             self._resume = found
 
     def val_dataloader(self) -> Loaders:

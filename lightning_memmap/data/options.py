@@ -21,10 +21,9 @@ from lightning_memmap.store.workers import check_num_workers
 
 P = ParamSpec("P")
 
-#: The least value of each count, and why; `check_seed` knows of the seed.
-_COUNTS: dict[str, tuple[int | None, str]] = {
+#: The least value of each count, and why.
+_COUNTS = {
     "batch_size": (1, "at least 1 row per data device and step"),
-    "seed": (None, ""),
     "member": (0, "members are counted from 0"),
     "shuffle_window": (1, "at least 1 row of a shard"),
 }
@@ -87,12 +86,12 @@ class DataOptions:
         object.__setattr__(self, "store_dir", _directory(self.store_dir))
         for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None or name in ("batch_size", "seed"):
+            if value is not None or name == "batch_size":
                 object.__setattr__(self, name, check_integer(name, value, *least))
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
-        check_seed(self.seed)
+        object.__setattr__(self, "seed", check_seed(self.seed))
         steps_to_skip(self.skip_steps)
         if self.num_shards is not None:
             object.__setattr__(self, "num_shards", check_num_shards(self.num_shards))

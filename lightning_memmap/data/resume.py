@@ -15,46 +15,40 @@ class Resume(msgspec.Struct, frozen=True):
     """Where the training of a data module stood."""
 
     #: The state of its loader.
-    train: Any = None
+    train: LoaderState | None = None
     num_trained: Count | None = None
 
     @classmethod
-    def read(cls, state: object) -> "Resume | None":
+    def read(cls, state: object) -> "Resume":
         """Check what is loaded for a data module. Subclasses may have added to it."""
         try:
-            found = msgspec.convert(state, cls)
+            return msgspec.convert(state, cls)
         except msgspec.ValidationError as error:
             raise ValueError(
                 f"the state of the data module cannot be loaded: {error}: give load_state_dict the"
                 " dict that state_dict has returned"
             ) from error
-        return None if found.train is None else cls(found.loader.as_dict(), found.num_trained)
-
-    @property
-    def loader(self) -> LoaderState:
-        """The state of its loader, checked."""
-        return LoaderState.read(self.train)
 
     def as_dict(self) -> dict[str, Any]:
         """What `read` reads."""
-        given = {"train": self.train, "num_trained": self.num_trained}
-        return {name: value for name, value in given.items() if value is not None}
+        found = {} if self.train is None else {"train": self.train.as_dict()}
+        return found if self.num_trained is None else {**found, "num_trained": self.num_trained}
 
     def check_rows(self, subset: Mapping[str, Any] | None) -> None:
         """Check that training goes on with the rows that it had."""
-        if self.loader.subset != subset:
+        if self.train is not None and self.train.subset != subset:
             raise ValueError(
-                f"the checkpoint was trained on {_subset_text(self.loader.subset)}, and this data"
+                f"the checkpoint was trained on {_subset_text(self.train.subset)}, and this data"
                 f" module trains on {_subset_text(subset)}: resume with the member and the"
                 " subset of the checkpoint"
             )
 
     def apply(self, loader: SuperBatchLoader, trainer: L.Trainer) -> None:
         """Let a fit go on from here."""
-        epoch = trainer.current_epoch
-        loader.set_epoch(epoch)
-        loader.load_state_dict(self.train)
-        if self.num_trained is not None and self.loader.epoch == epoch:
+        if self.train is None:
+            return
+        loader.load_state_dict(self.train.as_dict())
+        if self.num_trained is not None and self.train.epoch == trainer.current_epoch:
             go_on_after(trainer, self.num_trained)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,14 +18,18 @@ from lightning_memmap.placement import (
     Placement,
     SplitSize,
     device_budgets,
+    divided,
     plan_placement,
 )
 from lightning_memmap.sampling import (
+    Blocks,
     Integers,
     Pool,
     Sampler,
     SequentialSampler,
     ShuffledSampler,
+    WindowedRows,
+    default_window,
     divisors,
 )
 from lightning_memmap.sampling.sampler import made_sampler
@@ -85,42 +88,39 @@ class Planner:
 
     def size(self, split: str, store: Store) -> SplitSize:
         """Divide a split into shards, in an order, and find its size."""
-        options = self.stores.options
-        is_ordered = split == "train" and not self.is_overfitting
+        options, topology = self.stores.options, self.topology
         rows = windowed(store, self.stores.rows(split, store), options.forms)
         given = options.num_shards or store.manifest.shards_of(rows.num_rows)
-        found = SplitSize.of(
-            split,
-            store.manifest,
-            self.topology,
-            rows,
-            options.shuffle_window,
-            partial(self._order, store) if is_ordered else None,
-            partial(largest_window_bytes, store) if options.is_streamed else None,
-            given,
-        )
-        if found.order.num_shards != given and not found.order.is_sequential:
+        order = self._order(split, store, divided(split, rows, given, topology))
+        if order.num_shards != given and not order.is_sequential:
             *others, last = map(str, divisors(given))
             counts = f"{', '.join(others)} or {last}" if others else last
             rank_zero_warn(
-                f"the {split} rows are in {given} shards, which {self.topology.num_data_devices}"
-                f" data devices do not divide: they are re-striped over {found.order.num_shards},"
-                f" in another order: {counts} data devices keep it"
+                f"the {split} rows are in {given} shards, which {topology.num_data_devices} data"
+                f" devices do not divide: they are re-striped over {order.num_shards}, in another"
+                f" order: {counts} data devices keep it"
             )
-        return found
+        window_bytes = 0
+        if options.is_streamed:
+            held = topology.held(order.num_shards)
+            window_bytes = largest_window_bytes(store, Blocks(order), held)
+        return SplitSize.of(order, store.manifest, topology, window_bytes)
 
-    def _order(self, store: Store, pool: Pool, window: int) -> Sampler:
-        """The order of the training rows."""
-        options = self.stores.options
-        block = window if options.shuffle_window is not None or options.is_streamed else None
-        if (maker := options.sampler) is not None:
-            if options.is_by_batch:
-                pool = replace(pool, global_batch=self.step_rows)
-            fields = fields_of(store, pool.rows)
-            return made_sampler(maker, pool, options.seed, fields, block)
-        if not options.shuffle:
+    def _order(self, split: str, store: Store, pool: Pool) -> Sampler:
+        """The order of the rows of a split."""
+        options, rows = self.stores.options, pool.rows
+        block = options.shuffle_window
+        if block is None and options.is_streamed:
+            stored = rows.series if isinstance(rows, WindowedRows) else rows
+            row_bytes = store.manifest.row_bytes * stored.num_rows / rows.num_rows
+            block = default_window(pool.num_shards, row_bytes)
+        if split != "train" or self.is_overfitting or not options.shuffle:
             return SequentialSampler(pool, shuffle_window=block)
-        return ShuffledSampler(pool, options.seed, block)
+        if (maker := options.sampler) is None:
+            return ShuffledSampler(pool, options.seed, block)
+        if options.is_by_batch:
+            pool = replace(pool, global_batch=self.step_rows)
+        return made_sampler(maker, pool, options.seed, fields_of(store, rows), block)
 
 
 @dataclass(frozen=True)

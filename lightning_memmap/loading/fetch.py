@@ -1,7 +1,6 @@
 """Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
@@ -61,15 +60,6 @@ class Fetcher:
                 self._memory.append(partial(empty_buffers, fixed, pin_memory=True))
             else:
                 self._memory.append(BufferPool(fixed, slots).get)
-
-    @contextmanager
-    def epoch(self, epoch: int, position: int) -> Iterator[list[Take]]:
-        """What fetches rows of each source in the order of an epoch, from a position on."""
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(source.epoch(self._sampler, epoch, position))
-                for source in self._rows.sources
-            ]
 
     def fetch(self, takes: list[Take], steps: Steps) -> Iterator[Fetched]:
         """Fetch the rows of consecutive steps, several small ones at once."""

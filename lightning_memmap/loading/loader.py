@@ -312,9 +312,12 @@ class SuperBatchLoader:
         with closing(ExitStack()) as stack:
             # Closed without the error that ends this generator: in Python 3.10, a context manager
             # keeps the error, and so this frame and the rows, until garbage is collected.
-            sources = stack.enter_context(self._fetcher.epoch(start.epoch, start.position))
+            takes = [
+                stack.enter_context(source.epoch(self.order, start.epoch, start.position))
+                for source in self._rows.sources
+            ]
             fetched: Iterator[Fetched] = chain.from_iterable(
-                self._fetcher.fetch(sources, steps) for steps in self._blocks(start)
+                self._fetcher.fetch(takes, steps) for steps in self._blocks(start)
             )
             if self._rows.images is not None:
                 decoded = self._rows.images.decoded(fetched, self.order)
@@ -361,7 +364,7 @@ class SuperBatchLoader:
                 sizes = [self.global_batch] * (last - step)
                 if last == piece.num_full:
                     sizes += piece.tail
-                first = piece.bounds(step)[0]
+                first = piece.edge(step)
                 edges = first + np.append(0, np.cumsum(sizes))
                 # How many positions this process serves before each step.
                 served = -(-(edges - self._rows.topology.rank) // self._rows.topology.size)

@@ -152,7 +152,7 @@ class SeriesPlaces:
     @cached_property
     def shifts(self) -> Integers:
         """By series, what is added to the place of a window, in strides, to find its slot."""
-        return self.begins - (self.line.ends - self.line.counts) * self.line.stride
+        return self.begins - self.line.begins * self.line.stride
 
     @property
     def num_slots(self) -> int:
@@ -163,7 +163,7 @@ class SeriesPlaces:
         """The slots of windows, by their places on the line."""
         shifts = self.shifts
         if len(shifts) > 1:
-            shifts = shifts[self.line.in_series(places).series]
+            shifts = shifts[self.line.in_series(places)[0]]
         return places * self.line.stride + shifts
 
     def places(self, pool: Pool) -> Places:

@@ -7,6 +7,7 @@ series, the fields that have one value for each series are read in the file mapp
 
 import math
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -170,8 +171,10 @@ class Stream(RowSource):
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         found = self._places.locate(sampler, epoch, positions)
         # As if all windows lay one after the other.
-        for number, here in self._blocks(sampler).parts(positions):
-            found[here] += number * self.num_slots
+        size = self._blocks(sampler).positions
+        for number in range(positions.start // size, -(-positions.stop // size)):
+            first, last = (bisect_left(positions, size * edge) for edge in (number, number + 1))
+            found[first:last] += number * self.num_slots
         return found
 
     def _blocks(self, sampler: Sampler) -> Blocks:
@@ -222,7 +225,7 @@ class _StreamedEpoch:
     def __init__(self, stream: Stream, blocks: Blocks, epoch: int, position: int) -> None:
         self._stream, self._blocks, self._epoch = stream, blocks, epoch
         #: The window whose rows are fetched. Its memory is the first one.
-        self._number = blocks.number_of(position)
+        self._number = position // blocks.positions
         self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
             self._read(stream.idle.pop() if stream.idle else None)
@@ -297,7 +300,7 @@ def located_steps(
         numbers, firsts, counts = found
     else:
         firsts = distinct(pool.places(blocks.index(epoch, number, held)))
-        numbers, counts = line.in_series(firsts).series, np.ones_like(firsts)
+        numbers, counts = line.in_series(firsts)[0], np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
 

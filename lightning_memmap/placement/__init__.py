@@ -11,6 +11,7 @@ from lightning_memmap.placement.plan import (
     SplitPlacement,
     SplitSize,
     check_residency,
+    divided,
     placement_table,
     plan_placement,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "check_residency",
     "data_parallel_rank",
     "device_budgets",
+    "divided",
     "free_bytes",
     "local_processes",
     "placement_table",

@@ -1,7 +1,7 @@
 """The plan: which shard lives where, decided, and refused, before anything is allocated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -12,18 +12,7 @@ from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling import (
-    Blocks,
-    Pool,
-    Rows,
-    Sampler,
-    SequentialSampler,
-    Shards,
-    StoreRows,
-    WindowedRows,
-    default_window,
-    striping,
-)
+from lightning_memmap.sampling import Blocks, Pool, Rows, Sampler, striping
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
 
@@ -49,6 +38,17 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
+def divided(split: str, rows: Rows, num_shards: int, topology: DataTopology) -> Pool:
+    """Divide the rows of a split into as many shards, or the next more that a topology divides."""
+    num_rows, total = rows.num_rows, topology.num_data_devices
+    if num_rows < total:
+        raise PlacementError(
+            f"the {split} split has {num_rows} rows for {total} data devices, so that some would"
+            f" have none: use at most {num_rows} data devices"
+        )
+    return Pool.of(rows, striping(num_shards, total))
+
+
 @dataclass(frozen=True)
 class SplitSize:
     """A split, divided into shards for a topology, and its size."""
@@ -59,37 +59,11 @@ class SplitSize:
 
     @classmethod
     def of(
-        cls,
-        split: str,
-        store: Manifest,
-        topology: DataTopology,
-        rows: Rows | None = None,
-        window: int | None = None,
-        order: Callable[[Pool, int], Sampler] | None = None,
-        measure: Callable[[Blocks, Sequence[int]], int] | None = None,
-        num_shards: int | None = None,
+        cls, order: Sampler, store: Manifest, topology: DataTopology, window_bytes: int = 0
     ) -> "SplitSize":
-        """Divide a split into shards for a topology, and find its size."""
-        if rows is None:
-            rows = StoreRows(Shards(store.num_rows, store.num_shards))
-        num_rows, total = rows.num_rows, topology.num_data_devices
-        num_shards = striping(num_shards or store.num_shards, total)
-        if num_rows < total:
-            raise PlacementError(
-                f"the {split} split has {num_rows} rows for {total} data devices, so that some"
-                f" would have none: use at most {num_rows} data devices"
-            )
-        of_series = rows.series.num_rows if isinstance(rows, WindowedRows) else num_rows
-        row_bytes = store.row_bytes * of_series / num_rows
-        window = window or default_window(num_shards, row_bytes)
-        pool = Pool.of(rows, num_shards)
-        if order is None:
-            sampler: Sampler = SequentialSampler(pool, shuffle_window=window)
-        else:
-            sampler = order(pool, window)
-        shard_bytes = tuple(store.shard_bytes(sampler.pool, total).tolist())
-        held = [shard for shard in range(num_shards) if topology.owner(shard) is not None]
-        return cls(sampler, shard_bytes, measure(Blocks(sampler), held) if measure else 0)
+        """The size of a split in an order whose pool was divided for a topology."""
+        shard_bytes = store.shard_bytes(order.pool, topology.num_data_devices)
+        return cls(order, tuple(shard_bytes.tolist()), window_bytes)
 
     @property
     def pool(self) -> Pool:
@@ -176,7 +150,6 @@ def plan_placement(
     """Decide what lives where. Nothing is allocated."""
     # ``auto`` fills the data devices first and falls back shard by shard, to the memory of the host
     # and then to the file mapping. For a CPU it is the file mapping: that is host memory already.
-    check_residency(residency)
     used: dict[torch.device, int] = defaultdict(int)
 
     def choose(shard: int, size: int) -> Residency | None:

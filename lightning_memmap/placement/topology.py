@@ -38,6 +38,10 @@ class DataTopology:
         """Data devices of all processes, ``W``."""
         return self.size * len(self.data_devices)
 
+    def held(self, num_shards: int) -> range:
+        """The shards that this process owns, of so many."""
+        return range(self.rank, num_shards, self.size)
+
     def owner(self, shard: int) -> int | None:
         """The data device of this process that owns a shard."""
         if shard % self.size != self.rank:
@@ -73,7 +77,6 @@ def device_budgets(
     devices: Sequence[torch.device], fraction: float, num_local_processes: int = 1
 ) -> dict[torch.device, int]:
     """The bytes that shards may take on each device: a share of what is free now."""
-    check_memory_fraction(fraction)
     sharing = {"cpu": num_local_processes}
     return {
         device: int(free_bytes(device) * fraction) // sharing.get(device.type, 1)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from lightning_memmap.sampling.permutations import (
     Alike,
     Permutation,
     order_within,
-    permutation,
+    permuted,
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
@@ -79,9 +79,9 @@ class Bucketed(Described, SamplerFactory):
         """
         found = self._lengths(fields)
         lengths = found.astype(np.min_scalar_type(int(found.max(initial=0))))
+        lengths = lengths[pool.dataset_rows(pool.index())]
         if pool.is_striped:
             pool = _dealt(pool, lengths, seed)
-        lengths = lengths[pool.dataset_rows(pool.index())]
         counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
         return BucketedSampler(pool, seed, lengths=Numbers(lengths), **counts)
 
@@ -102,11 +102,10 @@ class Bucketed(Described, SamplerFactory):
 
 def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
     """The rows of a pool dealt to its shards by length, as cards are: all shards are alike."""
-    lengths = lengths[pool.rows.dataset_rows(np.arange(pool.num_rows))]
-    numbers = order_within(lengths, random_bits(seed, 0, _DEAL))
-    shards = [numbers[shard :: pool.num_shards] for shard in range(pool.num_shards)]
-    index = Shards(pool.num_rows, pool.num_shards).locate(np.concatenate(shards))
-    return pool.drawing(pool.sizes, pool.counts, index)
+    places = Shards(pool.num_rows, pool.num_shards).locate(np.arange(pool.num_rows))
+    dealt = places[order_within(lengths[places], random_bits(seed, 0, _DEAL))]
+    each = [dealt[shard :: pool.num_shards] for shard in range(pool.num_shards)]
+    return pool.drawing(pool.sizes, pool.counts, np.concatenate(each))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +123,15 @@ class BucketedSampler(Sampler):
     # shards. In blocks, where rows that lie together come together, shards are those of the store
     # instead.
 
+    #: By the index in the pool of all rows.
     lengths: Numbers
     bucket_size: int
     num_buckets: int
+    version: ClassVar[int] = 2
 
     @override
     def in_blocks(self, block: int) -> Self:
-        lengths = np.empty_like(self.lengths.array)
-        lengths[self.pool.whole(self.pool.index())] = self.lengths.array
-        pool = replace(self.pool, chosen=None)
-        return replace(self, pool=pool, lengths=Numbers(lengths), shuffle_window=block)
+        return replace(self, pool=replace(self.pool, chosen=None), shuffle_window=block)
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
@@ -153,14 +151,16 @@ class BucketedSampler(Sampler):
         if self.pool.chosen is None:
             return super().permutation(epoch)
         # The rows that all shards have are in one order, the same for each.
-        layers = permutation(int(self.pool.sizes.min()), random_bits(self.seed, epoch))
-        return Alike(np.append(layers, np.arange(len(layers), self.pool.longest)))
+        num_layers, zero = max(1, int(self.pool.sizes.min())), np.zeros(1, np.int64)
+        found = permuted(np.array([num_layers]), random_bits(self.seed, epoch))
+        layers = found.grid(0, num_layers - 1, zero, zero)
+        return Alike(np.append(layers, np.arange(num_layers, self.pool.longest)))
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         buckets = positions // self.bucket_size
-        lengths = self.lengths.array[self.pool.starts[shard] + offsets]
+        lengths = self.lengths.array[self.pool.whole(self.pool.starts[shard] + offsets)]
         found = np.empty_like(offsets)
         windows = buckets // self._window
         found[self._ranks(epoch)[buckets].argsort(kind="stable")] = offsets[

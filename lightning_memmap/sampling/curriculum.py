@@ -1,6 +1,5 @@
 """Another order from an epoch on."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -74,31 +73,29 @@ class Curriculum(Described, SamplerFactory):
         Raises:
             ValueError: The orders differ in their positions of an epoch.
         """
-        made = [
-            made_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields)
-            for stage in self.stages.values()
-        ]
-        counts = [sampler.num_positions for sampler in made]
+        made = tuple(
+            (epoch, made_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields))
+            for epoch, stage in self.stages.items()
+        )
+        counts = [sampler.num_positions for _, sampler in made]
         if len({*counts}) > 1:
             raise ValueError(
                 f"{self!r}: its epochs have {counts} positions: all need as many, which num_samples"
                 " sets"
             )
-        return CurriculumSampler.of(EpochOrders(tuple(self.stages), tuple(made)))
+        return CurriculumSampler.of(EpochOrders(made))
 
 
 @dataclass(frozen=True)
 class EpochOrders:
-    """The orders of a curriculum."""
+    """The orders of a curriculum, each with the epoch from which it holds."""
 
-    epochs: tuple[int, ...]
-    samplers: tuple[Sampler, ...]
+    pairs: tuple[tuple[int, Sampler], ...]
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells these from others, as JSON values."""
-        pairs = zip(self.epochs, self.samplers, strict=True)
-        return {f"epoch {epoch}": sampler.identity for epoch, sampler in pairs}
+        return {f"epoch {epoch}": sampler.identity for epoch, sampler in self.pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +107,17 @@ class CurriculumSampler(Sampler):
     @classmethod
     def of(cls, stages: EpochOrders, block: int | None = None) -> Self:
         """The order over a pool that has the rows of all stages."""
-        pool = united([sampler.pool for sampler in stages.samplers])
+        pool = united([sampler.pool for _, sampler in stages.pairs])
         return cls(pool, stages=stages, shuffle_window=block)
 
     def _order(self, epoch: int) -> Sampler:
-        return self.stages.samplers[bisect_right(self.stages.epochs, epoch) - 1]
+        return [sampler for first, sampler in self.stages.pairs if first <= epoch][-1]
 
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
         order, positions = self._order(epoch), range(shard, self.num_positions, self.num_shards)
-        line = self.pool.line(self.pool.index(shard))
-        at = np.searchsorted(line, order.pool.line(order.pool.index(shard)))
+        held = self.pool.whole(self.pool.index(shard))
+        at = np.searchsorted(held, self.pool.whole_of(order.pool, shard))
         found: Integers = at[order.index(epoch, positions, np.zeros_like(self.pool.starts))]
         return found
 
@@ -138,11 +135,11 @@ class CurriculumSampler(Sampler):
     @override
     def in_blocks(self, block: int) -> Self:
         # Some stages have other rows in their shards then.
-        made = tuple(sampler.in_blocks(block) for sampler in self.stages.samplers)
-        return self.of(EpochOrders(self.stages.epochs, made), block)
+        made = ((epoch, sampler.in_blocks(block)) for epoch, sampler in self.stages.pairs)
+        return self.of(EpochOrders(tuple(made)), block)
 
     @override
     def clear(self) -> None:
         super().clear()
-        for sampler in self.stages.samplers:
+        for _, sampler in self.stages.pairs:
             sampler.clear()

@@ -8,14 +8,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-#: From what says most to what says least. All other names come first.
-_VAGUE = ("sampler", "version", "", "num_positions", "num_rows", "length", "digest")
 _REMEDIES = {
     "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
     "num_positions": "the num_samples and the rows of the checkpoint",
     "positions of sets": "the shares, num_samples and training sets of the checkpoint",
     "global_batch": "the batch size and the number of devices of the checkpoint",
     "num_rows": "the dataset, subset and windows of the checkpoint",
+    "num_shards": "num_shards={was} and a number of data devices that divides it",
     "stores": "the training sets of the checkpoint",
     "subset": "the subset of the checkpoint",
     "windows": "the windows of the checkpoint",
@@ -64,26 +63,24 @@ def identity_of(value: Any) -> Any:
 def difference_of(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[str, str, str, str] | None:
-    """Find the difference of the order of a checkpoint and the present one that says most.
+    """Find the first difference of the order of a checkpoint and the present one.
 
     What differs, such as ``windows.length``, its value there and now, and what to resume with.
     """
-    found = min(_differences(saved, now), key=_vagueness, default=None)
+    found = min(_differences(saved, now), key=_is_of_numbers, default=None)
     if found is None:
         return None
     path, one, other = found
-    name = _name(path)
-    known = {
-        **_REMEDIES,
-        "num_shards": f"num_shards={one} and a number of data devices that divides it",
-    }
-    return name, _text(one), _text(other), known.get(path[-1], f"{name}={_text(one)}")
+    name, was = _name(path), _text(one)
+    remedy = _REMEDIES.get(path[-1], "{name}={was}")
+    return name, was, _text(other), remedy.format(name=name, was=was)
 
 
 def _differences(
     one: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    for key in dict.fromkeys([*one, *other]):
+    # Identities begin with what says most. Those of checkpoints may have another order.
+    for key in dict.fromkeys([*other, *one]):
         a, b = one.get(key), other.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differences(a, b, (*path, key))
@@ -93,13 +90,10 @@ def _differences(
             yield (*path, key), lacking if a is None else a, lacking if b is None else b
 
 
-def _vagueness(difference: tuple[tuple[str, ...], Any, Any]) -> int:
-    path, one, other = difference
-    is_lacking = one in (None, _LACKING) or other in (None, _LACKING)
-    is_one_sided = is_lacking and path[-1] not in ("shuffle_window", "version")
-    name = "" if is_one_sided else path[-1]
-    is_windows = path[-2:] == ("windows", "length")
-    return _VAGUE.index(name) if name in _VAGUE and not is_windows else -1
+def _is_of_numbers(difference: tuple[tuple[str, ...], Any, Any]) -> bool:
+    """Whether an array differs, which says least."""
+    path = difference[0]
+    return path[-1] in ("length", "digest") and path[-2:-1] != ("windows",)
 
 
 def _name(path: tuple[str, ...]) -> str:

@@ -98,7 +98,7 @@ class Mixture(Described, SamplerFactory):
         # The sets lie one after the other in the order of the files.
         edges = np.append(0, np.cumsum(joined.chosen_sizes))
         if isinstance(pool.rows, WindowedRows):
-            edges = np.append(0, pool.rows.ends)[edges]
+            edges = np.append(pool.rows.begins, pool.rows.num_rows)[edges]
         sizes = np.diff(edges)
         shares = np.array([self.shares[name] for name in joined.stores])
         count = pool.num_rows if self.num_samples is None else self.num_samples
@@ -254,7 +254,7 @@ class MixtureSampler(Sampler):
         return _Pieces(*(each[which] for each in pieces)), numbers[which]
 
     @override
-    def draws(self, epoch: int, shards: Integers) -> Integers:
+    def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
         (_, number, begin, end, first, last, offset), random = self._of_shards(shards)
         sizes, totals = (np.array(e, object)[number] for e in (self.sets.sizes, self.sets.counts))
         # Point k of a set is at k * size + point, on a line where row r begins at r * count.
@@ -275,14 +275,8 @@ class MixtureSampler(Sampler):
         starts = np.zeros((len(first), 3), np.int64)
         # The epochs before had so many.
         starts[:, 1] = (random + epoch * between * totals // sizes) % between
-        positions = self.pool.counts
-        shape = len(shards), int(positions.max())
-        found = np.zeros(shape, np.min_scalar_type(self.pool.longest))
-        # Shards differ by one position at most.
-        has_row = np.ones(shape, np.bool_)
-        has_row[:, -1] = positions[shards] == shape[1]
-        found[has_row] = ranges(*_read_on(rows, nums, starts.ravel(), counts), found.dtype)
-        return found
+        dtype = np.min_scalar_type(self.pool.longest)
+        return ranges(*_read_on(rows, nums, starts.ravel(), counts), dtype)
 
 
 def _read_on(

@@ -5,7 +5,7 @@ position can be looked up at any time. Integers only.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.rows import Integers, Runs, firsts_of
 
 Digits = NDArray[np.uint32]
 
@@ -30,8 +30,6 @@ _KEPT_EPOCHS = 2
 #: Blocks of an epoch whose order is kept: a step may reach from one into the next. More where
 #: their tables are small: those who draw rows come back to each block for other shards.
 _KEPT_BLOCKS, _KEPT_BYTES = 4, 2**25
-#: Numbers outside of their shards that are brought inside at a time, which limits memory.
-_WALKED = 2**18
 T = TypeVar("T")
 
 
@@ -82,12 +80,6 @@ def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
     if sizes[0] < _LONG_SHARD:
         return _Sorted(sizes, bits)
     return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
-
-
-def permutation(size: int, bits: np.random.Philox) -> Integers:
-    """A permutation of one set of rows, int64 of shape (size,)."""
-    zero = np.zeros(1, np.int64)
-    return permuted(np.array([size]), bits).grid(0, size - 1, zero, zero) if size else zero[:0]
 
 
 def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
@@ -212,8 +204,7 @@ class _Cipher:
         for index in (0, 2):
             self._own[index] |= number
             self._own[index] = self._own[index].ravel()
-        self._smallest = int(sizes[-1])
-        self._inside = self._walk(sizes)
+        self._sizes = sizes
 
     def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
         """Permuted offsets; see `Permutation`."""
@@ -226,9 +217,16 @@ class _Cipher:
             rows = slice(start, start + step)
             out = offsets[start * num : (start + step) * num]
             self._finish(np.repeat(upper[rows], num), np.repeat(lower[rows], num), tables, out)
-        outside = np.flatnonzero(offsets >= self._smallest)
-        found = offsets[outside] - self._smallest
-        offsets[outside] = self._inside[found, columns[outside % num]]
+        # Outside of their shards: "cycle walking" until they are inside, or where they began, as
+        # only what is behind the last position does.
+        left = np.flatnonzero(offsets >= self._sizes[-1])
+        while len(left):
+            shards, found = columns[left % num], offsets[left]
+            is_left = (found >= self._sizes[shards]) & (found != first + left // num)
+            left, tables = left[is_left], (shards[is_left] * self._high).astype(np.uint32)
+            again = np.empty_like(left)
+            self._finish(*self._begin(found[is_left]), tables, again)
+            offsets[left] = again
         offsets += np.tile(begins, len(upper))
         return offsets
 
@@ -268,33 +266,6 @@ class _Cipher:
         # Unsigned: where nothing wrapped around, subtracting the radix gives a huge number.
         np.subtract(upper, np.uint32(self._high), out=other)
         np.minimum(upper, other, out=upper)
-
-    def _walk(self, sizes: Integers) -> NDArray[np.integer[Any]]:
-        """What replaces each number outside a shard: by "cycle walking", until one is inside."""
-        end = self._high << self._bits
-        inside = np.empty((end - self._smallest, len(sizes)), np.min_scalar_type(end))
-        step = max(1, _WALKED // len(sizes))
-        for first in range(self._smallest, end, step):
-            numbers = np.arange(first, min(first + step, end), dtype=np.int64)
-            found = self._inside_of(np.repeat(numbers, len(sizes)), sizes)
-            begin = first - self._smallest
-            inside[begin : begin + len(numbers)] = found.reshape(-1, len(sizes))
-        return inside
-
-    def _inside_of(self, start: Integers, sizes: Integers) -> Integers:
-        """Where the numbers of each shard in turn lead, int64 of the same shape."""
-        shards = np.tile(np.arange(len(sizes), dtype=np.int64), len(start) // len(sizes))
-        inside: Integers = start.copy()
-        left = np.flatnonzero(start >= sizes[shards])
-        while len(left):
-            where = shards[left]
-            again = np.empty_like(where)
-            tables = (where * self._high).astype(np.uint32)
-            self._finish(*self._begin(inside[left]), tables, again)
-            inside[left] = again
-            # No offset inside leads to one that comes back to where it began.
-            left = left[(again >= sizes[where]) & (again != start[left])]
-        return inside
 
 
 def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
@@ -366,7 +337,9 @@ class BlockPermutation:
             stop = min(last + 1, begin + self._window)
             within = self._tables.get("block", number, partial(self._within, number))
             grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
-            pieces.append(spread(grid, self.runs(number)))
+            runs = self.runs(number)
+            at = firsts_of(np.array([len(run) for run in runs]))
+            pieces.append(Runs(at, np.array([run.start for run in runs]) - at).at(grid))
         offsets = np.concatenate(pieces).reshape(-1, len(columns))
         offsets += begins
         return offsets.ravel()
@@ -375,14 +348,3 @@ class BlockPermutation:
         """The permutation of each shard's rows in one block."""
         sizes = np.clip(self._sizes - number * self._window, 0, self._window)
         return permuted(sizes, random_bits(*self._words, 2 + number))
-
-
-def spread(numbers: Integers, runs: Sequence[range]) -> Integers:
-    """The integers at these indices of the runs, one run after the other."""
-    offsets = numbers + runs[0].start
-    begin = len(runs[0])
-    for run in runs[1:]:
-        here = numbers >= begin
-        offsets[here] = numbers[here] + (run.start - begin)
-        begin += len(run)
-    return offsets

@@ -1,6 +1,6 @@
 """Which rows each shard has: what orders draw from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -161,10 +161,6 @@ class Pool:
         """Where rows lie in the files."""
         return self.whole(index) if self._are_files else self.rows.places(self.numbers(index))
 
-    def line(self, index: Integers) -> Integers:
-        """Where rows are on the line of all rows."""
-        return self.rows.line(self.numbers(index)) if self.is_striped else self.whole(index)
-
     def dataset_rows(self, index: Integers) -> Integers:
         """The numbers of rows in the whole dataset."""
         return self.rows.dataset_rows(self.numbers(index))
@@ -179,20 +175,25 @@ class Pool:
             return self.chosen.at(index)
         return index if self.chosen is None else self.chosen[index].astype(np.int64)
 
+    def whole_of(self, other: "Pool", shard: int) -> Integers:
+        """The same of a shard of another pool, as they are counted in this one."""
+        index = other.index(shard)
+        is_alike = self.is_striped == other.is_striped
+        return other.whole(index) if is_alike else self.rows.ranks[other.numbers(index)]
+
 
 def united(pools: Sequence[Pool]) -> Pool:
-    """A pool whose shards have what those of several pools have, once, in the order of the line."""
-    first = pools[0]
-    each = []
-    for shard in range(first.num_shards):
-        held = [pool.line(pool.index(shard)) for pool in pools]
-        each.append(distinct(np.concatenate(held)))
+    """A pool whose shards have what those of several pools have, once, as it lies in the files."""
+    first, is_striped = pools[0], all(pool.is_striped for pool in pools)
+    whole = Pool.of(first.rows, first.num_shards, is_striped)
+    whole = replace(whole, global_batch=first.global_batch)
+    each = [
+        distinct(np.concatenate([whole.whole_of(pool, shard) for pool in pools]))
+        for shard in range(first.num_shards)
+    ]
     sizes = np.array([len(found) for found in each], np.int64)
     firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
     lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)
-    whole = replace(
-        Pool.of(first.rows, first.num_shards, is_striped=False), global_batch=first.global_batch
-    )
     if (lasts - firsts + 1 == sizes).all():
         starts, kept = firsts_of(sizes), sizes > 0
         return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
@@ -204,24 +205,27 @@ def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:
 
     The first one, and how many there are to the last one, or 0: both int64 of shape (series,).
     """
-    line, begins = pool.rows, pool.begins
+    line = pool.rows
     assert isinstance(line, WindowedRows)
     firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)
     for shard in chosen:
-        size = int(pool.sizes[shard])
-        if begins is not None and size:
-            # All that lies between its first and its last window.
-            edges = np.array([begins[shard], begins[shard] + size - 1])
-            (begin, end), (first, last) = line.in_series(edges)
-            firsts[begin + 1 : end + 1] = 0
-            firsts[begin] = min(int(firsts[begin]), int(first))
-            lasts[begin:end] = line.counts[begin:end] - 1
-            lasts[end] = max(int(lasts[end]), int(last))
-            continue
-        index = pool.index(shard)
-        for first in range(0, size, _BLOCK_WINDOWS):
-            places = pool.places(index[first : first + _BLOCK_WINDOWS])
-            series, windows = line.in_series(places)
+        for series, places, counts in _stretches(pool, line, shard):
+            windows = places - line.begins[series]
             np.minimum.at(firsts, series, windows)
-            np.maximum.at(lasts, series, windows)
+            np.maximum.at(lasts, series, windows + counts - 1)
     return firsts, np.maximum(0, lasts + 1 - firsts)
+
+
+def _stretches(
+    pool: Pool, line: WindowedRows, shard: int
+) -> Iterator[tuple[Integers, Integers, Integers | int]]:
+    """The windows of a shard: their series, their places, and how many follow one another."""
+    if (begins := pool.begins) is not None:
+        edges = begins[shard], begins[shard] + pool.sizes[shard]
+        series, places, counts = line.stretches(pool.num_shards, [edges], None)
+        yield series, places, counts
+        return
+    index = pool.index(shard)
+    for first in range(0, len(index), _BLOCK_WINDOWS):
+        places = pool.places(index[first : first + _BLOCK_WINDOWS])
+        yield line.in_series(places)[0], places, 1

@@ -146,13 +146,17 @@ class Rows(ABC):
         """Whether the line is the files: row 0 of it lies at place 0, and so on."""
         return True
 
-    def line(self, numbers: Integers) -> Integers:
-        """Where rows are on the line, int64 of shape (B,)."""
-        return self.places(numbers)
-
     @abstractmethod
     def on_line(self, index: Integers) -> Integers:
-        """The numbers of the rows that are there: the inverse of `line`."""
+        """The numbers of the rows that are there on the line, int64 of shape (B,)."""
+
+    @cached_property
+    def ranks(self) -> Integers:
+        """Where each row is on the line, by its number: int64 of shape (rows,)."""
+        index = np.arange(self.num_rows, dtype=np.int64)
+        ranks = np.empty_like(index)
+        ranks[self.on_line(index)] = index
+        return ranks
 
     def dataset_rows(self, numbers: Integers) -> Integers:
         """The numbers of rows in the whole dataset, of which these may be some."""
@@ -189,7 +193,7 @@ class StoreRows(Rows):
     @override
     def identity(self) -> dict[str, Any]:
         subset = None if self.chosen is None else {"rows": self.chosen.identity}
-        return {"num_rows": self.num_rows, "subset": subset}
+        return {"subset": subset, "num_rows": self.num_rows}
 
     @property
     @override
@@ -203,10 +207,6 @@ class StoreRows(Rows):
     @cached_property
     def _alone(self) -> Shards:
         return Shards(self.num_rows, self.shards.num_shards)
-
-    @override
-    def line(self, numbers: Integers) -> Integers:
-        return self._alone.locate(numbers)
 
     @override
     def on_line(self, index: Integers) -> Integers:
@@ -254,9 +254,9 @@ class JoinedRows(Rows):
         pairs = zip(self.stores, self.parts, strict=True)
         subsets = {name: part.identity["subset"] for name, part in pairs}
         return {
-            "num_rows": self.num_rows,
-            "subset": subsets if any(subsets.values()) else None,
             "stores": dict(zip(self.stores, self.chosen_sizes, strict=True)),
+            "subset": subsets if any(subsets.values()) else None,
+            "num_rows": self.num_rows,
         }
 
     def stores_of(self, rows: Integers) -> Integers:
@@ -270,10 +270,6 @@ class JoinedRows(Rows):
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
         return self._each(numbers, "dataset_rows", self.firsts)
-
-    @override
-    def line(self, numbers: Integers) -> Integers:
-        return self._each(numbers, "line", self._chosen_firsts)
 
     @override
     def on_line(self, index: Integers) -> Integers:
@@ -300,15 +296,6 @@ class JoinedRows(Rows):
         return [
             [self.stores[store], row] for store, row in zip(stores.tolist(), within, strict=True)
         ]
-
-
-class InSeries(NamedTuple):
-    """Where windows are."""
-
-    #: The series of each, int64 of shape (B,).
-    series: Integers
-    #: Which of its windows it is, int64 of shape (B,). It begins at this many strides.
-    windows: Integers
 
 
 @dataclass(frozen=True)
@@ -340,7 +327,7 @@ class WindowedRows(Rows):
     @property
     @override
     def num_rows(self) -> int:
-        return int(self.ends[-1])
+        return int(self.begins[-1] + self.counts[-1])
 
     @property
     @override
@@ -351,7 +338,7 @@ class WindowedRows(Rows):
             "stride": self.stride,
             "steps": self.steps.identity,
         }
-        return {**self.series.identity, "num_rows": self.num_rows, "windows": windows}
+        return {"windows": windows, **self.series.identity, "num_rows": self.num_rows}
 
     @cached_property
     def counts(self) -> Integers:
@@ -360,26 +347,21 @@ class WindowedRows(Rows):
         return counts
 
     @cached_property
-    def ends(self) -> Integers:
-        """Where the windows of each series end, int64 of shape (series,)."""
-        return np.cumsum(self.counts)
+    def begins(self) -> Integers:
+        """The first window of each series on the line, int64 of shape (series,)."""
+        return firsts_of(self.counts)
 
     @cached_property
-    def _ranks(self) -> Integers:
-        """Where each series is on the line of series, int64 of shape (series,)."""
-        return self.series.line(np.arange(self.series.num_rows, dtype=np.int64))
+    def _number_begins(self) -> Integers:
+        """The number of the first window of each series, by the number of the series."""
+        return firsts_of(self.counts[self.series.ranks])
 
-    @cached_property
-    def _number_ends(self) -> Integers:
-        """The same as ``ends`` where the windows are numbered in dataset order."""
-        return np.cumsum(self.counts[self._ranks])
-
-    def in_series(self, places: Integers) -> InSeries:
-        """The windows at places; series are counted on their line."""
+    def in_series(self, places: Integers) -> tuple[Integers, Integers]:
+        """The series of the windows at places, by their places on the line, and which of theirs."""
         if len(self.counts) == 1 or self.num_rows > _TABLE_WINDOWS:
-            return _in_series(self.ends, places)
+            return _in_series(self.begins, places)
         series = self._series_of_places[places].astype(np.int64)
-        return InSeries(series, places - (self.ends - self.counts)[series])
+        return series, places - self.begins[series]
 
     @cached_property
     def _series_of_places(self) -> NDArray[np.uint32]:
@@ -387,30 +369,24 @@ class WindowedRows(Rows):
 
     @override
     def places(self, numbers: Integers) -> Integers:
-        series, windows = _in_series(self._number_ends, numbers)
-        ranks = self._ranks[series]
-        located: Integers = self.ends[ranks] - self.counts[ranks] + windows
-        return located
+        series, windows = _in_series(self._number_begins, numbers)
+        return windows + self.begins[self.series.ranks[series]]
 
     @override
     def on_line(self, index: Integers) -> Integers:
         ranks, windows = self.in_series(index)
-        series = self.series.on_line(ranks)
-        numbers: Integers = self._number_ends[series] - self.counts[ranks] + windows
-        return numbers
+        return windows + self._number_begins[self.series.on_line(ranks)]
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
         if self.whole is None:
             return numbers
-        series, windows = _in_series(self._number_ends, numbers)
-        series = self.series.dataset_rows(series)
-        firsts: Integers = self.whole._number_ends - self.whole.counts[self.whole._ranks]
-        return firsts[series] + windows
+        series, windows = _in_series(self._number_begins, numbers)
+        return windows + self.whole._number_begins[self.series.dataset_rows(series)]
 
-    def numbered(self, rows: Integers) -> InSeries:
-        """The windows that dataset rows are; series are rows of the dataset too."""
-        return _in_series((self.whole or self)._number_ends, rows)
+    def numbered(self, rows: Integers) -> tuple[Integers, Integers]:
+        """The same of dataset rows; series are rows of the dataset too."""
+        return _in_series((self.whole or self)._number_begins, rows)
 
     @override
     def names(self, rows: Integers) -> list[Any]:
@@ -422,7 +398,7 @@ class WindowedRows(Rows):
 
     @override
     def stored_rows(self, rows: Integers) -> Integers:
-        return self.series.stored_rows(self.numbered(rows).series)
+        return self.series.stored_rows(self.numbered(rows)[0])
 
     def stretches(
         self, num_shards: int, edges: Sequence[tuple[int, int]], wanted: Sequence[int] | None
@@ -457,10 +433,10 @@ class WindowedRows(Rows):
     def _in_order(self) -> list[tuple[Integers, Integers, Integers, Integers]]:
         """By place, and by number: series, their first places, windows, and where these end."""
         found = []
-        for series in (np.arange(len(self.counts)), self._ranks):
+        for series in (np.arange(len(self.counts)), self.series.ranks):
             series = series[self.counts[series] > 0]
             counts = self.counts[series]
-            found.append((series, self.ends[series] - counts, counts, np.cumsum(counts)))
+            found.append((series, self.begins[series], counts, np.cumsum(counts)))
         return found
 
     def steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
@@ -470,9 +446,7 @@ class WindowedRows(Rows):
         return windows * self.stride + num_series * (self.length - self.stride)
 
 
-def _in_series(ends: Integers, windows: Integers) -> InSeries:
-    series = np.zeros_like(windows)
-    if len(ends) > 1:
-        series = np.searchsorted(ends, windows, side="right")
-        windows = windows - np.where(series > 0, ends[series - 1], 0)
-    return InSeries(series, windows)
+def _in_series(begins: Integers, windows: Integers) -> tuple[Integers, Integers]:
+    # Of series without a window, the next one begins at the same place.
+    series = np.searchsorted(begins, windows, side="right") - 1
+    return series, windows - begins[series]

@@ -29,7 +29,7 @@ from lightning_memmap.sampling.permutations import (
     random_bits,
 )
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.rows import Integers, firsts_of
 
 MAX_SEED = 2**63 - 1
 #: Rows of shards that are drawn together: for short shards, that takes half of the time.
@@ -107,9 +107,9 @@ class Sampler(ABC):
         """
         return np.arange(self.pool.sizes[shard], dtype=np.int64)
 
-    def draws(self, epoch: int, shards: Integers) -> Integers:
-        """The same of several shards, of shape (shards, positions of the longest)."""
-        return self._stacked("draw", epoch, shards)
+    def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        """The same of several shards, one after the other."""
+        return self._checked("draw", epoch, shards)
 
     def permutation(self, epoch: int) -> Permutation:
         """How what is drawn is permuted: at random, block by block where there are blocks."""
@@ -137,13 +137,19 @@ class Sampler(ABC):
         return self.arrange(epoch, shard, drawn.astype(np.int64))
 
     def _permuted(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        """What shards draw, permuted, of shape (positions of the longest, shards)."""
-        drawn = self.draws(epoch, shards)
-        width = drawn.shape[1]
-        firsts = np.arange(len(shards)) * width
-        order = self._permutation(epoch).grid(0, width - 1, shards, firsts)
-        # No index is outside: "wrap" is the fastest mode.
-        return drawn.ravel().take(order, mode="wrap").reshape(width, -1)
+        """What shards draw, permuted, in columns."""
+        return self._columns(self.draws(epoch, shards), shards, self._permutation(epoch))
+
+    def _columns(
+        self, found: NDArray[Any], shards: Integers, permutation: Permutation
+    ) -> NDArray[Any]:
+        """What is found of shards, one after the other, as a column for each of them."""
+        if not len(found):  # No shard of these has a position.
+            found = np.zeros(1, np.int64)
+        counts = self.pool.counts
+        order = permutation.grid(0, int(counts.max()) - 1, shards, firsts_of(counts[shards]))
+        # Only what is behind the last position is outside: "wrap" is the fastest mode.
+        return found.take(order, mode="wrap").reshape(-1, len(shards))
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
@@ -187,7 +193,7 @@ class Sampler(ABC):
             some = missing[begin : begin + step]
             # At once: a thread that reads blocks may look up what another one makes again.
             table[:, every(some)] = (
-                self._stacked("offsets", epoch, some).T
+                self._columns(self._checked("offsets", epoch, some), some, Alike())
                 if is_arranged
                 else self._permuted(epoch, some)
             )
@@ -201,10 +207,10 @@ class Sampler(ABC):
         table = np.empty(shape, np.min_scalar_type(self.pool.longest))
         return table, np.zeros(self.num_shards, np.bool_)
 
-    def _stacked(self, name: str, epoch: int, shards: Integers) -> Integers:
+    def _checked(self, name: str, epoch: int, shards: Integers) -> Integers:
         """What a method returns for some shards, once it is seen to be offsets within these."""
-        found = np.zeros((len(shards), int(self.pool.counts.max())), np.int64)
-        for row, shard in zip(found, shards.tolist(), strict=True):
+        found = list[NDArray[Any]]()
+        for shard in shards.tolist():
             given = np.asarray(getattr(self, name)(epoch, shard))
             size, count = int(self.pool.sizes[shard]), int(self.pool.counts[shard])
             is_right = given.shape == (count,) and (given.dtype.kind in "iu" or not count)
@@ -215,8 +221,8 @@ class Sampler(ABC):
                     f" {given!r}: return {count} integers from 0 to {size - 1}, the offset"
                     " within the shard of the row at each of its positions"
                 )
-            row[:count] = given
-        return found
+            found.append(given)
+        return np.concatenate(found, dtype=np.int64, casting="unsafe")
 
     @kept
     def _permutation(self, epoch: int) -> Permutation:
@@ -269,14 +275,15 @@ class Sampler(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides the order, as JSON values."""
+        """What decides the order, as JSON values: what says most of it first."""
         values = {each.name: identity_of(getattr(self, each.name)) for each in _identifying(self)}
-        found = {"sampler": type(self).__name__, "shards": values.pop("pool")}
+        found: dict[str, Any] = {"sampler": type(self).__name__}
         if self.version > 1:
             found["version"] = self.version
+        found |= {"shards": values.pop("pool"), **values}
         if self.num_positions != self.pool.rows.num_rows:
             found["num_positions"] = self.num_positions
-        return {**found, **values}
+        return found
 
     def index(self, epoch: int, positions: range, starts: Integers | None = None) -> Integers:
         """Which rows of the pool supply these positions.

@@ -40,10 +40,6 @@ class Piece:
         full = min(step, self.num_full)
         return self.first + full * self.global_batch + sum(self.tail[: step - full])
 
-    def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step of this piece."""
-        return self.edge(step), self.edge(step + 1)
-
     def ending(self, position: int) -> "Piece | None":
         """The steps before a position; None where it is inside of a step."""
         step = bisect_left(range(len(self) + 1), position, key=self.edge)
@@ -111,7 +107,7 @@ class BatchSchedule:
         left = step
         for piece in self.pieces:
             if 0 <= left < len(piece):
-                return piece.bounds(left)
+                return piece.edge(left), piece.edge(left + 1)
             left -= len(piece)
         raise IndexError(f"step={step}: the schedule has {len(self)} steps")
 
@@ -230,28 +226,18 @@ class Blocks:
         """Whether a block has the same offsets of each shard, in runs of consecutive ones."""
         return self.sampler.block_runs(0, 0) is not None
 
+    @property
+    def positions(self) -> int:
+        """Positions in a block of all shards."""
+        return self.rows * self.sampler.num_shards
+
     def __len__(self) -> int:
-        return -(-self.sampler.num_positions // (self.rows * self.sampler.num_shards))
+        return -(-self.sampler.num_positions // self.positions)
 
     @property
     def longest(self) -> int:
         """Positions of a shard in the longest block."""
         return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
-
-    def number_of(self, position: int) -> int:
-        """The block of a position."""
-        return position // (self.sampler.num_shards * self.rows)
-
-    def parts(self, positions: range) -> Iterator[tuple[int, slice]]:
-        """Divide positions by blocks."""
-        size = self.rows * self.sampler.num_shards
-        edges = (positions[0], positions[-1]) if positions else (0, -1)
-        for number in range(edges[0] // size, edges[1] // size + 1):
-            first, last = (
-                max(0, -(-(edge - positions.start) // positions.step))
-                for edge in (number * size, (number + 1) * size)
-            )
-            yield number, slice(first, last)
 
     def index(self, epoch: int, number: int, held: Integers) -> Integers:
         """The rows that a block has of some shards, by their index in the pool."""

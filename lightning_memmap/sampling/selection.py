@@ -165,6 +165,8 @@ class _HoldingOut(Selection):
 
     splits = ("train", "val")
     stratify: str | None = None
+    group: str | None = None
+    shuffle: bool = True
     seed: int = 0
 
     @override
@@ -182,13 +184,36 @@ class _HoldingOut(Selection):
     def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
         """The rows to validate on: their numbers, or a mask."""
 
-    def _dealt(self, fields: Fields, shuffle: bool = True) -> NDArray[np.int64]:
+    def _check_division(self) -> None:
+        self.seed = check_seed(self.seed)
+        if self.stratify is not None and self.group is not None:
+            raise ValueError(
+                f"{type(self).__name__}: stratify={self.stratify!r} with group={self.group!r}:"
+                " leave one of them out; groups that stay whole cannot have their share of each"
+                " value too"
+            )
+
+    def _keys(self, count: int) -> NDArray[np.uint64]:
+        """What rows or groups are sorted by to be in random order."""
+        if not self.shuffle:
+            return np.zeros(count, np.uint64)
+        return random_bits(self.seed, 0, _BITS).random_raw(count)
+
+    def _dealt(self, fields: Fields) -> Integers:
         """All rows in random order, those with one value of the field one after the other."""
-        count, field = fields.num_rows, self.stratify
-        bits = random_bits(self.seed, 0, _BITS)
-        keys = bits.random_raw(count) if shuffle else np.zeros(count, np.uint64)
-        by = () if field is None else (self._values("stratify", field, fields),)
-        return np.lexsort((keys, *by))
+        by = () if self.stratify is None else (self._values("stratify", self.stratify, fields),)
+        return np.lexsort((self._keys(fields.num_rows), *by))
+
+    def _groups(self, field: str, fields: Fields, least: int) -> tuple[Integers, Integers]:
+        """The group of each row, and how many rows each group has: at least so many groups."""
+        values = self._values("group", field, fields)
+        _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
+        if len(sizes) < least:
+            raise ValueError(
+                f"{self!r}: field {field!r} has too few values, {len(sizes)}, for {least} parts of"
+                " the rows, none of which may be empty: group by another field, or into fewer folds"
+            )
+        return groups, sizes
 
     def _values(self, name: str, field: str, fields: Fields) -> NDArray[Any]:
         """The values of a field by which rows are divided."""
@@ -227,12 +252,7 @@ class RandomSplit(Described, _HoldingOut):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.seed = check_seed(self.seed)
-        if self.stratify is not None and self.group is not None:
-            raise ValueError(
-                f"RandomSplit: stratify={self.stratify!r} with group={self.group!r}: leave one of"
-                " them out; groups that stay whole cannot have their share of each value too"
-            )
+        self._check_division()
         share = check_number("validation", self.validation)
         given = int(self.validation) if isinstance(self.validation, Integral) else share
         if not (given >= 1 if isinstance(given, int) else 0 < given < 1):
@@ -250,25 +270,15 @@ class RandomSplit(Described, _HoldingOut):
         if count >= num_rows:
             raise ValueError(f"validation={given}: of {num_rows} rows none would be trained on")
         if self.group is not None:
-            return self._held_out_groups(self.group, count, fields)
+            # So many whole groups that their rows are about as many, but neither none nor all.
+            groups, sizes = self._groups(self.group, fields, 2)
+            order = np.argsort(self._keys(len(sizes)), kind="stable")
+            nearest = np.abs(np.cumsum(sizes[order])[:-1] - count).argmin()
+            return np.isin(groups, order[: nearest + 1])
         # Every value has its share of the evenly spaced ranks, up to one.
         ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
         held_out: Integers = self._dealt(fields)[np.diff(ranks) == 1]
         return held_out
-
-    def _held_out_groups(self, field: str, count: int, fields: Fields) -> NDArray[Any]:
-        """A mask of whole groups with about so many rows: one group at least, and not all."""
-        values = self._values("group", field, fields)
-        _, groups, sizes = np.unique(values, return_inverse=True, return_counts=True)
-        if len(sizes) < 2:
-            raise ValueError(
-                f"RandomSplit: group={field!r}: all rows have one value, and none would be trained"
-                " on or none held out"
-            )
-        bits = random_bits(self.seed, 0, _BITS)
-        order = np.argsort(bits.random_raw(len(sizes)), kind="stable")
-        found = np.abs(np.cumsum(sizes[order])[:-1] - count)
-        return np.isin(groups, order[: int(np.argmin(found)) + 1])
 
 
 class Holdout(_HoldingOut, _Named):
@@ -294,7 +304,7 @@ class KFold(Described, _HoldingOut):
     """Holds out one of several folds of the training store, to validate on.
 
     Which one is ``member`` of the data module. Each row is in one fold, and the sizes of folds
-    differ by one row at most.
+    differ by one row at most, unless groups stay whole.
 
     Args:
         num_folds: The number of folds, at least 2.
@@ -302,21 +312,25 @@ class KFold(Described, _HoldingOut):
             ``i % num_folds == f``, or every ``num_folds``-th row of each value of ``stratify``.
         stratify: A field of the store: folds have equally many rows of each of its values, up to
             one.
+        group: A field of the store, such as that of a patient: all rows of one of its values are
+            in one fold. Folds then differ by the rows of the largest group at most.
         seed: Seed of the choice, ``0 <= seed < 2**63``. The seed of the order is another.
 
     Raises:
         TypeError: ``num_folds`` or the seed is not an integer.
-        ValueError: ``num_folds`` or the seed is out of range.
+        ValueError: ``num_folds`` or the seed is out of range, or ``stratify`` and ``group`` are
+            given.
     """
 
     num_folds: int
     _: KW_ONLY
     shuffle: bool = True
     stratify: str | None = None
+    group: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.seed = check_seed(self.seed)
+        self._check_division()
         reason = "at least 2, one of which is held out"
         self.num_folds = check_integer("num_folds", self.num_folds, 2, reason)
         if not isinstance(self.shuffle, bool):
@@ -324,13 +338,19 @@ class KFold(Described, _HoldingOut):
         self.num_members = self.num_folds
 
     @override
-    def _held_out(self, member: int, fields: Fields) -> Integers:
+    def _held_out(self, member: int, fields: Fields) -> NDArray[Any]:
+        if self.group is not None:
+            # By size, and so many at a time, they are dealt to the folds.
+            groups, sizes = self._groups(self.group, fields, self.num_folds)
+            turns = (-sizes).argsort(kind="stable").argsort() // self.num_folds
+            order = np.lexsort((self._keys(len(sizes)), turns))
+            return np.isin(groups, order[member :: self.num_folds])
         if self.num_folds > fields.num_rows:
             raise ValueError(
                 f"num_folds={self.num_folds}: of {fields.num_rows} rows, so that folds would be"
                 " empty: give at most as many folds as rows"
             )
-        return self._dealt(fields, self.shuffle)[member :: self.num_folds]
+        return self._dealt(fields)[member :: self.num_folds]
 
 
 def chosen_rows(given: Any, num_rows: int, what: str) -> Integers:

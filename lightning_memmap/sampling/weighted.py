@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import Described
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.sampling.permutations import every, order_within, random_bits
+from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Runs, firsts_of, ranges, shard_rows
 from lightning_memmap.sampling.sampler import (
@@ -104,7 +104,7 @@ class Weighted(Described, SamplerFactory):
 class _Line(NamedTuple):
     """The rows of shards on the line, shard after shard, in parts that keep together."""
 
-    #: The rows that whole parts of lengths draw, of shape (C, positions), and where others go.
+    #: By position: the rows that whole parts of lengths draw, and where others go.
     whole: NDArray[Any]
     is_left: NDArray[np.bool_]
     #: By row: its offset in the shard, what is left of its length, the sum of this up to it, and
@@ -136,14 +136,16 @@ class WeightedSampler(Sampler):
 
     @override
     def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        line = self._line(0)
+        line, counts = self._line(0), self.pool.counts
         rows = _together(self.pool.starts[shards], self.pool.sizes[shards])
         ends = line.ends[rows] + self._shifts(epoch).take(line.parts[rows], mode="wrap")
         hits = np.flatnonzero(ends < line.left[rows])
-        found: NDArray[Any] = line.whole[every(shards)].copy()
-        found[line.is_left[every(shards)]] = line.offsets[rows].take(hits)
+        positions = _together(firsts_of(counts)[shards], counts[shards])
+        found: NDArray[Any] = line.whole[positions].copy()
+        found[line.is_left[positions]] = line.offsets[rows].take(hits)
         if self.shuffle_window is not None:
-            found.sort()
+            for each in np.split(found, counts[shards].cumsum()):
+                each.sort()
         return found
 
     @kept
@@ -169,12 +171,11 @@ class WeightedSampler(Sampler):
         num_whole = pieces >> unit_bits
         left = (pieces << (32 - unit_bits)).astype(np.uint32)
         ends = left.cumsum(dtype=np.uint32)
-        ends_whole = np.bincount(shards, num_whole, pool.num_shards)[:, None]
-        columns, counts = np.arange(pool.counts.max()), pool.counts[:, None]
-        # What a shard lacks comes last.
-        dtype = np.min_scalar_type(pool.longest)
-        whole = np.full((pool.num_shards, len(columns)), pool.longest, dtype)
-        whole[columns < ends_whole] = np.repeat(offsets, num_whole)
+        counts = np.bincount(shards, num_whole, pool.num_shards).astype(np.int64)
+        is_left = np.ones(self.num_positions, np.bool_)
+        is_left[ranges(firsts_of(pool.counts), counts)] = False
+        whole = np.zeros(self.num_positions, np.min_scalar_type(pool.longest))
+        whole[~is_left] = np.repeat(offsets, num_whole)
         is_again = np.diff(rows, prepend=-1) == 0
         is_shared = is_again | np.append(is_again[1:], False)
         # Of many sizes: the sums of parts of one size might all be whole numbers.
@@ -186,7 +187,7 @@ class WeightedSampler(Sampler):
         groups = 3 * shards + np.where(is_shared, 2 * (offsets > 0), 1)
         return _Line(
             whole,
-            (columns >= ends_whole) & (columns < counts),
+            is_left,
             offsets.astype(whole.dtype),
             left,
             ends,

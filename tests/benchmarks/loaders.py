@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
-from lightning_memmap.sampling import Pool, Sampler, ShuffledSampler
+from lightning_memmap.placement import DataTopology, SplitSize, divided, plan_placement
+from lightning_memmap.sampling import ShuffledSampler, default_window
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import windowed
@@ -34,13 +34,12 @@ def make_loader(
         **options: As for `SuperBatchLoader`.
     """
     topology = DataTopology(tuple(devices))
-
-    def order(pool: Pool, rows: int) -> Sampler:
-        is_whole = window is None and residency != "stream"
-        return ShuffledSampler(pool, 0, None if is_whole else rows)
-
     chosen = windowed(store, store.rows(), windows or {})
-    size = SplitSize.of("train", store.manifest, topology, chosen, window, order)
+    pool = divided("train", chosen, store.num_shards, topology)
+    if window is None and residency == "stream":
+        row_bytes = store.manifest.row_bytes * store.num_rows / chosen.num_rows
+        window = default_window(pool.num_shards, row_bytes)
+    size = SplitSize.of(ShuffledSampler(pool, 0, window), store.manifest, topology)
     placement = plan_placement(
         {"train": size},
         topology,

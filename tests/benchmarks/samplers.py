@@ -21,7 +21,7 @@ from loader import CASES, LEAST_S, RandomRows
 from timing import CLOCKS, in_turn, machine, spread
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, SplitSize, divided, plan_placement
 from lightning_memmap.sampling import (
     Mixture,
     Pool,
@@ -53,17 +53,12 @@ def make_loader(
     forms = windows or {}
     topology = DataTopology((CPU,), assemble_on=CPU)
     subset = None if split is None else split.subset("train", 0, store)
-    size = SplitSize.of(
-        "train",
-        store.manifest,
-        topology,
-        windowed(store, store.rows(subset), forms),
-        order=lambda pool, window: order(pool),
-    )
+    rows = windowed(store, store.rows(subset), forms)
+    pool = divided("train", rows, store.num_shards, topology)
+    size = SplitSize.of(order(pool), store.manifest, topology)
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
-    rows = load_split(store, topology, placement.splits["train"])
-    sampler = order(Pool.of(size.pool.rows, size.pool.num_shards))
-    return SuperBatchLoader(rows, sampler, batch, collate=FormedCollate(store.schema, forms))
+    held = load_split(store, topology, placement.splits["train"])
+    return SuperBatchLoader(held, size.order, batch, collate=FormedCollate(store.schema, forms))
 
 
 def epochs_of(loader: SuperBatchLoader) -> Callable[[], int]:

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.placement import DataTopology, SplitSize
+from lightning_memmap.placement import DataTopology
 from lightning_memmap.sampling import Curriculum, Pool, Sampler, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store
@@ -23,6 +23,7 @@ from tests.rows import (
     CPU,
     joined,
     make_window_loader,
+    size_of,
 )
 
 ROWS, SAMPLES = 101, 140
@@ -39,8 +40,7 @@ def test_only_rows_that_may_come_are_held(numbered_store: Callable[..., Store]) 
     store = numbered_store(ROWS, 12)
     for weights, most in ((WEIGHTS, np.count_nonzero(WEIGHTS) + 11), (np.eye(1, ROWS, 7)[0], 12)):
         made = partial(Weighted(weights).make, seed=0, fields=store)
-        size = SplitSize.of(
-            "train",
+        size = size_of(
             store.manifest,
             DataTopology((CPU,)),
             order=lambda shards, _, made=made: made(shards),

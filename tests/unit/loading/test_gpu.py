@@ -10,13 +10,13 @@ import torch
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, device_streams, load_split
 from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.loading.nested import dense_tensors, named_leaves, rebuilt, sent_leaf
-from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, Residency, plan_placement
 from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.models import IS_SIMULATED
-from tests.rows import CPU, assembled, loader_over, make_loader, split_with
+from tests.rows import CPU, assembled, loader_over, make_loader, size_of, split_with
 
 Stores = Callable[..., Store]
 
@@ -43,7 +43,7 @@ def gpu_loader(store: Store, residency: str, **options: Any) -> SuperBatchLoader
     devices = (torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1))
     topology = DataTopology(devices)
     placement = plan_placement(
-        {"train": SplitSize.of("train", store.manifest, topology)},
+        {"train": size_of(store.manifest, topology)},
         topology,
         residency,
         budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**40),

@@ -120,7 +120,7 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
     [
         ([], "the state of the data module cannot be loaded"),
         ({"train": {**STATE, "position": -3}}, "position"),
-        ({"train": 3}, "Expected `object`"),
+        ({"train": 3}, r"got `int` - at `\$\.train"),
         ({"num_trained": -1}, "num_trained"),
         ({"num_trained": True}, "num_trained"),
     ],

@@ -16,7 +16,7 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_window
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.sampling import (
     Blocks,
     Pool,
@@ -28,7 +28,7 @@ from lightning_memmap.sampling import (
 from lightning_memmap.schema import Field
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
-from tests.rows import CPU, StridedRows, chosen_of, make_split
+from tests.rows import CPU, StridedRows, chosen_of, make_split, size_of
 
 VARIABLE = {"grid": "pad", "boxes": "pad", "wide": "list", "empty": "pad"}
 
@@ -117,7 +117,7 @@ class TestMemory:
 
         def plan(window: int) -> int:
             measure = partial(largest_window_bytes, store)
-            size = SplitSize.of("train", store.manifest, topology, window=window, measure=measure)
+            size = size_of(store.manifest, topology, window=window, measure=measure)
             plan_placement({"train": size}, topology, "stream", budget_bytes={CPU: 2_530_000})
             return size.window_bytes
 

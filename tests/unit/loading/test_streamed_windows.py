@@ -73,10 +73,10 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         wanted = pool.places(windows.index(1, number, np.array(held))).tolist()
         assert (counts > 0).all()
         assert len(set(found)) == len(found)
-        places = line.in_series(firsts).series
+        places = line.in_series(firsts)[0]
         if pool.is_striped:
             assert set(found) >= set(wanted)
-            assert {*line.in_series(np.array(wanted)).series.tolist()} == {*places.tolist()}
+            assert {*line.in_series(np.array(wanted))[0].tolist()} == {*places.tolist()}
         else:
             assert sorted(found) == sorted(wanted)
         # Steps that windows of a run have in common are there once.

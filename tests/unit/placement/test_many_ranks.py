@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memmap.placement import DataTopology, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, plan_placement
 from lightning_memmap.sampling import (
     BatchSchedule,
     Integers,
@@ -18,6 +18,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.schema import Field
 from lightning_memmap.store.columns import FixedColumn
+from tests.rows import size_of
 
 CPU = torch.device("cpu")
 ROWS, RANKS, GLOBAL_BATCH = 10**10, 1024, 2**20
@@ -43,7 +44,7 @@ def test_set_up_of_a_rank_is_small(kind: str) -> None:
     tracemalloc.start()
     try:
         topology = DataTopology((CPU,), rank=511, size=RANKS)
-        size = SplitSize.of("train", ManyRows(), topology)
+        size = size_of(ManyRows(), topology)
         placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 0})
         sampler = order_of(kind, size.pool)
         plan = BatchSchedule(sampler.num_positions, GLOBAL_BATCH, RANKS)

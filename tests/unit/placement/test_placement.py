@@ -17,8 +17,9 @@ from lightning_memmap.placement import (
     DataTopology,
     Placement,
     Residency,
-    SplitSize,
     check_device,
+    check_memory_fraction,
+    check_residency,
     device_budgets,
     free_bytes,
     local_processes,
@@ -29,6 +30,7 @@ from lightning_memmap.placement import (
 from lightning_memmap.sampling import Blocks, Integers, Pool, Shards, shard_rows
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
+from tests.rows import size_of
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
@@ -64,7 +66,7 @@ def plan(
     topology = DataTopology(devices, rank, size)
     return plan_placement(
         {
-            name: SplitSize.of(name, store, topology, window=window, measure=store.block_bytes)
+            name: size_of(store, topology, window=window, measure=store.block_bytes, split=name)
             for name, store in stores.items()
         },
         topology,
@@ -117,7 +119,7 @@ class TestAuto:
     def test_plan_on_unequal_gpus_fills_each_up_to_its_budget(self) -> None:
         topology = DataTopology(GPUS[:2])
         placement = plan_placement(
-            {"train": SplitSize.of("train", Size(240), topology)},
+            {"train": size_of(Size(240), topology)},
             topology,
             budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20, CPU: 0},
         )
@@ -176,7 +178,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_alternatives(
 
 def test_unknown_residency_raises_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"residency='gpu'.*auto, device, host, mmap"):
-        plan({"train": Size(240)}, GPUS[:1], "gpu")
+        check_residency("gpu")
 
 
 class TestStream:
@@ -287,9 +289,9 @@ class TestDevices:
             check_device(torch.device(name))
 
     @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan")])
-    def test_budgets_with_fraction_out_of_bounds_raises(self, fraction: float) -> None:
+    def test_fraction_out_of_bounds_raises(self, fraction: float) -> None:
         with pytest.raises(ValueError, match=f"memory_fraction={fraction}"):
-            device_budgets([CPU], fraction)
+            check_memory_fraction(fraction)
 
 
 class TestBytes:

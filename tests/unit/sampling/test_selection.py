@@ -1,6 +1,7 @@
 """Selections: subsets, random splits and folds are index views, disjoint and complete."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,42 @@ def test_groups_stay_whole(patients: list[int], share: float, seed: int) -> None
     assert abs(len(held_out) - max(1, round(share * len(patients)))) <= largest
 
 
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=90).filter(lambda found: len({*found}) > 3),
+    st.integers(2, 4),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_folds_hold_each_group_out_once(
+    patients: list[int], num_folds: int, shuffle: bool, seed: int
+) -> None:
+    table = Table(len(patients), patient=patients)
+    folds = KFold(num_folds, shuffle=shuffle, group="patient", seed=seed)
+    held_out = [rows_of(folds, table, "val", fold) for fold in range(num_folds)]
+    found = [{patients[row] for row in rows} for rows in held_out]
+    assert sum(map(len, found)) == len({*patients})
+    assert sorted(row for rows in held_out for row in rows) == list(range(len(patients)))
+    for fold, rows in enumerate(held_out):
+        assert sorted(rows_of(folds, table, "train", fold) + rows) == list(range(len(patients)))
+    # As even as the largest group allows.
+    sizes = [len(rows) for rows in held_out]
+    assert max(sizes) - min(sizes) <= max(Counter(patients).values())
+
+
+def test_folds_of_groups_depend_on_the_seed() -> None:
+    table = Table(60, patient=np.arange(60) % 20)
+    found = {tuple(rows_of(KFold(4, group="patient", seed=s), table, "val")) for s in range(9)}
+    assert len(found) == 9
+
+
 def test_groups_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match="all rows have one value"):
+    with pytest.raises(ValueError, match=r"group='patient'.* values, 1, for 2 parts"):
         rows_of(RandomSplit(0.5, group="patient"), Table(3, patient=[1, 1, 1]))
-    with pytest.raises(ValueError, match="stratify='a' with group='b'"):
-        RandomSplit(stratify="a", group="b")
+    with pytest.raises(ValueError, match=r"group='patient'.* values, 2, for 3 parts"):
+        rows_of(KFold(3, group="patient"), Table(4, patient=[1, 2, 1, 2]), "val", 2)
+    for make in (RandomSplit, partial(KFold, 3)):
+        with pytest.raises(ValueError, match="stratify='a' with group='b'"):
+            make(stratify="a", group="b")
 
 
 @pytest.mark.parametrize(

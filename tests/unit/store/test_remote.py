@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading import load_split
-from lightning_memmap.placement import DataTopology, Residency, SplitSize, plan_placement
+from lightning_memmap.placement import DataTopology, Residency, plan_placement
 from lightning_memmap.sampling import KFold, Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import (
@@ -41,6 +41,7 @@ from lightning_memmap.store.remote.files import RemoteFiles
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Mixed, Numbered, holds
 from tests.models import Points, Regression, make_trainer, weights
+from tests.rows import size_of
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
 
@@ -207,7 +208,7 @@ def test_process_fetches_the_shards_that_it_owns(
     reads.clear()
     cpu = torch.device("cpu")
     topology = DataTopology((cpu,), 1, 3, assemble_on=cpu)
-    size = SplitSize.of("train", store.manifest, topology)
+    size = size_of(store.manifest, topology)
     placement = plan_placement(
         {"train": size}, topology, residency, budget_bytes={cpu: 2**30}
     ).splits["train"]
