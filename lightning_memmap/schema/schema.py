@@ -1,11 +1,12 @@
 """The schema of a store: its fields, and the nesting of a sample around them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
@@ -17,6 +18,7 @@ from lightning_memmap.schema.structure import Node, builder
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
+AllFields = Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
 _NO_FORMS: Mapping[str, Form] = {}
 
 
@@ -24,7 +26,7 @@ _NO_FORMS: Mapping[str, Form] = {}
 class Schema:
     """The fields of a sample in the order of its leaves, and the nesting around them."""
 
-    fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
+    fields: AllFields
     structure: Node
 
     def __post_init__(self) -> None:

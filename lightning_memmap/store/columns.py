@@ -342,16 +342,12 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
 
 
 def columns_of(
-    schema: Schema, shards: Shards, items: Mapping[str, ShardItems] | None = None
+    schema: Schema, shards: Shards, items: Mapping[str, ShardItems]
 ) -> tuple[Column, ...]:
-    """The columns of a store, one for each field, in their order: those of one that has no rows
-    yet, or with what a manifest says of them."""
-    counts = {field.name: shards.num_shards for field in schema.fields if field.num_variable}
-    if items is not None and {name: len(each) for name, each in items.items()} != counts:
-        raise ValueError("its columns are not those of its fields")
-    known = items or {}
+    """The columns of a store, one for each field, in their order, with what `shard_items` has said
+    of them; nothing of those that have no rows yet."""
     return tuple(
-        RaggedColumn(field, shards, tuple(known.get(field.name, ())))
+        RaggedColumn(field, shards, tuple(items.get(field.name, ())))
         if field.num_variable
         else FixedColumn(field, shards)
         for field in schema.fields

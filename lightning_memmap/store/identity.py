@@ -8,7 +8,6 @@ import types
 from array import array
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Annotated, Any
@@ -44,8 +43,7 @@ _SETTLED_TYPES = (
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The identity of a dataset, in named parts, so that a difference can be named."""
 
     # A mismatch costs one comparison of rows, so that this need not be finer: it covers samples of

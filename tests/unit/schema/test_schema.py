@@ -21,10 +21,11 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema, read_schema
+from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema
 from lightning_memmap.schema.fields import field_name
 from tests.datasets import assert_same, texts
 from tests.reliability.manifest_fuzz import places
+from tests.unit.schema.reading import read_schema
 
 
 class Colour(str, enum.Enum):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import ColumnDataset
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.schema import kinds, read_schema
+from lightning_memmap.schema import kinds
 from lightning_memmap.schema.kinds import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
@@ -25,6 +25,7 @@ from lightning_memmap.store import (
     verify_store,
 )
 from tests.datasets import Scenes, Wrapped
+from tests.unit.schema.reading import read_schema
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
 
