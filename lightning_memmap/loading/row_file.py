@@ -57,9 +57,11 @@ class RowFile:
         ]
 
     def _opened(self, path: Path) -> int:
+        direct = getattr(os, "O_DIRECT", 0)
         try:
-            descriptor = open_plain(path, os.O_DIRECT)
-            self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
+            descriptor = open_plain(path, direct)
+            if direct:
+                self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
         except FileNotFoundError as error:
             raise replaced(path) from error
         except OSError as error:
