@@ -142,7 +142,8 @@ class RemoteStore(Store):
     @override
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         if fields is None and isinstance(self.supply, _Fetching):
-            self.supply.needed = np.array([*shards], np.int64)
+            self.supply.needed = [*shards]
+            self.supply.numbers = self._shards.numbers(range(len(self.columns)), [*shards])
         else:
             names = [field.name for field in self.schema.fields]
             found = [index for index, name in enumerate(names) if fields is None or name in fields]
@@ -240,8 +241,8 @@ class _Fetching(Supply):
 
     def __init__(self, shards: _CachedShards) -> None:
         self._shards, self._fields = shards, range(len(shards.manifest.columns))
-        #: The shards whose rows are read.
-        self.needed = np.zeros(0, np.int64)
+        #: The shards whose rows are read, and their numbers for all fields.
+        self.needed, self.numbers = list[int](), np.zeros(0, np.int64)
         self._changed, self._stop = Condition(), Event()
         self._thread: Thread | None = None
         self._error: BaseException | None = None
@@ -249,8 +250,7 @@ class _Fetching(Supply):
     @property
     @override
     def share(self) -> float:
-        numbers = self._shards.numbers(self._fields, self.needed)
-        return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
+        return 1.0 - len(self._shards.missing(self.numbers)) / max(1, len(self.numbers))
 
     @property
     @override
@@ -260,9 +260,9 @@ class _Fetching(Supply):
     @override
     def want(self, rows: Integers, turns: Integers | None = None) -> None:
         # The first rows that are wanted say in which order shards are: in an epoch, all come soon.
-        if self._thread is None and len(self.needed):
+        if self._thread is None and self.needed:
             shards, firsts = np.unique(rows % self._shards.manifest.num_shards, return_index=True)
-            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed.tolist()])
+            order = dict.fromkeys([*shards[np.argsort(firsts)].tolist(), *self.needed])
             run = partial(self._run, [*order], self._stop)
             self._thread = Thread(target=run, name="lightning_memmap fetch", daemon=True)
             self._thread.start()
