@@ -10,21 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.schema import read_forms
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import KEY, StoreDirectory, is_store
 from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, open_growing
-from tests.datasets import Numbered, Replaced, Slow, holds
+from lightning_memmap.store.joined import JoinedStore
+from tests.datasets import Numbered, NumberedSet, Replaced, Slow, holds
 
 
 @contextmanager
-def growing(path: Path, dataset: Any) -> Iterator[GrowingStore]:
+def growing(path: Path, dataset: Any, **variable: Any) -> Iterator[GrowingStore]:
     """A store while it is built."""
-    asked = Asked(dataset, path, None, 1, "one", {}, progress=False)
+    asked = Asked(dataset, path, None, 1, "one", read_forms(variable), progress=False)
     building = BackgroundBuild({"train": asked}, 1, lambda stores: {}, 9)
     try:
         store = open_growing(path)
@@ -131,3 +134,27 @@ def test_share_goes_on_where_an_interrupted_build_stopped(tmp_path: Path) -> Non
     assert shares[0] >= done / num_rows
     assert shares == sorted(shares)
     assert holds(open_store(path), Numbered(100))
+
+
+def test_rows_of_stores_of_which_one_is_being_built_are_those_of_the_whole_ones(
+    tmp_path: Path,
+) -> None:
+    variable: dict[str, Any] = {"steps": "pad", "image": {"form": "pad", "dims": 2}}
+    other = build_store(NumberedSet(1, 30), tmp_path / "b", variable=variable, progress=False)
+    order = np.random.default_rng(0).permutation(70)
+    with growing(tmp_path / "a", Slow(NumberedSet(0, 40), 0.01, every=1), **variable) as store:
+        joined = JoinedStore(tmp_path, {"a": store, "b": other})
+        assert joined.supply is not None
+        found = [column.fetch(order) for column in joined.columns]
+        rows = [joined[row] for row in order[:9].tolist()]
+        # Some of none: a step may have rows of one store alone.
+        (few,) = (c.fetch(order[order >= 40]) for c in joined.columns[2:3])
+        store.serving.wait_for_commit()
+    whole = joined.whole
+    for one, column in zip(found, whole.columns, strict=True):
+        pairs = zip(one.rows(), column.fetch(order).rows(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert few.num_rows == 30
+    for row, index in zip(rows, order.tolist(), strict=False):
+        assert torch.equal(row["steps"], whole[index]["steps"])
+        assert row["name"] == whole[index]["name"]
