@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.fields import Field, Values, check_names, dtype_name, field_name
+from lightning_memmap.schema.fields import Field, Values, check_names, field_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.infer import Inference
 from lightning_memmap.schema.stack import Batch, Samples, stack
@@ -163,8 +163,3 @@ class Schema:
         """Make a function that nests one value per field, as ``default_collate`` would or as the
         dataset gives a row."""
         return builder(self.structure, sample, range(len(self.fields)), is_row=is_row)
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert this schema to JSON values."""
-        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dtype_name)
-        return found

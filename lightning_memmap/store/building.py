@@ -457,6 +457,6 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
         "num_rows": manifest.num_rows,
         "num_shards": manifest.num_shards,
         **{f"field {each.name!r}": str(each) for each in manifest.schema.fields},
-        "structure": manifest.schema.to_json(),
+        "structure": manifest.structure,
         "probes": tuple(manifest.probes),
     }

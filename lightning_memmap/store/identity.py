@@ -73,7 +73,10 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name
             for name in dict.fromkeys((*self.parts, *other.parts))
             if self.parts.get(name) != other.parts.get(name)
-            and not (_is_private(name) and (name in self.parts) != (name in other.parts))
+            # A private attribute may come and go.
+            and not (
+                name.startswith("attribute _") and (name in self.parts) != (name in other.parts)
+            )
         ]
         if not changed:
             return None
@@ -92,11 +95,6 @@ def check_given(given: str | None, name: str = "fingerprint") -> None:
             f"{name} has {len(given)} characters: give 1 to {MAX_TEXT_LENGTH}, such as a version"
             " or a hash"
         )
-
-
-def _is_private(name: str) -> bool:
-    """Whether a part is that of a private attribute, which may come and go."""
-    return name.startswith("attribute _")
 
 
 class _Reader:

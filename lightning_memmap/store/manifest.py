@@ -31,7 +31,7 @@ from lightning_memmap.schema import Node, Schema
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import MAX_FIELDS, AllFields
 from lightning_memmap.schema.spec import check_schema, read_dtype
-from lightning_memmap.store.columns import Column, ShardItems, columns_of, shard_items
+from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
 from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
@@ -92,9 +92,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Shards(self.num_rows, self.num_shards)
 
     @cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """How each field is kept."""
-        return columns_of(self.schema, self.shards, self.items)
+    def columns(self) -> tuple[FixedColumn | RaggedColumn, ...]:
+        """How each field is kept, in the order of the fields."""
+        return tuple(
+            RaggedColumn(field, self.shards, tuple(self.items.get(field.name, ())))
+            if field.num_variable
+            else FixedColumn(field, self.shards)
+            for field in self.fields
+        )
 
     @property
     def has_default_shards(self) -> bool:
@@ -124,7 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Bytes of the rows of each shard: by their mean where it is not one of the store."""
         columns = self.columns
         if pool is not None and isinstance(pool.rows, WindowedRows):
-            return _window_bytes(columns, pool, num_data_devices)
+            return _window_bytes(self, pool, num_data_devices)
         if pool is None or _are_stored(pool, self.shards):
             none = np.zeros(self.num_shards, np.int64)
             return sum((column.shard_bytes for column in columns), none)
@@ -134,8 +139,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def content(self) -> str:
         """The contents of the store in one line."""
-        schema = self.schema.to_json()
-        text = msgspec.json.encode({**schema, "checksums": self.checksums}, order="sorted")
+        named = {name: getattr(self, name) for name in ("fields", "structure", "checksums")}
+        text = msgspec.json.encode(named, order="sorted", enc_hook=dtype_name)
         digest = xxhash.xxh3_64_hexdigest(text)
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
@@ -294,12 +299,12 @@ def _are_stored(pool: Pool, shards: Shards) -> bool:
     )
 
 
-def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
+def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Integers:
     """Bytes that each shard takes of series that are cut into windows."""
     line = pool.rows
     assert isinstance(line, WindowedRows)
     step_bytes = series_bytes = 0
-    for column in columns:
+    for column in manifest.columns:
         if column.field.name in line.fields:
             step_bytes += column.field.step_bytes
         else:

@@ -183,7 +183,10 @@ class ItemRows:
             products = sizes.astype(np.float64).prod(axis=1)
             is_valid = bool(is_small and (products == lengths).all())
         if not is_valid:
-            raise damaged_index(self.field)
+            raise StoreError(
+                f"field {self.field.name!r}: the index of its rows is damaged: check the store with"
+                " `lightning-memmap store verify`, and build it again"
+            )
         return Located(starts, sizes)
 
     def among(self, locations: Integers) -> tuple[Tensor, Located]:
@@ -239,11 +242,3 @@ class ComingItems(ItemRows):
     @abstractmethod
     def among(self, locations: Integers) -> tuple[Tensor, Located]:
         """Rows that are there."""
-
-
-def damaged_index(field: Field) -> StoreError:
-    """The error for an index that cannot be that of a field."""
-    return StoreError(
-        f"field {field.name!r}: the index of its rows is damaged: check the store with"
-        " `lightning-memmap store verify`, and build it again"
-    )

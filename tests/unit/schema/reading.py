@@ -6,11 +6,17 @@ import msgspec
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.schema import Schema
+from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.spec import check_schema, read_dtype
 
 
+def to_json(schema: Schema) -> Any:
+    """The JSON values of a schema."""
+    return msgspec.to_builtins(schema, enc_hook=dtype_name)
+
+
 def read_schema(value: Any) -> Schema:
-    """Read a schema that nobody has checked; see `Schema.to_json`."""
+    """Read a schema that nobody has checked."""
     try:
         schema = msgspec.convert(value, Schema, dec_hook=read_dtype)
     except (msgspec.ValidationError, RecursionError) as error:
