@@ -1,7 +1,7 @@
 """Stores that are trained from while they are built: what readers wait for is read first.
 
 The readers on the machine of the building process look into its journal, which says by row whether
-it is there. In ``serving`` in the generation, ``count`` has how many are, and ``wanted-*`` the rows
+it is there, and at a count of these. In ``serving`` in the generation, ``wanted-*`` has the rows
 that a reader needs next.
 """
 
@@ -40,6 +40,7 @@ from lightning_memmap.store.directory import (
     check_free,
     is_store,
 )
+from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import (
@@ -56,7 +57,7 @@ from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
 
-_WANTED, _COUNT = "wanted-", "count"
+_WANTED, _COUNT = "wanted-", f"count{TEMPORARY}"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
 _FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
 #: How often a reader looks whether rows are there, less and less often, and at whether the build is
@@ -88,7 +89,7 @@ class Serving(Supply):
         #: By row, what is not 0 where it is there.
         self.present = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
         #: How many are there, int64 of shape (1,).
-        self.count = np.memmap(self.path / _COUNT, np.int64, mode, shape=1)
+        self.count = np.memmap(generation / _COUNT, np.int64, mode, shape=1)
         self._said: Path | None = None
 
     @classmethod
@@ -96,11 +97,13 @@ class Serving(Supply):
         """Begin to share the rows of a build. What an interrupted one has left is removed."""
         path = generation / SERVING
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        (path / _COUNT).write_bytes(bytes(8))
+        # Another one, where a reader is left that looks at the old count.
+        (generation / _COUNT).unlink(missing_ok=True)
+        (generation / _COUNT).write_bytes(bytes(8))
         _errors.pop(generation.resolve(), None)
         made = cls(generation, num_rows, "r+")
         made.count[:] = np.count_nonzero(made.present)
+        path.mkdir()  # From now on readers find all of it.
         return made
 
     @property
