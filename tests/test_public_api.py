@@ -43,7 +43,7 @@ NAMES = {
     """,
     "lightning_memmap.schema": """
         DTYPES Decode FetchedRows Field Form Jagged Masked Node Nullable Pad RowList
-        Rows Schema Values Windows read_forms read_schema
+        Rows Schema Values Windows read_forms
     """,
     "lightning_memmap.store": """
         ColumnDataset Damage ImageFolder Store TarDataset TokenStream append_store build_part

@@ -128,14 +128,11 @@ def _info(path: str) -> int:
     Args:
         path: Directory or URL of a store, or of one store per split.
     """
-    code, unfinished = 0, unfinished_in(path)
-    for name, (num_done, num_rows) in unfinished.items():
-        line = f"{name}: {num_done:,} of {num_rows:,} rows are there: its build is not finished"
-        Console(markup=False).print(printable(line), soft_wrap=True)
+    code = 0
     try:
         stores = stores_or_errors(path)
     except StoreNotFoundError:
-        if unfinished:
+        if unfinished_in(path):
             return 0
         raise
     for store in stores.values():
@@ -153,8 +150,7 @@ def _verify(path: str) -> int:
     Args:
         path: Directory or URL of a store, or of one store per split.
     """
-    console = Console(markup=False)
-    damaged = False
+    is_damaged = False
     for store in stores_or_errors(path).values():
         try:
             if isinstance(store, Exception):
@@ -163,23 +159,19 @@ def _verify(path: str) -> int:
                 damages = verify_store(store.location, advance=advance)
         except (MemmapError, OSError) as error:
             print_error(error)
-            damaged = True
+            is_damaged = True
             continue
         for damage in damages:
-            console.print(printable(damage), style="red", soft_wrap=True)
-        where = printable(store.location)
-        is_here = isinstance(place_of(store.location), Path)
+            _print(damage, "red")
+        where, is_here = store.location, isinstance(place_of(store.location), Path)
         if damages and not is_here:
-            line = f"{where}: what is damaged in the cache is fetched again when it is next needed"
-            console.print(line, soft_wrap=True)
+            _print(f"{where}: what is damaged in the cache is fetched again when it is next needed")
         for name in unknown_files(store.path, store.manifest) if is_here else ():
-            line = f"{where}: {printable(name)} is not part of the store and is never read"
-            console.print(line, soft_wrap=True)
+            _print(f"{where}: {name} is not part of the store and is never read")
         if not damages:
-            sums = store.num_shards * len(store.schema.fields)
-            console.print(f"{where}: all {sums} checksums match", soft_wrap=True)
-        damaged = damaged or bool(damages)
-    return int(damaged)
+            _print(f"{where}: all {store.num_shards * len(store.schema.fields)} checksums match")
+        is_damaged |= bool(damages)
+    return int(is_damaged)
 
 
 def _plan(
@@ -212,7 +204,7 @@ def _show(path: str, *, out: str = "store.html") -> int:
         )
     sections = [section_of(name, store) for name, store in stores_in(path).items()]
     Path(out).write_text(render_page("samples.html", sections=sections), encoding="utf-8")
-    Console(markup=False).print(out, soft_wrap=True)
+    _print(out)
     return 0
 
 
@@ -227,7 +219,7 @@ def _push(path: str, url: str, *, overwrite: bool = False) -> int:
     for name, place in places_in(str(store_directory(path))).items():
         there = f"{url.rstrip('/')}/{name}" if name else url
         push_store(place, there, overwrite=overwrite)
-        Console(markup=False).print(printable(there), soft_wrap=True)
+        _print(there)
     return 0
 
 
@@ -241,7 +233,7 @@ def _pull(url: str, path: str, *, overwrite: bool = False) -> int:
     """
     for name, there in places_in(url).items():
         store = pull_store(str(there), Path(path) / name, overwrite=overwrite)
-        Console(markup=False).print(printable(store.path), soft_wrap=True)
+        _print(store.path)
     return 0
 
 
@@ -297,6 +289,11 @@ def stores_in(path: str) -> dict[str, Store]:
 
 def stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     """Like `stores_in`, with an error in place of a store below the path that cannot be read."""
+    for unfinished, (num_done, num_rows) in unfinished_in(path).items():
+        _print(
+            f"{unfinished}: {num_done:,} of {num_rows:,} rows are there: its build is not finished,"
+            " and goes on with them when it is run again"
+        )
     found: dict[str, Store | MemmapError | OSError] = {}
     for name, place in places_in(path).items():
         try:
@@ -338,3 +335,7 @@ def print_info(store: Store, console: Console) -> None:
         )
         rows.append([*map(text, cells)])
     console.print(make_table(labels, rows, labels[1:4]))
+
+
+def _print(line: object, style: str = "") -> None:
+    Console(markup=False).print(printable(line), style=style, soft_wrap=True)

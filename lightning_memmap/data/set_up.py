@@ -187,7 +187,7 @@ class SetUp:
                 if self.options.build != "first":
                     # On some ranks it may be whole, and its checksums are known there alone.
                     probes = msgspec.json.encode(manifest.probes)
-                    manifest = replace(manifest, checksums={"probe rows": probes})
+                    manifest = msgspec.structs.replace(manifest, checksums={"probe rows": probes})
                 values[f"the {part} store"] = manifest.content
             values[f"rows of the {split} store"] = self.placement.splits[split].pool.identity
         return values

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sampling.rows import Runs, ranges
-from lightning_memmap.store.files import replaced
+from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.store import Store
 
@@ -57,18 +57,17 @@ class RowFile:
         ]
 
     def _opened(self, path: Path) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        direct = getattr(os, "O_DIRECT", 0)
         try:
-            descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+            descriptor = open_plain(path, direct)
+            if direct:
+                self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
         except FileNotFoundError as error:
             raise replaced(path) from error
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            descriptor = os.open(path, flags)
-        else:
-            if hasattr(os, "O_DIRECT"):
-                self.block_bytes = max(self.block_bytes, self._find_block_bytes(descriptor))
+            descriptor = open_plain(path)
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 

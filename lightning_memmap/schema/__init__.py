@@ -22,7 +22,6 @@ from lightning_memmap.schema.forms import (
     read_forms,
 )
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.spec import read_schema
 from lightning_memmap.schema.structure import Masked, Node
 
 __all__ = [
@@ -42,5 +41,4 @@ __all__ = [
     "Values",
     "Windows",
     "read_forms",
-    "read_schema",
 ]

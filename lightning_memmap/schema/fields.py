@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Annotated, Any, NamedTuple
@@ -12,6 +11,7 @@ from unicodedata import normalize
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,8 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """One leaf of a sample."""
 
     name: str
@@ -101,14 +100,14 @@ class Field:
     def in_list(self) -> "Field":
         """The field that has several rows of this one in each of its rows."""
         if isinstance(self.kind, Text):
-            return replace(self, kind=msgspec.structs.replace(self.kind, many=True))
+            return replace(self, kind=replace(self.kind, many=True))
         return replace(self, shape=(None, *self.shape))
 
     @property
     def of_record(self) -> "Field":
         """The field that this one has several rows of in each of its own; see `in_list`."""
         if isinstance(self.kind, Text):
-            return replace(self, kind=msgspec.structs.replace(self.kind, many=False))
+            return replace(self, kind=replace(self.kind, many=False))
         return replace(self, shape=self.shape[1:])
 
     def value(self, row: Tensor) -> Any:

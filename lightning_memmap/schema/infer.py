@@ -1,11 +1,12 @@
 """Inference: the structure and the fields that all of some samples have, found path by path."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where

@@ -38,7 +38,9 @@ Array = Tensor | np.ndarray
 Unit = Literal["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"]
 
 
-class Kind(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower):
+class Kind(
+    msgspec.Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknown_fields=True
+):
     """What the rows of a field mean. As JSON, it is its name under ``type`` beside its values."""
 
     #: Whether rows are given back as Python objects and not as tensors.

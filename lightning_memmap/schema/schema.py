@@ -1,15 +1,16 @@
 """The schema of a store: its fields, and the nesting of a sample around them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.fields import Field, Values, check_names, dtype_name, field_name
+from lightning_memmap.schema.fields import Field, Values, check_names, field_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.infer import Inference
 from lightning_memmap.schema.stack import Batch, Samples, stack
@@ -17,6 +18,7 @@ from lightning_memmap.schema.structure import Node, builder
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
+AllFields = Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
 _NO_FORMS: Mapping[str, Form] = {}
 
 
@@ -24,7 +26,7 @@ _NO_FORMS: Mapping[str, Form] = {}
 class Schema:
     """The fields of a sample in the order of its leaves, and the nesting around them."""
 
-    fields: Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
+    fields: AllFields
     structure: Node
 
     def __post_init__(self) -> None:
@@ -161,8 +163,3 @@ class Schema:
         """Make a function that nests one value per field, as ``default_collate`` would or as the
         dataset gives a row."""
         return builder(self.structure, sample, range(len(self.fields)), is_row=is_row)
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert this schema to JSON values."""
-        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dtype_name)
-        return found

@@ -1,4 +1,4 @@
-"""Read a schema that nobody has checked: its JSON values may be untrusted.
+"""Check a schema that was read from JSON values, which may be untrusted.
 
 The types say what a value may be; what follows them are the rules that tie values to each other.
 """
@@ -8,7 +8,6 @@ from reprlib import repr as short_repr
 from typing import Any
 from unicodedata import normalize
 
-import msgspec
 import torch
 
 from lightning_memmap.errors import SchemaError
@@ -25,13 +24,8 @@ from lightning_memmap.schema.structure import (
 )
 
 
-def read_schema(value: Any) -> Schema:
-    """Read a schema from JSON, or its values, that have not been checked: see `Schema.to_json`."""
-    try:
-        read = msgspec.json.decode if isinstance(value, bytes) else msgspec.convert
-        schema = read(value, type=Schema, dec_hook=_dtype)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise SchemaError(f"{type(error).__name__}: {error}") from None
+def check_schema(schema: Schema) -> None:
+    """Check what ties the values of a schema to each other."""
     _check_node(schema.structure, 0)
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
@@ -43,10 +37,10 @@ def read_schema(value: Any) -> Schema:
     for field in schema.fields:
         _check_field(field, field.name in in_lists, field.name in masks)
     _check_batch_sizes(schema)
-    return schema
 
 
-def _dtype(kind: type, value: Any) -> torch.dtype:
+def read_dtype(kind: type, value: Any) -> torch.dtype:
+    """The dtype of a name."""
     assert kind is torch.dtype
     if not isinstance(value, str) or value not in DTYPES:
         raise ValueError(f"unknown dtype {short_repr(value)}; known: {', '.join(DTYPES)}")

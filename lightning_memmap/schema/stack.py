@@ -47,7 +47,7 @@ from lightning_memmap.schema.structure import Node, Path, columns_of
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
-class Column(ABC):
+class Branch(ABC):
     """What rows have at one place of a sample. A SchemaError says that it is not as asked."""
 
     @abstractmethod
@@ -57,15 +57,15 @@ class Column(ABC):
         """Which rows are not None."""
         return np.ones(len(self), np.bool_)
 
-    def where(self, given: NDArray[np.bool_]) -> "Column":
+    def where(self, given: NDArray[np.bool_]) -> "Branch":
         """The rows that are not None."""
         raise SchemaError("no row is None")
 
-    def parts(self, node: Node, path: Path) -> Sequence["Column"]:
+    def parts(self, node: Node, path: Path) -> Sequence["Branch"]:
         """What containers have, child by child."""
         raise SchemaError(f"{where(path)}: there are no containers")
 
-    def lists(self, path: Path) -> tuple["Column", Integers]:
+    def lists(self, path: Path) -> tuple["Branch", Integers]:
         """What lists have, one list after the other, and the length of each."""
         raise SchemaError(f"{where(path)}: there are no lists")
 
@@ -74,7 +74,7 @@ class Column(ABC):
         """The rows of a field, at least one."""
 
 
-class Samples(Column):
+class Samples(Branch):
     """Samples, or a part of each, as the dataset gives them."""
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -89,16 +89,16 @@ class Samples(Column):
         return np.array([not is_missing(value) for value in self._values])
 
     @override
-    def where(self, given: NDArray[np.bool_]) -> Column:
+    def where(self, given: NDArray[np.bool_]) -> Branch:
         pairs = zip(self._values, given.tolist(), strict=True)
         return Samples([value for value, is_given in pairs if is_given])
 
     @override
-    def parts(self, node: Node, path: Path) -> Sequence[Column]:
+    def parts(self, node: Node, path: Path) -> Sequence[Branch]:
         return list(map(Samples, columns_of(self._values, node, path)))
 
     @override
-    def lists(self, path: Path) -> tuple[Column, Integers]:
+    def lists(self, path: Path) -> tuple[Branch, Integers]:
         if wrong := [value for value in self._values if not _is_list(value)]:
             raise MismatchError(
                 f"{where(path)}: found {type(wrong[0]).__name__}, expected a list or tuple of"
@@ -120,7 +120,7 @@ class Samples(Column):
         return Values(as_tensor(data), sizes)
 
 
-class Batch(Column):
+class Batch(Branch):
     """The rows of a batch, in tensors or one by one."""
 
     def __init__(self, batch: Any) -> None:
@@ -131,7 +131,7 @@ class Batch(Column):
         return 1  # At least: how many rows there are is known by field.
 
     @override
-    def parts(self, node: Node, path: Path) -> Sequence[Column]:
+    def parts(self, node: Node, path: Path) -> Sequence[Branch]:
         return [Batch(part) for (part,) in columns_of([self._batch], node, path)]
 
     @override
@@ -160,34 +160,34 @@ def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
     )
 
 
-def stack(column: Column, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
-    """Stack what a column has for each field of a node."""
-    if not len(column):
+def stack(branch: Branch, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
+    """Stack what a branch has for each field of a node."""
+    if not len(branch):
         return [Values.none(field) for field in fields]
     if node.kind == "leaf":
-        return [column.leaves(fields[0])]
+        return [branch.leaves(fields[0])]
     if node.kind == "none":
-        if column.given().any():
+        if branch.given().any():
             raise MismatchError(f"{where(path)}: found a value, expected None")
         return []
     if node.kind == "optional":
-        given, part, within = column.given(), node.children[0], fields[:-1]
+        given, part, within = branch.given(), node.children[0], fields[:-1]
         if given.all():
-            found = stack(column, part, within, path)
+            found = stack(branch, part, within, path)
         else:
-            some = stack(column.where(given), part, within, path)
+            some = stack(branch.where(given), part, within, path)
             found = [each.spread(given) for each in some]
         return [*found, Values(torch.from_numpy(given))]
     if node.kind == "records":
-        return _stack_records(*column.lists(path), node.children[0], fields, path)
-    stacked, columns = list[Values](), column.parts(node, path)
-    for each, (at, child, within) in zip(columns, node.parts(fields, path), strict=True):
+        return _stack_records(*branch.lists(path), node.children[0], fields, path)
+    stacked, parts = list[Values](), branch.parts(node, path)
+    for each, (at, child, within) in zip(parts, node.parts(fields, path), strict=True):
         stacked += stack(each, child, within, at)
     return stacked
 
 
 def _stack_records(
-    records: Column, lengths: Integers, record: Node, fields: Sequence[Field], path: Path
+    records: Branch, lengths: Integers, record: Node, fields: Sequence[Field], path: Path
 ) -> list[Values]:
     """Stack what the records of lists have."""
     found, stacked = stack(records, record, [f.of_record for f in fields], path), []

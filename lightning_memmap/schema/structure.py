@@ -34,7 +34,7 @@ Build: TypeAlias = Callable[[Leaves], Any]
 Fields = TypeVar("Fields", range, Sequence[Field])
 
 
-class Node(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
+class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, dict=True):
     """A container of a sample, or a part of it that is one field."""
 
     #: "records" is a list of any length, whose one child is what each part of it has; "optional"

@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
 
+from msgspec.structs import replace
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
@@ -37,8 +38,8 @@ from lightning_memmap.store.places import store_directory
 from lightning_memmap.store.progress import ShowProgress, show_progress
 from lightning_memmap.store.recognition import recognise
 from lightning_memmap.store.samples import Probes, probe_rows, take_probes
-from lightning_memmap.store.sources import telling_samples
 from lightning_memmap.store.sources.column_dataset import way_out
+from lightning_memmap.store.sources.source import telling_samples
 from lightning_memmap.store.sources.stream import Spool, is_stream
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import Workers, check_num_workers
@@ -115,6 +116,12 @@ def build_store(
 
 def build(asked: "Asked", *, overwrite: bool = False) -> Store:
     """Build what is asked for, or open it; see `build_store`."""
+    found = _build(asked, overwrite=overwrite)
+    return open_directory(asked.directory.path) if found is None else found
+
+
+def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = None) -> Store | None:
+    """Build what is asked for, or a part of it; or open what was built before."""
     dataset, num_workers, directory = asked.dataset, asked.num_workers, asked.directory
     if num_workers and asked.is_stream:
         raise ValueError(
@@ -122,11 +129,19 @@ def build(asked: "Asked", *, overwrite: bool = False) -> Store:
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
     check_free(directory.path, "`store_dir`")
+
     if is_store(directory.path) and not overwrite:
         return _reopen(asked)
-    with directory.locked(), ExitStack() as stack:
-        if is_store(directory.path) and not overwrite:
-            return _reopen(asked, is_locked=True)
+    with ExitStack() as lock, ExitStack() as stack:
+
+        def built_meanwhile() -> Store | None:
+            lock.enter_context(directory.locked())
+            is_there = is_store(directory.path) and not overwrite
+            return _reopen(asked, is_locked=True) if is_there else None
+
+        # Parts are begun one after the other; all else is done by several processes at once.
+        if part is None and (store := built_meanwhile()) is not None:
+            return store
         identity = asked.identity()
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
@@ -136,14 +151,24 @@ def build(asked: "Asked", *, overwrite: bool = False) -> Store:
         else:
             workers = stack.enter_context(Workers(dataset, num_workers))
             probes = asked.probes(workers)
+        more = {} if part is None else {NUM_PARTS: str(part[1])}
+        draft = asked.draft(workers.dataset, probes, identity, **more)
+        if part is not None and (store := built_meanwhile()) is not None:
+            return store
         # Rows that no build would go on with are not kept: they would keep the disk full.
-        resume = not (overwrite or asked.is_stream)
-        draft = asked.draft(workers.dataset, probes, identity)
+        resume = part is not None or not (overwrite or asked.is_stream)
         row_bytes = probes.typical_bytes
-        with Building.begin(directory.path, draft, resume=resume, row_bytes=row_bytes) as building:
-            write_missing(building, workers, probes, asked.show)
+        building = stack.enter_context(
+            Building.begin(directory.path, draft, resume=resume, part=part, row_bytes=row_bytes)
+        )
+        if part is not None:
+            lock.close()
+        write_missing(building, workers, probes, asked.show)
+        if part is None:
             building.finish(num_threads=max(2, num_workers), show=asked.show)
-    return open_directory(directory.path)
+        else:
+            building.sync()
+    return None
 
 
 def build_part(
@@ -197,35 +222,9 @@ def build_part(
             f"part={index}/{num_parts} of a {type(dataset).__name__}: which rows it gives is known"
             " only as they arrive: build its store in one process, or give a map-style dataset"
         )
-    directory = asked.directory
-    check_length(dataset)
-    check_free(directory.path, "`store_dir`")
-
-    def is_finished(*, is_locked: bool) -> bool:
-        # Such as for a job that was queued again after the store was finished.
-        if overwrite or not is_store(directory.path):
-            return False
-        _reopen(asked, is_locked=is_locked)
-        text = "part %s of %s: the store at %s is whole"
-        _log.warning(text, index, num_parts, directory.path)
-        return True
-
-    if is_finished(is_locked=False):
-        return
-    identity = asked.identity()
-    with Workers(dataset, num_workers) as workers:
-        probes = asked.probes(workers)
-        draft = asked.draft(dataset, probes, identity, **{NUM_PARTS: str(num_parts)})
-        row_bytes = probes.typical_bytes
-        with directory.locked():
-            if is_finished(is_locked=True):
-                return
-            building = Building.begin(
-                directory.path, draft, resume=True, part=(index, num_parts), row_bytes=row_bytes
-            )
-        with building:
-            write_missing(building, workers, probes, asked.show)
-            building.sync()
+    # Such as for a job that was queued again after the store was finished.
+    if (store := _build(asked, overwrite=overwrite, part=(index, num_parts))) is not None:
+        _log.warning("part %s of %s: the store at %s is whole", index, num_parts, store.path)
 
 
 def finish_store(

@@ -17,7 +17,6 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,12 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema import Values
-from lightning_memmap.store.columns import Column, columns_of, compute_checksums
+from lightning_memmap.store.columns import Column, compute_checksums, shard_items
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
 from lightning_memmap.store.files import (
     TEMPORARY,
@@ -82,7 +82,8 @@ class Journal:
     def __init__(
         self, generation: Path, rows: range, part: int | None = None, patience_s: float = 0.0
     ) -> None:
-        self.rows, self.name, self._generation = rows, journal_name(part), generation
+        self.rows, self.part, self._generation = rows, part, generation
+        self.name = journal_name(part)
         with closing(OpenFiles(generation, is_own=True)) as files:
             self._file = os.dup(files.open(self.name, os.O_CREAT))
         try:
@@ -161,10 +162,6 @@ def _lock(descriptor: int, patience_s: float) -> bool:
             if monotonic() > deadline:
                 return False
             sleep(0.02)
-        except OSError:
-            if os.fstat(descriptor).st_size:
-                raise
-            return True  # Without locks on this file system, the build is not resumed.
 
 
 class RowWriter:
@@ -290,7 +287,7 @@ class Building:
             rows = [self._written.popleft() for _ in range(len(self._written))]
             # A disk can take several files at once.
             with threads(_NUM_SYNCS) as pool:
-                list(pool.map(sync_path, self.path.iterdir()))
+                list(pool.map(sync_path, [*self.path.iterdir(), self.path]))
             if self.journal is not None and rows:
                 few = [np.asarray(some) for some in rows if len(some) < _MANY_ROWS]
                 many = [some for some in rows if len(some) >= _MANY_ROWS]
@@ -308,7 +305,7 @@ class Building:
         with threads(1) as thread:
             syncing = thread.submit(self.sync)
             columns = tuple(column.finish(self.path) for column in self.draft.columns)
-            manifest = replace(self.draft, columns=columns, **changes)
+            manifest = replace(self.draft, items=shard_items(columns), **changes)
             opened = [column.open(self.path) for column in columns]
             with show("checksums", sum(manifest.file_bytes.values()), 1) as advance:
                 checksums = compute_checksums(
@@ -349,9 +346,11 @@ class Building:
             self.journal.close()
         self._is_kept &= not isinstance(error, RandomDatasetError)
         if not (self._is_kept or self.is_committed):
-            with suppress(OSError):  # Unless it is the store: the disk may fail after the commit.
-                (self.path / KEY).unlink()
-            StoreDirectory(self.store).clear()
+            part = None if self.journal is None else self.journal.part
+            with suppress(OSError):  # Then nobody goes on with it.
+                (self.path / (KEY if part is None else journal_name(part))).unlink()
+            if part is None:  # A part holds no lock. The store stays: a disk may fail after that.
+                StoreDirectory(self.store).clear()
         then = "the same call then goes on" if self._is_kept else "nothing was changed"
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(
@@ -382,8 +381,7 @@ def read_draft(generation: Path, key: str) -> Manifest:
         size = os.fstat(file := files.open(key)).st_size
         data = read_exactly(file, 0, min(size, MAX_MANIFEST_BYTES + 1))
     found = Manifest.decode(data.tobytes(), f"{generation}, not finished,")
-    columns = columns_of(found.schema, found.shards)
-    return replace(found, columns=columns, generation=generation.name)
+    return replace(found, items={}, generation=generation.name)
 
 
 def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
@@ -459,6 +457,6 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
         "num_rows": manifest.num_rows,
         "num_shards": manifest.num_shards,
         **{f"field {each.name!r}": str(each) for each in manifest.schema.fields},
-        "structure": manifest.schema.to_json(),
+        "structure": manifest.structure,
         "probes": tuple(manifest.probes),
     }

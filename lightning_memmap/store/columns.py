@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
 from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Schema, Values
+from lightning_memmap.schema import Field, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
@@ -339,23 +339,6 @@ def shard_items(columns: Sequence[Column]) -> dict[str, ShardItems]:
         for column in columns
         if isinstance(column, RaggedColumn)
     }
-
-
-def columns_of(
-    schema: Schema, shards: Shards, items: Mapping[str, ShardItems] | None = None
-) -> tuple[Column, ...]:
-    """The columns of a store, one for each field, in their order: those of one that has no rows
-    yet, or with what a manifest says of them."""
-    counts = {field.name: shards.num_shards for field in schema.fields if field.num_variable}
-    if items is not None and {name: len(each) for name, each in items.items()} != counts:
-        raise ValueError("its columns are not those of its fields")
-    known = items or {}
-    return tuple(
-        RaggedColumn(field, shards, tuple(known.get(field.name, ())))
-        if field.num_variable
-        else FixedColumn(field, shards)
-        for field in schema.fields
-    )
 
 
 def _check_sizes(field: Field, sizes: Integers) -> None:

@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_memmap.errors import StoreError
-from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, check_plain, sync_path
+from lightning_memmap.errors import MemmapError, StoreError
+from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, open_plain, sync_path
 from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, OtherVersionError
 
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
@@ -130,8 +130,7 @@ class StoreDirectory:
         self.path.mkdir(exist_ok=True)
         # Of a file of another user, in a directory of all, the system may refuse O_CREAT.
         if os.path.lexists(path):
-            check_plain(path)
-            return os.open(path, os.O_RDWR | SAFE_FLAGS)
+            return open_plain(path, os.O_RDWR)
         mode = 0o600 | os.stat(self.path).st_mode & 0o066
         lock = os.open(path, os.O_RDWR | os.O_CREAT | SAFE_FLAGS, mode)
         with suppress(PermissionError):  # Another process has made it just now.
@@ -145,8 +144,13 @@ class StoreDirectory:
         return path
 
     def unfinished(self, key: str) -> list[Path]:
-        """The generations of unfinished builds that are ours."""
-        return [path for path in self._generations() if os.path.lexists(path / key)]
+        """The generations of unfinished builds that are ours. The store's own may have a key too,
+        if the process that committed it was killed."""
+        found = [path for path in self._generations() if os.path.lexists(path / key)]
+        with suppress(MemmapError):  # There is no store, or none that can be read.
+            current = Manifest.read(self.path).generation if found else ""
+            return [path for path in found if path.name != current]
+        return found
 
     def discard(self) -> None:
         """Remove the generations of unfinished builds, if they are ours. The lock must be held."""

@@ -23,10 +23,10 @@ SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 TEMPORARY = ".tmp"
 
 
-def open_plain(path: Path) -> int:
-    """Open a plain file for reading, without following a link or waiting for a pipe."""
+def open_plain(path: Path | str, flags: int = os.O_RDONLY, directory: int | None = None) -> int:
+    """Open a plain file, without following a link or waiting for a pipe."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | SAFE_FLAGS)
+        descriptor = os.open(path, flags | SAFE_FLAGS, 0o666, dir_fd=directory)
     except OSError as error:
         # A link, or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -52,7 +52,7 @@ def check_plain(path: Path) -> int:
     return status.st_size
 
 
-def _not_plain(path: Path) -> StoreError:
+def _not_plain(path: Path | str) -> StoreError:
     return StoreError(f"{path} is a link, or not a plain file: it is never opened")
 
 
@@ -126,7 +126,7 @@ class OpenFiles:
         self._is_own = is_own
         if is_own and os.fstat(self.directory).st_uid != os.geteuid():
             self.close()
-            raise StoreError("it belongs to another user")
+            raise StoreError(f"{directory} belongs to another user")
         #: Distinguishes the files that are made through this object from those of all others.
         self.number = secrets.randbits(63)
         self._max_open = max_open
@@ -136,10 +136,9 @@ class OpenFiles:
         if name not in self._files:
             if len(self._files) >= self._max_open:
                 os.close(self._files.pop(next(iter(self._files))))
-            file = os.open(name, flags | os.O_RDWR | SAFE_FLAGS, 0o666, dir_fd=self.directory)
-            self._files[name], state = file, os.fstat(file)
-            is_alone = stat.S_ISREG(state.st_mode) and state.st_nlink == 1
-            if self._is_own and not (is_alone and state.st_uid == os.geteuid()):
+            self._files[name] = file = open_plain(name, flags | os.O_RDWR, self.directory)
+            state = os.fstat(file)
+            if self._is_own and (state.st_nlink, state.st_uid) != (1, os.geteuid()):
                 raise StoreError(f"{name} is not a plain file that belongs to this user")
         return self._files[name]
 

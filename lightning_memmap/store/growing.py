@@ -1,7 +1,8 @@
 """Stores that are trained from while they are built: what readers wait for is read first.
 
 The readers on the machine of the building process look into its journal, which says by row whether
-it is there. In ``serving`` in the generation, ``wanted-*`` has the rows that a reader needs next.
+it is there, and at a count of these. In ``serving`` in the generation, ``wanted-*`` has the rows
+that a reader needs next.
 """
 
 import fcntl
@@ -17,15 +18,17 @@ from operator import itemgetter
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, naming
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.sampling.rows import firsts_of
+from lightning_memmap.schema import Schema
 from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn
@@ -37,18 +40,24 @@ from lightning_memmap.store.directory import (
     check_free,
     is_store,
 )
+from lightning_memmap.store.files import TEMPORARY
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
-from lightning_memmap.store.open_columns import ComingItems, ItemRows, MappedRows, Supplied
+from lightning_memmap.store.open_columns import (
+    ComingItems,
+    ItemRows,
+    Located,
+    MappedRows,
+    Supplied,
+)
 from lightning_memmap.store.samples import Probes, RandomDatasetError, ReadAhead, read_probes
-from lightning_memmap.store.sources import source_of, telling_samples
 from lightning_memmap.store.sources.column import as_range
-from lightning_memmap.store.sources.source import is_read_by_item
+from lightning_memmap.store.sources.source import is_read_by_item, source_of, telling_samples
 from lightning_memmap.store.store import Store, Supply, open_directory
 from lightning_memmap.store.workers import IN_HAND, RowNumbers, Workers, calling, give_way
 from lightning_memmap.store.writing import run_writers, writer_of
 
-_WANTED = "wanted-"
+_WANTED, _COUNT = "wanted-", f"count{TEMPORARY}"
 #: Work of the first tasks, and of later ones; the most bytes of the rows of one.
 _FIRST_TASK_S, _TASK_S, _TASK_BYTES = 0.005, 0.05, 32 * 2**20
 #: How often a reader looks whether rows are there, less and less often, and at whether the build is
@@ -62,7 +71,7 @@ _errors: dict[Path, BaseException] = {}
 _waiting = set[Event]()
 _NO_BYTES = np.empty(0, np.uint8)
 #: Of a store before any row is read.
-_NO_SCHEMA = Schema.infer([torch.empty(0)])
+_ANY_SCHEMA = Schema.infer([torch.zeros(1)])
 _log = logging.getLogger(__name__)
 
 
@@ -72,12 +81,15 @@ class Serving(Supply):
     Args:
         generation: The generation of the store.
         num_rows: Its rows.
+        mode: In which the count of rows is opened.
     """
 
-    def __init__(self, generation: Path, num_rows: int) -> None:
+    def __init__(self, generation: Path, num_rows: int, mode: Literal["r", "r+"] = "r") -> None:
         self.generation, self.path = generation.resolve(), generation / SERVING
         #: By row, what is not 0 where it is there.
         self.present = np.memmap(generation / JOURNAL, np.uint8, "r", shape=num_rows)
+        #: How many are there, int64 of shape (1,).
+        self.count = np.memmap(generation / _COUNT, np.int64, mode, shape=1)
         self._said: Path | None = None
 
     @classmethod
@@ -85,19 +97,26 @@ class Serving(Supply):
         """Begin to share the rows of a build. What an interrupted one has left is removed."""
         path = generation / SERVING
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
+        # Another one, where a reader is left that looks at the old count.
+        (generation / _COUNT).unlink(missing_ok=True)
+        (generation / _COUNT).write_bytes(bytes(8))
         _errors.pop(generation.resolve(), None)
-        return cls(generation, num_rows)
+        made = cls(generation, num_rows, "r+")
+        made.count[:] = np.count_nonzero(made.present)
+        path.mkdir()  # From now on readers find all of it.
+        return made
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the store is committed, or was removed since then: a build has its journal."""
+    @override
+    def is_complete(self) -> bool:
+        # Committed, or removed since then: a build has its journal.
+        self.check()
         return not os.path.lexists(self.generation / JOURNAL)
 
     @property
     @override
     def share(self) -> float:
-        return float(np.count_nonzero(self.present)) / len(self.present)
+        return int(self.count[0]) / len(self.present)
 
     def wanted(self) -> list[Path]:
         """The files in which readers say which rows they need. None of them ever changes."""
@@ -134,8 +153,7 @@ class Serving(Supply):
 
     def wait_for_commit(self) -> None:
         """Wait until the store is committed."""
-        self._wait(lambda: self.is_whole)
-        self.check()
+        self._wait(lambda: self.is_complete)
 
     def check(self) -> None:
         """Raise why the build has ended, if it has failed in this process."""
@@ -235,6 +253,7 @@ class _Build:
         """Tell the readers that rows are there, and take into account how long they took."""
         if len(rows):
             self.building.wrote(rows)
+            self.serving.count += len(rows)
             for reader in [*_waiting]:
                 reader.set()
             self._row_s = (self._row_s + duration_s / len(rows)) / 2
@@ -269,7 +288,8 @@ class BackgroundBuild:
         self._builds, self._locks = dict[str, _Build](), dict[str, ExitStack]()
         self._is_stopped = False
         with ExitStack() as stack:
-            for name, each in asked.items():
+            # In one order: two trainings that name the same stores would wait for each other.
+            for name, each in sorted(asked.items(), key=lambda item: item[1].directory.path):
                 check_free(each.directory.path, "`store_dir`")
                 self._locks[name] = stack.enter_context(ExitStack())
                 self._locks[name].enter_context(each.directory.locked())
@@ -320,7 +340,8 @@ class BackgroundBuild:
         for name, each in asked.items():
             shards = each.shards(check_length(each.dataset))
             # Enough of a store to find an order of its rows.
-            planned[name] = Store(each.directory.path, Manifest(shards, _NO_SCHEMA, ()), ())
+            draft = Manifest.draft(shards.num_rows, shards.num_shards, _ANY_SCHEMA)
+            planned[name] = Store(each.directory.path, draft, ())
         probers = {
             name: calling(read_probes, one.forms, telling_samples) for name, one in asked.items()
         }
@@ -376,11 +397,11 @@ class BackgroundBuild:
             buildings = [build.building for build in self._builds.values()]
             run_writers(buildings, self._workers, make, self._tasks(), note)
             self._finish()
-            if not all(each.serving.is_whole for each in self._builds.values()):
+            if not all(each.building.is_committed for each in self._builds.values()):
                 raise StoreError(f"the build of {', '.join(self._builds)} was stopped")
         except BaseException as error:
             for build in self._builds.values():
-                if not (build.serving.is_whole or isinstance(error, RandomDatasetError)):
+                if not (build.building.is_committed or isinstance(error, RandomDatasetError)):
                     build.building.sync()
                     # Not the error: who keeps it keeps the frames that it went through.
                     text = "%s (%s); the next run goes on with them"
@@ -408,7 +429,7 @@ class BackgroundBuild:
     def _finish(self) -> None:
         """Make stores of the builds that have all rows. Nobody waits for others meanwhile."""
         for name, build in self._builds.items():
-            if build.serving.share == 1.0 and not build.serving.is_whole:
+            if build.serving.share == 1.0 and not build.building.is_committed:
                 # Training goes on meanwhile.
                 build.building.finish(num_threads=1)
                 self._locks[name].close()
@@ -453,11 +474,8 @@ class GrowingStore(Store):
         #: Of another reader than those who look at single rows meanwhile.
         self.supply = Serving(serving.generation, self.num_rows)
 
-    @override
-    def finished(self) -> Store | None:
-        # Rows are served from where they are while they are made durable.
-        self.serving.check()
-        return self.whole if self.serving.is_whole else None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_again, (self.path, self.manifest.generation)
 
     @cached_property
     @override
@@ -475,13 +493,27 @@ class GrowingStore(Store):
 
 
 def open_growing(path: Path) -> GrowingStore | None:
-    """Open a store that is being built; None where none is."""
-    for generation in StoreDirectory(path).unfinished(KEY):
-        with suppress(FileNotFoundError):  # It was committed meanwhile.
-            if (generation / SERVING).is_dir():  # Or else nobody reads from it.
-                draft = read_draft(generation, KEY)
-                return GrowingStore(path, draft, Serving(generation, draft.num_rows))
+    """Open a store that is being built; None where none is, or a whole one is there."""
+    for generation in [] if is_store(path) else StoreDirectory(path).unfinished(KEY):
+        if not (generation / SERVING).is_dir():
+            continue  # Nobody reads from it.
+        try:
+            draft = read_draft(generation, KEY)
+            return GrowingStore(path, draft, Serving(generation, draft.num_rows))
+        except FileNotFoundError:  # It was committed meanwhile.
+            continue
+        except StoreError as error:
+            raise StoreError(
+                f"the store at {path} is not whole yet, and its rows cannot be read before that:"
+                f" {error}: wait until its build has ended, or choose another directory"
+            ) from error
     return None
+
+
+def open_again(path: Path, generation: str) -> Store:
+    """Open a store that was being built, and may be whole by now."""
+    found = open_growing(path)
+    return open_directory(path, generation) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -501,13 +533,14 @@ class _GrowingItems(ComingItems):
         return cls.of(column.field, column.shards, whole, column, files, entries)
 
     @override
-    def read(self, locations: Integers) -> Values:
+    def among(self, locations: Integers) -> tuple[Tensor, Located]:
         entries = self.entries[locations]
         try:
             data = np.concatenate([*self.column.joined(self.files, entries), _NO_BYTES])
         except FileNotFoundError:  # The pieces were joined, and removed.
-            return Values.of_rows(self.field, self.whole().take(locations))
+            return self.whole().among(locations)
         # Without items, numpy's stride may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(entries[:, 2:])
-        return Values(items.view(-1, *self.field.item_shape), sizes)
+        located = Located(firsts_of(sizes.prod(axis=1)), sizes)
+        return items.view(-1, *self.field.item_shape), located

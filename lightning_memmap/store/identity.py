@@ -8,7 +8,6 @@ import types
 from array import array
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Annotated, Any
@@ -44,8 +43,7 @@ _SETTLED_TYPES = (
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The identity of a dataset, in named parts, so that a difference can be named."""
 
     # A mismatch costs one comparison of rows, so that this need not be finer: it covers samples of
@@ -75,7 +73,10 @@ class Fingerprint:
             name
             for name in dict.fromkeys((*self.parts, *other.parts))
             if self.parts.get(name) != other.parts.get(name)
-            and not (_is_private(name) and (name in self.parts) != (name in other.parts))
+            # A private attribute may come and go.
+            and not (
+                name.startswith("attribute _") and (name in self.parts) != (name in other.parts)
+            )
         ]
         if not changed:
             return None
@@ -94,11 +95,6 @@ def check_given(given: str | None, name: str = "fingerprint") -> None:
             f"{name} has {len(given)} characters: give 1 to {MAX_TEXT_LENGTH}, such as a version"
             " or a hash"
         )
-
-
-def _is_private(name: str) -> bool:
-    """Whether a part is that of a private attribute, which may come and go."""
-    return name.startswith("attribute _")
 
 
 class _Reader:

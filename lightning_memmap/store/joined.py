@@ -5,26 +5,29 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling import Integers, JoinedRows, Pool, Shards, StoreRows, WindowedRows
+from lightning_memmap.sampling import Integers, JoinedRows, Pool, StoreRows, WindowedRows
 from lightning_memmap.sampling.rows import Runs, firsts_of
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.schema import Field
+from lightning_memmap.schema.fields import join_values
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import (
     ComingItems,
     ItemRows,
+    Located,
     MappedRows,
     OpenColumn,
     Supplied,
@@ -43,8 +46,6 @@ class JoinedStore(Store):
         _check_alike(stores)
         self._names, self.parts = tuple(stores), list(stores.values())
         self._rows, first = self.rows(), self.parts[0].manifest
-        total = sum(part.num_rows for part in self.parts)
-        shards = Shards(total, max(part.num_shards for part in self.parts))
         #: Where the rows of each store begin in memory.
         self._begins = self._begins_of([part.num_rows for part in self.parts])
         self._places = _Places(
@@ -57,11 +58,13 @@ class JoinedStore(Store):
         # Of a store at a URL, all shards are fetched.
         opened = [part.provide(None, range(part.num_shards)) for part in self.parts]
         joined = [self._joined(*each) for each in enumerate(zip(*opened, strict=True))]
-        parts = tuple(part.manifest for part in self.parts)
-        manifest = JoinedManifest(
-            **{**vars(first), "shards": shards, "parts": parts, "rows": self._rows}
-        )
-        super().__init__(path, manifest, joined)
+        more = {
+            "num_rows": sum(part.num_rows for part in self.parts),
+            "num_shards": max(part.num_shards for part in self.parts),
+            "parts": tuple(part.manifest for part in self.parts),
+            "rows": self._rows,
+        }
+        super().__init__(path, JoinedManifest(**{**asdict(first), **more}), joined)
 
     @override
     def rows(self, subset: Integers | None = None) -> JoinedRows:
@@ -82,10 +85,6 @@ class JoinedStore(Store):
     def _whole(self) -> Store:
         pairs = zip(self._names, self.parts, strict=True)
         return JoinedStore(self.path, {name: part.whole for name, part in pairs})
-
-    @override
-    def finished(self) -> Store | None:
-        return None if any(part.finished() is None for part in self.parts) else self.whole
 
     @property
     @override
@@ -151,12 +150,16 @@ class JoinedStore(Store):
                 column.get(some)
 
 
-@dataclass(frozen=True)
-class JoinedManifest(Manifest):
+class JoinedManifest(Manifest, frozen=True, kw_only=True):
     """What several stores contain."""
 
-    parts: tuple[Manifest, ...] = ()
-    rows: JoinedRows = field(kw_only=True)
+    parts: tuple[Manifest, ...]
+    rows: JoinedRows
+
+    @cached_property
+    @override
+    def columns(self) -> tuple[Column, ...]:
+        return self.parts[0].columns
 
     @property
     @override
@@ -212,17 +215,14 @@ class _JoinedItems(ComingItems):
     begins: Integers
 
     @override
-    def read(self, locations: Integers) -> Values:
-        if not len(locations):
-            return Values.none(self.field)
+    def among(self, locations: Integers) -> tuple[Tensor, Located]:
         stores = np.searchsorted(self.begins, locations, side="right") - 1
-        rows = [self.items] * len(locations)
-        for number, column in enumerate(self.columns):
-            here = np.flatnonzero(stores == number)
-            found = column.take(locations[here] - self.begins[number])
-            for index, row in zip(here.tolist(), found, strict=True):
-                rows[index] = row
-        return Values.of_rows(self.field, rows)
+        pairs = enumerate(zip(self.columns, self.begins, strict=True))
+        found = [column.read(locations[stores == n] - begin) for n, (column, begin) in pairs]
+        ((items, sizes, _),) = join_values([[each] for each in found])
+        assert sizes is not None
+        back = np.argsort(np.argsort(stores, kind="stable"))
+        return items, Located(firsts_of(sizes.prod(axis=1))[back], sizes[back])
 
 
 class _JoinedSupply(Supply):
@@ -242,6 +242,12 @@ class _JoinedSupply(Supply):
         parts = self._store.parts
         shares = [1.0 if part.supply is None else part.supply.share for part in parts]
         return float(np.average(shares, weights=[part.num_rows for part in parts]))
+
+    @property
+    @override
+    def is_complete(self) -> bool:
+        supplies = [part.supply for part in self._store.parts if part.supply is not None]
+        return all(supply.is_complete for supply in supplies)
 
     @override
     def want(self, rows: Integers, turns: Integers | None = None) -> None:

@@ -6,8 +6,8 @@ name in it is checked before a file is touched.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 from msgspec import Meta
+from msgspec.structs import replace
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
 from lightning_memmap.sampling import (
@@ -26,9 +27,11 @@ from lightning_memmap.sampling import (
     default_shards,
     spans_of,
 )
-from lightning_memmap.schema import Schema, read_schema
-from lightning_memmap.schema.schema import MAX_FIELDS
-from lightning_memmap.store.columns import Column, ShardItems, columns_of, shard_items
+from lightning_memmap.schema import Node, Schema
+from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.schema import MAX_FIELDS, AllFields
+from lightning_memmap.schema.spec import check_schema, read_dtype
+from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
 from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
@@ -57,31 +60,46 @@ _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
 _SUM_BYTES = 8
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a store contains."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """What a store contains, as it lies in its file behind its digest."""
 
-    shards: Shards
-    schema: Schema
-    columns: tuple[Column, ...]
-    probes: tuple[tuple[int, str], ...] = ()
+    format: str = FORMAT
+    version: int = VERSION
+    generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
+    num_rows: Annotated[int, Meta(ge=1, le=2**48)]
+    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+    probes: Annotated[tuple[_Probe, ...], Meta(max_length=_MAX_PROBES)]
     #: By field, XXH3 of each shard, one after the other: a list of them would take most of the time
     #: in which a store is opened.
-    checksums: Mapping[str, bytes] = field(default_factory=dict)
-    source: Mapping[str, str] = field(default_factory=dict)
+    checksums: dict[str, bytes]
+    source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
     fingerprint: Fingerprint | None = None
-    classes: tuple[str, ...] = ()
-    generation: str = "g-" + "0" * 16
+    classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
+    fields: AllFields
+    structure: Node
+    #: Of each field whose rows differ in length, the items of each shard; none before all rows are
+    #: written.
+    items: dict[str, ShardItems] = msgspec.field(name="columns", default_factory=dict)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the dataset."""
-        return self.shards.num_rows
+    @cached_property
+    def schema(self) -> Schema:
+        """The fields and the nesting of a sample."""
+        return Schema(self.fields, self.structure)
 
-    @property
-    def num_shards(self) -> int:
-        """Shards that the rows are divided into."""
-        return self.shards.num_shards
+    @cached_property
+    def shards(self) -> Shards:
+        """The shards that the rows are divided into."""
+        return Shards(self.num_rows, self.num_shards)
+
+    @cached_property
+    def columns(self) -> tuple[FixedColumn | RaggedColumn, ...]:
+        """How each field is kept, in the order of the fields."""
+        return tuple(
+            RaggedColumn(field, self.shards, tuple(self.items.get(field.name, ())))
+            if field.num_variable
+            else FixedColumn(field, self.shards)
+            for field in self.fields
+        )
 
     @property
     def has_default_shards(self) -> bool:
@@ -111,7 +129,7 @@ class Manifest:
         """Bytes of the rows of each shard: by their mean where it is not one of the store."""
         columns = self.columns
         if pool is not None and isinstance(pool.rows, WindowedRows):
-            return _window_bytes(columns, pool, num_data_devices)
+            return _window_bytes(self, pool, num_data_devices)
         if pool is None or _are_stored(pool, self.shards):
             none = np.zeros(self.num_shards, np.int64)
             return sum((column.shard_bytes for column in columns), none)
@@ -121,20 +139,23 @@ class Manifest:
     @property
     def content(self) -> str:
         """The contents of the store in one line."""
-        schema = self.schema.to_json()
-        text = msgspec.json.encode({**schema, "checksums": self.checksums}, order="sorted")
+        named = {name: getattr(self, name) for name in ("fields", "structure", "checksums")}
+        text = msgspec.json.encode(named, order="sorted", enc_hook=dtype_name)
         digest = xxhash.xxh3_64_hexdigest(text)
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
 
     @classmethod
     def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
         """What a store is to contain that is not written yet, and that can be opened then."""
-        shards = Shards(num_rows, num_shards)
-        sums = {field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields}
-        try:
-            found = cls(shards, schema, columns_of(schema, shards), checksums=sums, **more)
-        except ValueError as error:
-            raise StoreError(f"no store can be made of this: {error}") from error
+        found = cls(
+            generation="g-" + "0" * 16,
+            num_rows=num_rows,
+            num_shards=num_shards,
+            checksums={field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields},
+            fields=schema.fields,
+            structure=schema.structure,
+            **{"probes": (), "source": {}, **more},
+        )
         found.encode()
         return found
 
@@ -153,17 +174,11 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Convert the manifest to the bytes of its file."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            **{key: getattr(self, key) for key in _File.__struct_fields__ if key != "columns"},
-            **self.schema.to_json(),
-            "columns": shard_items(self.columns),
-        }
         try:
-            data = sign(msgspec.json.encode(body))
-            if len(self.schema.fields) > MAX_FIELDS:
-                raise ValueError(f"{len(self.schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
+            stated = replace(self, items=shard_items(self.columns))
+            data = sign(msgspec.json.encode(stated, enc_hook=dtype_name))
+            if len(self.fields) > MAX_FIELDS:
+                raise ValueError(f"{len(self.fields)} fields: a store has 1 to {MAX_FIELDS}")
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ValueError(
                     f"its manifest would have {len(data)} bytes, and at most"
@@ -216,42 +231,22 @@ class Manifest:
                     f" version of lightning_memmap reads version {VERSION}: remove it and build it"
                     " again"
                 )
-            if sign(b"{" + data[_DIGEST_BYTES:]) != data:
+            body = b"{" + data[_DIGEST_BYTES:]
+            if sign(body) != data:
                 raise ValueError("its digest does not match its content")
-            found = msgspec.json.decode(data, type=_File)
+            found = msgspec.json.decode(body, type=cls, dec_hook=read_dtype)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{error or 'it is nested too deeply'}{_named(data, error)}") from None
-        schema, shards = read_schema(data), Shards(found.num_rows, found.num_shards)
-        found.check(schema)
-        columns = columns_of(schema, shards, found.columns)
-        if not any(column.file_bytes for column in columns) and found.num_rows > _MAX_EMPTY_ROWS:
-            raise ValueError(f"{found.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
-        others = {"num_rows", "num_shards", "columns"}
-        same = {key: getattr(found, key) for key in {*_File.__struct_fields__} - others}
-        return cls(shards, schema, columns, **same)
+        found._check()
+        return found
 
-
-class _Header(msgspec.Struct):
-    format: msgspec.Raw = msgspec.Raw(b"")
-    version: msgspec.Raw = msgspec.Raw(b"None")
-
-
-class _File(msgspec.Struct, kw_only=True):
-    """A manifest as it lies in its file, without its schema."""
-
-    generation: Annotated[str, Meta(pattern=rf"^{GENERATION.pattern}\Z")]
-    num_rows: Annotated[int, Meta(ge=1, le=2**48)]
-    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
-    probes: Annotated[tuple[_Probe, ...], Meta(max_length=_MAX_PROBES)]
-    checksums: dict[str, bytes]
-    source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
-    columns: dict[str, ShardItems] = {}
-    fingerprint: Fingerprint | None = None
-    classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
-
-    def check(self, schema: Schema) -> None:
+    def _check(self) -> None:
         """Check what ties the values to each other."""
-        names = [field.name for field in schema.fields]
+        check_schema(self.schema)
+        names = [field.name for field in self.fields]
+        counts = {field.name: self.num_shards for field in self.fields if field.num_variable}
+        if {name: len(each) for name, each in self.items.items()} != counts:
+            raise ValueError("its columns are not those of its fields")
         if len(names) * self.num_shards > _MAX_CHECKSUMS:
             raise ValueError(
                 f"{self.num_shards} shards of {len(names)} fields have more than the"
@@ -268,6 +263,13 @@ class _File(msgspec.Struct, kw_only=True):
         for text in (*self.source, *self.source.values(), *self.classes):
             if not text.isprintable():
                 raise ValueError(f"{short_repr(text)} is not a printable text")
+        if not any(each.file_bytes for each in self.columns) and self.num_rows > _MAX_EMPTY_ROWS:
+            raise ValueError(f"{self.num_rows} rows without a byte, of {_MAX_EMPTY_ROWS} at most")
+
+
+class _Header(msgspec.Struct):
+    format: msgspec.Raw = msgspec.Raw(b"")
+    version: msgspec.Raw = msgspec.Raw(b"None")
 
 
 def sign(body: bytes) -> bytes:
@@ -297,12 +299,12 @@ def _are_stored(pool: Pool, shards: Shards) -> bool:
     )
 
 
-def _window_bytes(columns: Sequence[Column], pool: Pool, num_data_devices: int) -> Integers:
+def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Integers:
     """Bytes that each shard takes of series that are cut into windows."""
     line = pool.rows
     assert isinstance(line, WindowedRows)
     step_bytes = series_bytes = 0
-    for column in columns:
+    for column in manifest.columns:
         if column.field.name in line.fields:
             step_bytes += column.field.step_bytes
         else:

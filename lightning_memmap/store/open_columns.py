@@ -21,7 +21,8 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import Field, Values
 from lightning_memmap.schema.fields import take_rows
-from lightning_memmap.store.files import open_plain, unreadable
+from lightning_memmap.store.files import leaf_bytes, open_plain, unreadable
+from lightning_memmap.store.segments import copy_segments
 
 #: No dimension of a row is larger, so that products of sizes can be checked.
 _MAX_SIZE = 2**40
@@ -43,9 +44,8 @@ class OpenColumn(Protocol):
     def row(self, row: int) -> Tensor:
         """Copy one row, given in dataset order and in ``[0, num_rows)``."""
 
-    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
-        """Copy rows, int64 of shape (B,) in dataset order, into one batch of shape (B, *field
-        shape); where they differ in shape, into a tensor for each."""
+    def fetch(self, rows: Integers) -> Values:
+        """Copy rows, given by their numbers in dataset order, int64 of shape (B,)."""
 
 
 class Located(NamedTuple):
@@ -87,7 +87,7 @@ class Supplied:
         self.get(np.array([row]))
         return self.column.row(row)
 
-    def fetch(self, rows: Integers) -> Tensor | list[Tensor]:
+    def fetch(self, rows: Integers) -> Values:
         """Copies of rows."""
         self.get(rows)
         return self.column.fetch(rows)
@@ -133,9 +133,9 @@ class MappedRows:
         """A copy of one row."""
         return self.tensor[int(self.shards.locate(row))].clone()
 
-    def fetch(self, rows: Integers) -> Tensor:
-        """Copy rows into one batch."""
-        return take_rows(self.tensor, self.shards.locate(rows))
+    def fetch(self, rows: Integers) -> Values:
+        """Copies of rows."""
+        return Values(take_rows(self.tensor, self.shards.locate(rows)))
 
 
 def packed_index(sizes: Integers) -> Integers:
@@ -183,7 +183,10 @@ class ItemRows:
             products = sizes.astype(np.float64).prod(axis=1)
             is_valid = bool(is_small and (products == lengths).all())
         if not is_valid:
-            raise damaged_index(self.field)
+            raise StoreError(
+                f"field {self.field.name!r}: the index of its rows is damaged: check the store with"
+                " `lightning-memmap store verify`, and build it again"
+            )
         return Located(starts, sizes)
 
     def among(self, locations: Integers) -> tuple[Tensor, Located]:
@@ -199,21 +202,24 @@ class ItemRows:
         return lengths
 
     def row(self, row: int) -> Tensor:
-        """Copy one row, given in dataset order."""
-        return self.fetch(np.array([row]))[0]
+        """A copy of one row."""
+        items, ((start,), sizes) = self.among(self.shards.locate(np.array([row])))
+        end = start + math.prod(shape := sizes[0].tolist())
+        return items[start:end].clone().view(*shape, *self.field.item_shape)
 
-    def fetch(self, rows: Integers) -> list[Tensor]:
-        """Copy rows, given in dataset order: one tensor for each."""
-        return self.take(self.shards.locate(rows))
+    def fetch(self, rows: Integers) -> Values:
+        """Copies of rows."""
+        return self.read(self.shards.locate(rows))
 
-    def take(self, locations: Integers) -> list[Tensor]:
-        """The same of rows that are given by where they lie."""
-        starts, sizes = self.at(locations)
-        items = self.items
-        return [
-            items[start : start + math.prod(shape)].clone().view(*shape, *self.field.item_shape)
-            for start, shape in zip(starts.tolist(), sizes.tolist(), strict=True)
-        ]
+    def read(self, locations: Integers) -> Values:
+        """Copies of rows that are given by where they lie."""
+        items, (starts, sizes) = self.among(locations)
+        lengths, size = sizes.prod(axis=1), self.field.item_bytes
+        shape = int(lengths.sum()), *items.shape[1:]
+        data = torch.empty(shape, dtype=items.dtype, device="cpu")
+        target, places = leaf_bytes(data), firsts_of(lengths)
+        copy_segments(leaf_bytes(items), starts * size, target, places * size, lengths * size)
+        return Values(data, sizes)
 
 
 @dataclass(frozen=True)
@@ -233,23 +239,6 @@ class ComingItems(ItemRows):
         return self.whole().at(locations)
 
     @override
-    def among(self, locations: Integers) -> tuple[Tensor, Located]:
-        items, sizes, _ = self.read(locations)
-        assert sizes is not None
-        return items, Located(firsts_of(sizes.prod(axis=1)), sizes)
-
-    @override
-    def take(self, locations: Integers) -> list[Tensor]:
-        return [*self.read(locations).rows()]
-
     @abstractmethod
-    def read(self, locations: Integers) -> Values:
-        """Copy rows that are there, one after the other."""
-
-
-def damaged_index(field: Field) -> StoreError:
-    """The error for an index that cannot be that of a field."""
-    return StoreError(
-        f"field {field.name!r}: the index of its rows is damaged: check the store with"
-        " `lightning-memmap store verify`, and build it again"
-    )
+    def among(self, locations: Integers) -> tuple[Tensor, Located]:
+        """Rows that are there."""

@@ -3,13 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.schema import Values
@@ -144,7 +144,7 @@ def _compare(store: Store, rows: range, read: Callable[[], list[Values]]) -> Non
     columns = zip(store.manifest.schema.fields, store.columns, strict=True)
     for (field, column), values in zip(columns, _as_stored(store, read), strict=True):
         stored = column.fetch(np.asarray(rows, np.int64))
-        for row, one, other in zip(rows, values.rows(), stored, strict=True):
+        for row, one, other in zip(rows, values.rows(), stored.rows(), strict=True):
             if hash_row([one]) != hash_row([other]):
                 raise _other_row(store, row, f", in field {field.name!r}")
 

@@ -50,6 +50,10 @@ class Supply(Protocol):
     def share(self) -> float:
         """How much of them is there, from 0 to 1."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of them are there to stay. Where they will never be, this raises why."""
+
     def want(self, rows: Integers, turns: Integers | None = None) -> None:
         """Ask for rows, in the order in which they are needed, instead of those before.
 
@@ -99,7 +103,7 @@ class Store:
 
     def finished(self) -> "Store | None":
         """The store with all rows; None where some have still to come."""
-        return self
+        return self.whole if self.supply is None or self.supply.is_complete else None
 
     def whole_items(self, index: int) -> ItemRows:
         """All rows of a field that differ in length, for which this waits."""
@@ -189,9 +193,7 @@ class Store:
 
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """The values of rows of a field that has one in each."""
-        fetched = self.whole.columns[index].fetch(rows)
-        assert isinstance(fetched, Tensor)  # The rows have one shape.
-        values = fetched.reshape(-1)
+        values = self.whole.columns[index].fetch(rows).data.reshape(-1)
         # numpy has no bfloat16.
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 

@@ -16,7 +16,6 @@ from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.sampling import Integers
@@ -27,7 +26,7 @@ from lightning_memmap.store.files import write_rows
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import Probes, hash_row, random_dataset_error
-from lightning_memmap.store.sources import Source, in_turn, source_of
+from lightning_memmap.store.sources.source import Source, in_turn, source_of
 from lightning_memmap.store.store import Store, open_directory
 from lightning_memmap.store.workers import RowNumbers, RowRanges, Workers, threads
 
@@ -197,11 +196,7 @@ def _source_of(dataset: Any, schema: Schema, row_bytes: int) -> Source:
 
 def _read_store(store: Store, rows: RowNumbers) -> list[Values]:
     numbers = np.asarray(rows, np.int64)
-    found = [column.fetch(numbers) for column in store.columns]
-    return [
-        Values(each) if isinstance(each, Tensor) else Values.of_rows(field, each)
-        for field, each in zip(store.schema.fields, found, strict=True)
-    ]
+    return [column.fetch(numbers) for column in store.columns]
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:

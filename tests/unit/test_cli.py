@@ -192,6 +192,9 @@ class TestInfo:
         assert command("build", made, "--dataset", "tests.datasets.Failing") == 2
         assert command("info", store_path.parent) == 0
         assert "of 20 rows are there" in command.out
+        for task in (("verify",), ("show", "--out", str(store_path.parent / "store.html"))):
+            assert command(task[0], store_path.parent, *task[1:]) == 0
+            assert "its build is not finished, and goes on with them when it is" in command.out
         (draft,) = made.glob("g-*/build.json")
         draft.write_text("{}")
         assert command("info", store_path.parent) == 0

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
-from lightning_memmap.store.files import check_plain, read_plain
+from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.places import StoreUrl, place_of
@@ -143,10 +143,11 @@ class RemoteStore(Store):
     def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
         if fields is None and isinstance(self.supply, _Fetching):
             self.supply.needed = [*shards]
+            self.supply.numbers = self._shards.numbers(range(len(self.columns)), [*shards])
         else:
             names = [field.name for field in self.schema.fields]
             found = [index for index, name in enumerate(names) if fields is None or name in fields]
-            self._shards.require(found, shards)
+            self._shards.require(found, [*shards])
         return super().provide(fields, shards)
 
     @property
@@ -158,10 +159,6 @@ class RemoteStore(Store):
         found = object.__new__(RemoteStore)
         vars(found).update({**vars(self), "supply": None})
         return found
-
-    @override
-    def finished(self) -> Store | None:
-        return self.whole if self.supply is None or self.supply.share == 1.0 else None
 
     @override
     def lengths(self, field: str) -> Integers:
@@ -198,7 +195,7 @@ class _CachedShards(RemoteShards):
             manifest, self._is_checked = self._cache.last(url, error), False
         with self._cache.locked():
             self.path = self._cache.version(url, manifest, is_last=self._is_checked)
-            in_use = os.open(self.path / _IN_USE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            in_use = open_plain(self.path / _IN_USE)
             weakref.finalize(self, os.close, in_use)
             super().__init__(files, manifest, self.path)
             with suppress(OSError):  # A cache that cannot be written.
@@ -212,18 +209,20 @@ class _CachedShards(RemoteShards):
     def require_rows(self, field: int, rows: Integers | None) -> None:
         """Fetch the shards of some rows of a field, or all."""
         count = self.manifest.num_shards
-        self.require([field], range(count) if rows is None else np.unique(rows % count).tolist())
+        self.require([field], range(count) if rows is None else np.unique(rows % count))
 
-    def require(self, fields: Collection[int], shards: Collection[int], **meanwhile: Any) -> None:
+    def require(
+        self, fields: Sequence[int], shards: Sequence[int] | Integers, **meanwhile: Any
+    ) -> None:
         """Fetch the shards that are not yet here, of fields by their place in the schema.
 
         While some are used, ``meanwhile`` is given to `RemoteShards.fetch`.
         """
         numbers = self.numbers(fields, shards)
-        if all(self._known[number] > 0 for number in numbers):
+        if (self._known[numbers] > 0).all():
             return
         with self._cache.usable():
-            if missing := self.missing(numbers):
+            if len(missing := self.missing(numbers)):
                 # Before stores are removed to make room for what cannot be fetched.
                 if not self._is_checked and (error := self.changed()):
                     raise StoreError(
@@ -242,8 +241,8 @@ class _Fetching(Supply):
 
     def __init__(self, shards: _CachedShards) -> None:
         self._shards, self._fields = shards, range(len(shards.manifest.columns))
-        #: The shards whose rows are read.
-        self.needed: Sequence[int] = ()
+        #: The shards whose rows are read, and their numbers for all fields.
+        self.needed, self.numbers = list[int](), np.zeros(0, np.int64)
         self._changed, self._stop = Condition(), Event()
         self._thread: Thread | None = None
         self._error: BaseException | None = None
@@ -251,8 +250,12 @@ class _Fetching(Supply):
     @property
     @override
     def share(self) -> float:
-        numbers = self._shards.numbers(self._fields, self.needed)
-        return 1.0 - len(self._shards.missing(numbers)) / max(1, len(numbers))
+        return 1.0 - len(self._shards.missing(self.numbers)) / max(1, len(self.numbers))
+
+    @property
+    @override
+    def is_complete(self) -> bool:
+        return self.share == 1.0
 
     @override
     def want(self, rows: Integers, turns: Integers | None = None) -> None:
@@ -278,10 +281,10 @@ class _Fetching(Supply):
 
     @override
     def wait(self, rows: Integers) -> None:
-        shards = np.unique(rows % self._shards.manifest.num_shards).tolist()
+        shards = np.unique(rows % self._shards.manifest.num_shards)
         numbers = self._shards.numbers(self._fields, shards)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._shards.missing(numbers))
+            self._changed.wait_for(lambda: self._error or not len(self._shards.missing(numbers)))
         if self._error is not None:
             raise self._error
 
@@ -374,11 +377,11 @@ class _Cache:
         )
         return manifest
 
-    def reserve(self, shards: RemoteShards, numbers: Collection[int]) -> None:
+    def reserve(self, shards: RemoteShards, numbers: Integers) -> None:
         """Make room for shards, once for all that are needed, and record that they are to come."""
         with self.locked(), ExitStack() as stack:
             known = shards.records()
-            wanted = [number for number in numbers if not known[number]]
+            wanted = numbers[known[numbers] == 0]
             needed = int(shards.num_bytes[wanted].sum())
             versions = sorted(self.directory.glob("*/g-*"), key=lambda path: path.lstat().st_mtime)
             uses = {path: _bytes_of(path) for path in versions}
@@ -446,8 +449,7 @@ def _bytes_of(version: Path) -> tuple[int, int]:
 def _unused(version: Path) -> Iterator[bool]:
     """Whether nobody has a version open, nor opens it meanwhile."""
     # For writing: NFS has exclusive locks for no other file.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(version / _IN_USE, flags, 0o600), "rb") as file:
+    with open(open_plain(version / _IN_USE, os.O_RDWR | os.O_CREAT), "rb") as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # It is in use, or nobody can say.

@@ -13,7 +13,7 @@ import os
 import random
 import struct
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, as_completed
 from contextlib import closing
 from functools import cached_property
@@ -58,10 +58,10 @@ class RemoteShards:
         self._records = open_plain(self.directory / RECORDS)
         weakref.finalize(self, os.close, self._records)
 
-    def numbers(self, fields: Iterable[int], shards: Collection[int]) -> list[int]:
+    def numbers(self, fields: Sequence[int], shards: Sequence[int] | Integers) -> Integers:
         """The numbers of shards of fields, which are given by their place in the schema."""
-        count, fields = self.manifest.num_shards, [*fields]
-        return [field * count + shard for shard in shards for field in fields]
+        firsts = np.array(fields, np.int64) * self.manifest.num_shards
+        return (np.asarray(shards, np.int64)[:, None] + firsts).ravel()
 
     @cached_property
     def _pieces(self) -> list[tuple[FileRange, ...]]:
@@ -92,14 +92,14 @@ class RemoteShards:
                 data = struct.pack("q", sign * int(self.num_bytes[number]))
                 write_all(files.open(RECORDS), memoryview(data), 8 * number)
 
-    def missing(self, numbers: Iterable[int]) -> list[int]:
+    def missing(self, numbers: Integers) -> Integers:
         """Those of some shards that are not here."""
-        records = self.records()
-        return [number for number in numbers if records[number] <= 0]
+        missing: Integers = numbers[self.records()[numbers] <= 0]
+        return missing
 
     def fetch(
         self,
-        numbers: Collection[int],
+        numbers: Integers,
         what: str,
         *,
         hidden: bool,
@@ -110,7 +110,7 @@ class RemoteShards:
 
         With ``note``, which is called after each of them, they come in their order.
         """
-        order, stop = [*numbers], stop or Event()
+        order, stop = numbers.tolist(), stop or Event()
         if note is None:
             # In another order than other processes that fetch the same, to share the work.
             order = random.Random(os.getpid()).sample(order, len(order))
@@ -171,8 +171,8 @@ class RemoteShards:
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
         with threads(_NUM_THREADS) as pool:
-            index = b"".join(pool.map(read, numbers))
-        for shard, number in enumerate(numbers):
+            index = b"".join(pool.map(read, numbers.tolist()))
+        for shard, number in enumerate(numbers.tolist()):
             for _, first, end in self.manifest.columns[field].edge_bytes(shard):
                 if index[first : first + len(end)] != end:
                     raise self._damaged(number - 1)

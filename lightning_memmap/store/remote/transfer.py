@@ -6,9 +6,10 @@ no two copies of different stores write to the same files, and what one removes 
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeGuard
+
+from msgspec.structs import replace
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files

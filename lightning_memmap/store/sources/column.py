@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_memmap.sampling import Integers
-from lightning_memmap.schema.stack import Column
+from lightning_memmap.schema.stack import Branch
 from lightning_memmap.store.workers import RowNumbers
 
 
@@ -15,7 +15,7 @@ class TableColumn(ABC):
     """A column of a table."""
 
     @abstractmethod
-    def rows(self, rows: RowNumbers) -> Column:
+    def rows(self, rows: RowNumbers) -> Branch:
         """Some rows."""
 
     def telling(self) -> list[Any]:

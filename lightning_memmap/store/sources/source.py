@@ -25,7 +25,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Schema, Values
 from lightning_memmap.schema.fields import join_values, take_rows
 from lightning_memmap.schema.kinds import Image
-from lightning_memmap.schema.stack import Column, Samples, fit, stack
+from lightning_memmap.schema.stack import Branch, Samples, fit, stack
 from lightning_memmap.schema.structure import children_of
 from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
 from lightning_memmap.store.sources.column import (
@@ -225,7 +225,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _ArrayRows(Column):
+class _ArrayRows(Branch):
     """Rows of an array, none of which is None."""
 
     rows: Any
@@ -239,7 +239,7 @@ class _ArrayRows(Column):
         return fit(field, self.rows)
 
 
-def _rows_of_array(values: Any, rows: RowNumbers) -> Column:
+def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:
     """Rows of a tensor or array, or of one in a file, which is read by slices."""
     is_memory = type(values) in _MEMORY_TYPES
     if isinstance(rows, range):
@@ -266,7 +266,7 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
 
 
 def _read_column(
-    rows_of: Callable[[RowNumbers], Column], node: Node, fields: Sequence[Field], rows: RowNumbers
+    rows_of: Callable[[RowNumbers], Branch], node: Node, fields: Sequence[Field], rows: RowNumbers
 ) -> list[Values]:
     """Rows of one column, of a structure with some fields."""
     try:

@@ -24,7 +24,7 @@ from lightning_memmap.sampling import Integers
 from lightning_memmap.schema import Field, Node, Values
 from lightning_memmap.schema.fields import TO_NUMPY, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
-from lightning_memmap.schema.stack import Column, as_tensor, fit, fit_lists
+from lightning_memmap.schema.stack import Branch, as_tensor, fit, fit_lists
 from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import TableColumn, by_piece
 from lightning_memmap.store.workers import RowNumbers
@@ -46,7 +46,7 @@ _LOST = {
 _FORMATS = {None, "numpy", "torch"}
 
 
-class ArrowRows(Column):
+class ArrowRows(Branch):
     """Rows of a column."""
 
     def __init__(self, array: Any, *, shape: Any = None, are_python: bool = False) -> None:
@@ -64,11 +64,11 @@ class ArrowRows(Column):
         return found
 
     @override
-    def where(self, given: NDArray[np.bool_]) -> Column:
+    def where(self, given: NDArray[np.bool_]) -> Branch:
         return self._like(self.array.filter(pa.array(given)))
 
     @override
-    def parts(self, node: Node, path: Keys) -> Sequence[Column]:
+    def parts(self, node: Node, path: Keys) -> Sequence[Branch]:
         array, keys = self._whole(), list(map(str, node.keys))
         if node.kind == "dict" and pa.types.is_struct(array.type):
             names = [field.name for field in array.type]
@@ -81,7 +81,7 @@ class ArrowRows(Column):
         raise MismatchError(f"found {array.type}")
 
     @override
-    def lists(self, path: Keys) -> tuple[Column, Integers]:
+    def lists(self, path: Keys) -> tuple[Branch, Integers]:
         array = self._whole()
         if not _is_list(array.type):
             raise MismatchError(f"found {array.type}")
@@ -244,7 +244,7 @@ class ArrowColumn(TableColumn):
         return _take(self.column, rows)
 
     @override
-    def rows(self, rows: RowNumbers) -> Column:
+    def rows(self, rows: RowNumbers) -> Branch:
         return ArrowRows(self.take(rows))
 
 
@@ -497,7 +497,7 @@ class HuggingFaceColumn(TableColumn):
         self._table = dataset.select_columns([name]).with_format("arrow")
 
     @override
-    def rows(self, rows: RowNumbers) -> Column:
+    def rows(self, rows: RowNumbers) -> Branch:
         found = (
             self._table[rows.start : rows.stop] if isinstance(rows, range) else self._table[rows]
         )

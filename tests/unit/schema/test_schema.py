@@ -21,10 +21,11 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema, read_schema
+from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema
 from lightning_memmap.schema.fields import field_name
 from tests.datasets import assert_same, texts
 from tests.reliability.manifest_fuzz import places
+from tests.unit.schema.reading import read_schema, to_json
 
 
 class Colour(str, enum.Enum):
@@ -109,7 +110,7 @@ def test_builder_any_nesting_equals_default_collate(kind: str) -> None:
     leaves, expected = stacked(schema, samples), default_collate(list(map(as_dict, samples)))
     assert_same(schema.builder(samples[0])(leaves), expected)
     # Without a sample, from a manifest, classes are made that look alike.
-    again = read_schema(json.loads(json.dumps(schema.to_json())))
+    again = read_schema(json.loads(json.dumps(to_json(schema))))
     batch = again.builder()(leaves)
     if kind == "namedtuple":
         assert (type(batch).__name__, batch._fields) == ("Pair", ("image", "label"))
@@ -248,7 +249,7 @@ def test_numbers_that_do_not_fit_are_refused_and_their_field_named(row: Any, mes
 def test_field_name_any_key_is_one_safe_file_name(key: str | int, name: str) -> None:
     schema = Schema.infer([{key: 1, "other": {key: 2}}])
     assert names_of(schema) == [name, f"other.{name}"]
-    assert read_schema(json.loads(json.dumps(schema.to_json()))) == schema
+    assert read_schema(json.loads(json.dumps(to_json(schema)))) == schema
 
 
 @given(st.lists(texts(6), min_size=1, max_size=6, unique_by=str.casefold))
@@ -489,10 +490,10 @@ SAMPLES = st.tuples(LEAVES, st.recursive(LEAVES, containers, max_leaves=8))
 @given(SAMPLES)
 def test_json_any_schema_comes_back_equal(sample: Any) -> None:
     schema = Schema.infer([sample])
-    text = json.dumps(schema.to_json())
+    text = json.dumps(to_json(schema))
     again = read_schema(json.loads(text))
     assert again == schema
-    assert json.dumps(again.to_json()) == text
+    assert json.dumps(to_json(again)) == text
 
 
 @given(SAMPLES)
@@ -558,7 +559,7 @@ def test_from_batch_of_no_rows_raises_schema_error(batch: Any, message: str) -> 
 
 def valid_json() -> Any:
     sample = {"image": torch.zeros(3, 4), "pair": Pair(1, 2), "example": Example(1, (2, 3))}
-    value = json.loads(json.dumps(Schema.infer([sample]).to_json()))
+    value = json.loads(json.dumps(to_json(Schema.infer([sample]))))
     read_schema(value)
     return value
 
@@ -746,7 +747,7 @@ def test_json_any_value_replaced_is_refused_or_a_sound_schema(
         schema = read_schema(root)
     except SchemaError:
         return
-    assert read_schema(schema.to_json()) == schema
+    assert read_schema(to_json(schema)) == schema
     leaves = [torch.tensor([index]) for index in range(len(schema.fields))]
     assert names_of(Schema.infer([schema.builder()(leaves)])) == names_of(schema)
 

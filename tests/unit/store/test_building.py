@@ -121,6 +121,29 @@ def test_background_build_that_failed_is_resumed_by_the_same_process(
     assert holds(open_store(tmp_path / "s"), Numbered(100))
 
 
+def test_rows_count_as_kept_once_their_files_and_the_names_of_these_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, mark = building_module.sync_path, Journal.mark
+    synced, kept = set[Path](), list[set[Path]]()
+
+    def noted_sync(path: Path) -> None:
+        sync(path)
+        synced.add(path)
+
+    def noted_mark(self: Journal, rows: Any, what: int) -> None:
+        if what == KEPT:
+            kept.append({*synced})
+        mark(self, rows, what)
+
+    monkeypatch.setattr(building_module, "sync_path", noted_sync)
+    monkeypatch.setattr(Journal, "mark", noted_mark)
+    store = build_store([b"a" * row for row in range(50)], tmp_path / "s", progress=False)
+    assert kept
+    # The pieces of rows that differ in length are files with names of their own.
+    assert all(store.files in paths and len(paths) > 2 for paths in kept)
+
+
 # Items are written in a thread, while those that come next are read
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
+from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.sampling import Pool
 from lightning_memmap.store import Store, build_store, open_store, verify_store
 from lightning_memmap.store.manifest import MANIFEST, Manifest
@@ -125,6 +126,16 @@ def test_open_manifest_that_is_no_plain_file_is_refused(
     for read in (open_store, verify_store):
         with pytest.raises(StoreError, match=r"manifest\.json is a link, or not a plain file"):
             read(path)
+
+
+@pytest.mark.parametrize("damage", [link, dangling_link, fifo, directory])
+def test_field_file_that_became_no_plain_file_is_not_streamed(
+    path: Path, damage: Callable[[Path], Any]
+) -> None:
+    store = open_store(path)
+    damage(files_of(path) / "x.memmap")
+    with pytest.raises(StoreError, match=r"x\.memmap is a link, or not a plain file"):
+        open_row_files(store)
 
 
 # Lies in the manifest
@@ -285,6 +296,11 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "endless rows without a byte": no_bytes(2**48),
     "too many rows without a byte": no_bytes(2**20 + 1),
     "most shards and no row in them": put("num_shards", value=2**16),
+    "unknown key": put("extra", value=1),
+    "unknown key of a field": put("fields", 0, "extra", value=1),
+    "unknown key of a kind": put("fields", 0, "kind", value={"type": "numbers", "extra": 1}),
+    "unknown key of the structure": put("structure", "extra", value=1),
+    "unknown key of the fingerprint": put("fingerprint", "extra", value=1),
     "other format": put("format", value="another store"),
     "no format": drop("format"),
 }
@@ -297,6 +313,8 @@ MESSAGES = {
     "checksums not in Base64": r"\$\.checksums.*checksums=.*x",
     "endless source": "4096.*source=.*dataset",
     "probe beyond the rows": "probes .* 100 rows",
+    "unknown key": "unknown field `extra`",
+    "unknown key of a field": r"unknown field `extra` .*fields\[",
 }
 
 

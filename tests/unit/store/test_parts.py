@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from time import sleep
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, StoreError, StoreNotFoundError
 from lightning_memmap.store import (
@@ -117,6 +117,35 @@ def test_who_finishes_while_another_does_gets_the_same_store(tmp_path: Path) -> 
             stores = [*threads.map(finish, [path] * 3)]
         assert len({store.manifest.generation for store in stores}) == 1
         assert holds(stores[0], Numbered(50))
+
+
+class _Changing(Numbered):
+    """Begins another build when a probe row of its second half is read again, as another row."""
+
+    def __init__(self, num_rows: int, path: Path) -> None:
+        super().__init__(num_rows)
+        self.path, self.num_read = path, 0
+
+    def __getitem__(self, row: int) -> Any:
+        self.num_read += row == 33
+        if self.num_read < 2 or row != 33:
+            return super().__getitem__(row)
+        self.path.mkdir(exist_ok=True)
+        return super().__getitem__(row + 1)
+
+
+def test_part_of_a_random_dataset_removes_nothing_but_its_own_rows(tmp_path: Path) -> None:
+    path, options = tmp_path / "s", {"fingerprint": "one", **QUIET}
+    build_part(Numbered(60), path, (0, 2), **options)
+    # As a process does that holds the lock meanwhile.
+    other = path / "g-0123456789abcdef"
+    with pytest.raises(DatasetError, match=r"row 33.*dataset is random"):
+        build_part(_Changing(60, other), path, (1, 2), **options)
+    assert other.exists()
+    with pytest.raises(StoreError, match="not all are written: part 1 is missing"):
+        finish_store(path, **QUIET)
+    build_part(Numbered(60), path, (1, 2), **options)
+    assert holds(finish_store(path, **QUIET), Numbered(60))
 
 
 # What is refused

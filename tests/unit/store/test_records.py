@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import ColumnDataset
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.schema import kinds, read_schema
+from lightning_memmap.schema import kinds
 from lightning_memmap.schema.kinds import join_texts, split_texts
 from lightning_memmap.store import (
     Store,
@@ -25,6 +25,7 @@ from lightning_memmap.store import (
     verify_store,
 )
 from tests.datasets import Scenes, Wrapped
+from tests.unit.schema.reading import read_schema, to_json
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import sign_manifest
 
@@ -298,7 +299,7 @@ def test_times_are_integers(tmp_path: Path, value: Any, kind: kinds.Kind, number
     (field,) = store.schema.fields
     assert (field.kind, field.dtype, field.shape) == (kind, torch.int64, ())
     assert store[4]["x"].item() == number
-    assert read_schema(store.schema.to_json()) == store.schema
+    assert read_schema(to_json(store.schema)) == store.schema
 
 
 @pytest.mark.parametrize("days", [106_751_992, -106_751_992, 10**9 - 1])

@@ -16,10 +16,12 @@ import torch
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store import build_store, open_store, verify_store
+from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.manifest import MANIFEST
 from tests.datasets import Numbered, holds
 from tests.unit.store.layout import files_of, is_empty
 from tests.unit.store.signing import sign_manifest
+from tests.unit.store.test_growing import leave_unfinished
 
 pytestmark = pytest.mark.slow
 
@@ -239,6 +241,18 @@ def test_lock_that_others_have_planted_is_refused_and_not_followed(
     assert str(path / ".lock") in text
     assert (everything(shared), everything(outside)) == before
     assert not (outside.parent / "nowhere").exists()
+
+
+@needs_root
+def test_build_of_another_user_says_what_to_do(shared: Path) -> None:
+    path = shared / "train"
+    leave_unfinished(path)
+    for each in (path, *path.rglob("*")):
+        os.chown(each, OWNER, OWNER)
+    kind, text = run_as(OTHER, lambda: open_growing(path))
+    assert kind == "StoreError"
+    assert f"the store at {path} is not whole yet" in text
+    assert "belongs to another user: wait until" in text
 
 
 # What the system refuses

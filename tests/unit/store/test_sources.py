@@ -20,7 +20,8 @@ from lightning_memmap import ColumnDataset, MemmapDataModule, build_store
 from lightning_memmap.errors import DatasetError, SchemaError
 from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.sources import source, source_of
+from lightning_memmap.store.sources import source
+from lightning_memmap.store.sources.source import source_of
 from tests.datasets import Wrapped, column_files, texts
 
 pytestmark = pytest.mark.slow

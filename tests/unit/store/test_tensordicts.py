@@ -12,9 +12,10 @@ from torch.utils.data import default_collate
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Schema, read_schema
-from lightning_memmap.store.sources import source_of
+from lightning_memmap.schema import Schema
+from lightning_memmap.store.sources.source import source_of
 from tests.datasets import Wrapped, column_files
+from tests.unit.schema.reading import read_schema, to_json
 
 
 @tensorclass
@@ -98,7 +99,7 @@ def test_tensordict_with_something_else_is_refused(
 
 def test_schema_comes_back_from_json() -> None:
     schema = Schema.infer([nested(3)[0]])
-    assert read_schema(schema.to_json()) == schema
+    assert read_schema(to_json(schema)) == schema
 
 
 def test_tensorclass_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_tensorclass_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature_dims", [-1, "1", None])
 def test_schema_that_is_no_tensordict_is_refused(feature_dims: Any) -> None:
-    value = json.loads(json.dumps(Schema.infer([nested(3)[0]]).to_json()))
+    value = json.loads(json.dumps(to_json(Schema.infer([nested(3)[0]]))))
     value["structure"]["children"][1]["feature_dims"] = feature_dims
     with pytest.raises(SchemaError):
         read_schema(value)
