@@ -175,16 +175,9 @@ class Stream(RowSource):
         return found
 
     def _blocks(self, sampler: Sampler) -> Blocks:
-        """The blocks of an order, which must be those that are read."""
-        if sampler.is_sequential and sampler.shuffle_window != self._block:
-            # Any will do. While a store is built, it is not known how many rows are read at once.
-            sampler = sampler.in_blocks(self._block)
-        if sampler.shuffle_window != self._block:
-            raise ValueError(
-                f"residency='stream': blocks of {self._block} rows of a shard are read, and the"
-                f" order has shuffle_window={sampler.shuffle_window}: give both the same number"
-            )
-        return Blocks(sampler)
+        """The blocks of an order."""
+        # Any will do in order. While a store is built, it is not known how many are read at once.
+        return Blocks(sampler.in_blocks(self._block) if sampler.is_sequential else sampler)
 
     @override
     @contextmanager
