@@ -27,21 +27,24 @@ _FETCH_BYTES, _FETCH_STEPS = 2**23, 64
 class Fetcher:
     """Fetches rows where they are, for a receiver of all rows or for each data device."""
 
-    def __init__(self, rows: SplitRows, sampler: Sampler, is_apart: bool) -> None:
+    def __init__(
+        self, rows: SplitRows, sampler: Sampler, assembled_on: torch.device | None
+    ) -> None:
         self._rows = rows
         self._sampler = sampler
         devices = rows.topology.data_devices
-        # One receiver serves all logical data devices where all rows lie in one place on the only
-        # physical device, and no transform runs on each of them.
+        # Where batches are assembled is one receiver for all logical data devices, if all rows lie
+        # in one place on the only physical one.
         is_one_place = len(rows.sources) == 1 and {*devices} == {rows.sources[0].device}
-        #: Whether there is one receiver of all rows.
-        self.is_whole = is_one_place and not is_apart
-        self._receivers = devices[:1] if self.is_whole else devices
+        self._receivers = devices
+        if is_one_place and assembled_on is not None:
+            self._receivers = (assembled_on,)
         owners = [rows.topology.owner(shard) for shard in range(rows.pool.num_shards)]
         pairs = {*zip(rows.source_of_shard.tolist(), owners, strict=True)}
         #: By source, the receivers that it has rows for.
+        count = len(self._receivers)
         self._receivers_of = [
-            sorted({0 if self.is_whole else d for s, d in pairs if s == which and d is not None})
+            sorted({d % count for s, d in pairs if s == which and d is not None})
             for which in range(len(rows.sources))
         ]
         # Two steps may be under way, each with a batch on every data device, and images of a third
@@ -88,7 +91,7 @@ class Fetcher:
             together = 1
         edges = np.append(0, np.cumsum(steps.lengths))
         edges = np.append(edges[:-1:together], edges[-1])
-        count = len(self._rows.topology.data_devices)
+        count = len(self._receivers)
         first = steps.positions.start // steps.positions.step % count
         asked = zip(
             *[self._asked(which, steps, first, edges) for which in range(len(takes))], strict=True
@@ -155,6 +158,7 @@ class Fetcher:
             first = 0
             for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
                 device, here = self._receivers[receiver], rows[first : first + size]
-                found[receiver].append((here, [send_rows(leaf[index], device) for leaf in split]))
+                sent = [send_rows(leaf[index], device) for leaf in split]
+                found[receiver].append((here, sent))
                 first += size
         return [in_order(*each) for each in zip(found, self._receivers, strict=True)]

@@ -26,7 +26,7 @@ def prefetched(
     device: torch.device | None,
     data_devices: Sequence[torch.device],
     depth: int,
-    deliver: Callable[[], None],
+    deliver: Callable[[SuperBatch], None],
 ) -> Iterator[Any]:
     """The batches of an epoch, assembled on a device, or with None its super-batches as they are,
     made ready some steps ahead."""
@@ -51,7 +51,7 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, tensors, events = ready.popleft()
-            deliver()
+            deliver(super_batch)
             streams.hand_over(events, tensors)
             del tensors
             # Not referenced while the consumer works: its memory may be free by then.
