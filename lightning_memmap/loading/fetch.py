@@ -1,8 +1,7 @@
 """Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -10,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import BufferPool, Buffers, empty_buffers
-from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.buffers import memory_for
+from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.variable_rows import send_rows
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Integers, Sampler
 
 #: What a source is asked for: slots, group by group and in each of them one receiver after another,
@@ -53,17 +52,12 @@ class Fetcher:
         fixed = [(field.item_shape, field.dtype) for field in rows.fields if not field.num_variable]
         self._are_variable = any(field.num_variable for field in rows.fields)
         #: By source, what gives memory for a number of rows; None where its device does.
-        self._memory = list[Callable[[int], Buffers] | None]()
-        for source, receivers in zip(rows.sources, self._receivers_of, strict=True):
-            users = {self._receivers[receiver] for receiver in receivers} - {source.device}
-            if source.device.type != "cpu":
-                self._memory.append(None)
-            elif any(map(has_streams, users)):
-                # Copies to a device may still be reading this memory when the next rows come:
-                # torch's allocator does not hand it out again before they are done.
-                self._memory.append(partial(empty_buffers, fixed, pin_memory=True))
-            else:
-                self._memory.append(BufferPool(fixed, slots).get)
+        self._memory = [
+            memory_for(fixed, [self._receivers[receiver] for receiver in receivers], slots)
+            if source.device.type == "cpu"
+            else None
+            for source, receivers in zip(rows.sources, self._receivers_of, strict=True)
+        ]
 
     @contextmanager
     def epoch(self, epoch: int, position: int) -> Iterator[list[Take]]:
@@ -158,7 +152,10 @@ class Fetcher:
             first = 0
             for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
                 device, here = self._receivers[receiver], rows[first : first + size]
-                sent = [send_rows(leaf[index], device) for leaf in split]
+                parts = (leaf[index] for leaf in split)
+                sent = [
+                    p.to(device) if isinstance(p, VariableRows) else send(p, device) for p in parts
+                ]
                 found[receiver].append((here, sent))
                 first += size
         return [in_order(*each) for each in zip(found, self._receivers, strict=True)]

@@ -64,6 +64,12 @@ class Places:
         """The slots of places in the files."""
         return places if self.slots is None else self.slots(places)
 
+    def of_shard(self, shard: int) -> Iterator[Integers]:
+        """The slots of the rows of a shard, some at a time."""
+        index = self.pool.index(shard)
+        for first in range(0, len(index), _LOOKUP_ROWS):
+            yield self.of(index[first : first + _LOOKUP_ROWS])
+
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions."""
         if self.starts is not None:
@@ -256,13 +262,12 @@ def copied_rows(
     sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
     starts[shards] = firsts_of(sizes)
 
-    def slots() -> Iterator[Integers]:
-        for index in map(pool.index, shards):
-            for first in range(0, len(index), _LOOKUP_ROWS):
-                yield places.of(index[first : first + _LOOKUP_ROWS])
-
-    count = int(sizes.sum())
-    found = [_copied_column(column, slots(), count, device) for _, column in columns]
+    found = [
+        _copied_column(
+            column, chain.from_iterable(map(places.of_shard, shards)), int(sizes.sum()), device
+        )
+        for _, column in columns
+    ]
     return Memory(Columns(found, device), Places(pool, starts))
 
 

@@ -110,10 +110,6 @@ class VariableRows:
         is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
         return self.but(starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
 
-    def contiguous(self) -> "VariableRows":
-        """These rows: they are copied later."""
-        return self
-
     def index_select(self, dim: int, order: Tensor) -> "VariableRows":
         """The rows in another order."""
         return self[order.cpu().numpy()]
@@ -185,7 +181,7 @@ class VariableRows:
                 f" {num_bytes} bytes, more than this machine has free: give Pad a smaller multiple"
                 f" than {multiple}, or use smaller batches"
             )
-        fetch = None if self.device.type != "cpu" else self.fetch
+        fetch = self.fetch
         if fetch is None or fetch.widths[self.step] != self.widths:
             # Those of several data devices may have the widths of all of them.
             each = np.broadcast_to(np.array(widths, np.int64), self.sizes.shape)
@@ -326,11 +322,6 @@ def _number(value: float, dtype: torch.dtype) -> NDArray[Any]:
         # Bytes are set several times as fast as wider numbers.
         return item[:1]
     return item.view(f"u{len(item)}" if len(item) <= 8 else np.complex128)
-
-
-def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
-    """Rows on a device: `device_streams.send` for both kinds."""
-    return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
 
 
 def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
