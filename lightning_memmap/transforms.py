@@ -18,7 +18,14 @@ from torch.utils.data import default_collate
 
 from lightning_memmap.errors import is_refused_call, with_article
 from lightning_memmap.loading import OnSuperBatch, RowList
-from lightning_memmap.loading.nested import named_leaves, rebuilt
+from lightning_memmap.loading.nested import (
+    check_alike,
+    kind_of,
+    named_leaves,
+    opened,
+    rebuilt,
+    remade,
+)
 from lightning_memmap.loading.transform import check_callable
 
 __all__ = ["OnSuperBatch", "PerSample"]
@@ -148,54 +155,39 @@ class PerSample:
 #: Leaves of a batch whose items are rows.
 _BY_ROW = (Tensor, RowList)
 #: Between the keys in the name of a leaf.
-_BETWEEN = re.compile(r"[\[\]'.]+")
+_BETWEEN = re.compile(r"""\[['"]?|['"]?\]|\.""")
 
 
 def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any:
     """The batch of the results, with those parts row by row that ``lists`` names."""
     if name in lists:
         return RowList(results)
-    first: Any = results[0]
-    if not any(each.startswith(name) for each in lists):
+    if (first := opened(results[0])) is None:
         return default_collate(results)
-    if isinstance(first, Mapping):
-        return {
-            key: _collated([result[key] for result in results], lists, f"{name}[{key!r}]")
-            for key in first
-        }
-    if isinstance(first, (list, tuple)):
-        columns = [
-            _collated(list(column), lists, f"{name}[{index}]")
-            for index, column in enumerate(zip(*results, strict=True))
-        ]
-        made: Any = type(first)
-        return made(*columns) if hasattr(first, "_fields") else columns
-    return default_collate(results)
+    rows: list[Any] = [*map(opened, results)]
+    columns = [_collated([row[key] for row in rows], lists, name + key) for key in first]
+    # As in `default_collate`.
+    return columns if type(results[0]) is tuple else remade(results[0], columns)
 
 
 def _check_alike(
     results: Sequence[Any], function: Callable[..., Any], lists: Sequence[str] = ()
 ) -> None:
     """Check that the results of all rows can be collated without loss."""
-    for row, result in enumerate(results):
-        for name, leaf in named_leaves(result):
+    named = [dict(named_leaves(result)) for result in results]
+    for row, leaves in enumerate(named):
+        for name, leaf in leaves.items():
             if leaf is None:
                 raise _none_error(function, row, name)
-    first = _descriptions(results[0], lists)
-    for row, result in enumerate(results):
-        found = _descriptions(result, lists)
-        if found.keys() != first.keys():
-            raise ValueError(
-                f"the per-sample callable returned {list(found)} for row {row} of the batch and"
-                f" {list(first)} for row 0: it must return one structure for all rows"
-            )
-        for name, description in found.items():
-            if description != first[name]:
-                raise ValueError(
-                    f"the per-sample callable returned {description} at {name or 'its result'} for"
-                    f" row {row} of the batch and {first[name]} for row 0: crop, pad or convert"
-                    " it, so that all rows are alike"
-                )
+    check_alike(
+        [
+            {name: kind_of(leaf) for name, leaf in leaves.items() if not name.startswith((*lists,))}
+            for leaves in named
+        ],
+        "the per-sample callable",
+        "for row",
+        "crop, pad or convert it, so that all rows are alike",
+    )
 
 
 def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeError:
@@ -205,23 +197,6 @@ def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeE
         f"the per-sample callable {called} returned None{where} for row {row} of the batch:"
         " return the transformed sample (is the return statement missing?)"
     )
-
-
-def _descriptions(result: Any, lists: Sequence[str]) -> dict[str, str]:
-    """What the leaves of a result are, by their names, without those of the lists."""
-    return {
-        name: _description(leaf)
-        for name, leaf in named_leaves(result)
-        if not name.startswith(tuple(lists))
-    }
-
-
-def _description(leaf: Any) -> str:
-    if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
-        kind = "tensor" if isinstance(leaf, Tensor) else "array"
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"{with_article(dtype)} {kind} of shape {tuple(leaf.shape)}"
-    return with_article(type(leaf).__name__)
 
 
 def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:

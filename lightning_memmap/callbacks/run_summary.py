@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from rich import get_console
 from rich.table import Table
 from torch import Tensor
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import with_article
+from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.placement import HeldShards, Residency
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
@@ -43,7 +43,7 @@ class RunSummary(L.Callback):
         self._manifests: dict[str, Manifest] = {}
         self._held: list[HeldShards] = []
         self._rates: list[float] = []
-        self._rows = self._num_positions = self._num_processes = 0
+        self._rows_at_start = 0
         self._epoch_start_s = self._validation_start_s = 0.0
 
     @override
@@ -62,9 +62,6 @@ class RunSummary(L.Callback):
             )
         if stage == "fit":
             self._manifests, self._held, self._rates = {}, [], []
-        if data.order is not None:
-            self._num_positions = data.order.num_positions
-            self._num_processes = data.placement.topology.size
         self._manifests |= {name: store.manifest for name, store in data.stores.items()}
         held = [shards for shards in self._held if shards.split not in data.stores]
         self._held = [*held, *data.placement.held()]
@@ -76,19 +73,8 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._rows = 0
+        self._rows_at_start = _rows_until_now(trainer)
         self._epoch_start_s = _now_s(trainer)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        self._rows += extract_batch_size(batch)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -101,8 +87,7 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Rank 0 of R has the positions p with p % R == 0: at most R - 1 rows more than others.
-        rows = min(self._rows * self._num_processes, self._num_positions)
+        rows = _rows_until_now(trainer) - self._rows_at_start
         self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override
@@ -172,6 +157,13 @@ class RunSummary(L.Callback):
 def _held_text(held: Sequence[HeldShards]) -> str:
     splits = ", ".join(f"{len(shards.shards)} {shards.split}" for shards in held)
     return f"{splits} shards, {format_bytes(sum(shards.num_bytes for shards in held))}"
+
+
+def _rows_until_now(trainer: Any) -> int:
+    """The rows of the epoch that were trained on over all processes, those before a resume too."""
+    state = LoaderState.read(trainer.datamodule.state_dict()["train"])
+    # That of a checkpoint may stand at the end of the epoch before.
+    return state.num_rows if state.epoch == trainer.current_epoch else 0
 
 
 def _now_s(trainer: L.Trainer) -> float:

@@ -1,6 +1,5 @@
 """Batches without a Trainer: a loader that is used like torch's ``DataLoader``."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,9 +59,6 @@ class BatchLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Any:
-        return self._epoch()
-
-    def _epoch(self) -> Iterator[Any]:
         # Only when the first batch is asked for: iter() alone begins no epoch.
         epoch = self._next_epoch
         if epoch is None:

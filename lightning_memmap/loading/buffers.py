@@ -5,13 +5,15 @@ is handed out again only when its storage has no other owner: no view, no tensor
 backward, no numpy array.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_memmap._compat.tensors import storage_use_count
+from lightning_memmap.loading.device_streams import has_streams
 
 #: Memory that takes the place of what was too small has so much more than is asked for.
 _SLACK = 1.25
@@ -76,6 +78,17 @@ class BufferPool:
             # In a third of the time of slices.
             return [tensor.detach() for tensor in slot]
         return [tensor[:num_rows] for tensor in slot]
+
+
+def memory_for(
+    fields: Fields, devices: Iterable[torch.device], max_slots: int
+) -> Callable[[int], Buffers]:
+    """Gives memory on the CPU for a number of rows that go to devices."""
+    # Copies to a device may still be reading it when the next rows come: torch's allocator does not
+    # hand out pinned memory again before they are done.
+    if any(map(has_streams, devices)):
+        return partial(empty_buffers, fields, pin_memory=True)
+    return BufferPool(fields, max_slots).get
 
 
 def byte_pool() -> Callable[[int], Tensor]:

@@ -3,8 +3,7 @@
 import math
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from lightning_memmap.images import ImageError
 from lightning_memmap.loading.ahead import Ahead
-from lightning_memmap.loading.buffers import BufferPool, empty_buffers
-from lightning_memmap.loading.device_streams import has_streams, send
-from lightning_memmap.loading.image_decoder import ImageDecoder
+from lightning_memmap.loading.buffers import Buffers, memory_for
+from lightning_memmap.loading.device_streams import send
+from lightning_memmap.loading.image_decoder import ImageDecoder, image_failure
 from lightning_memmap.loading.row_source import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Sampler
@@ -52,12 +51,12 @@ class Images:
         fields = list[tuple[tuple[int, ...], torch.dtype]]()
         for decoder in self.decoders.values():
             fields += [(decoder.shape, torch.uint8), ((3,), torch.float32)]
-        # Of each receiver.
-        memory = defaultdict[int, BufferPool](partial(BufferPool, fields, _NUM_BUFFERS))
+        memory = list[Callable[[int], Buffers]]()  # For each receiver.
         # The next step is decoded, and the one behind it.
         with closing(Ahead[_Step]("decode", self.num_threads)) as begun:
             self._begun.add(begun)
             for step in steps:
+                memory = memory or [memory_for(fields, [d], _NUM_BUFFERS) for d in step.devices]
                 images = [*self._images(step, memory)]
                 begun.begin((step, images), partial(_jobs, images))
                 del step, images
@@ -71,21 +70,17 @@ class Images:
         for begun in list(self._begun):
             begun.close()
 
-    def _images(self, step: Fetched, pools: Mapping[int, BufferPool]) -> Iterator["_FieldImages"]:
+    def _images(
+        self, step: Fetched, memory: Sequence[Callable[[int], Buffers]]
+    ) -> Iterator["_FieldImages"]:
         """The images of a step, with memory for them that nobody else holds."""
-        for receiver, (leaves, device) in enumerate(zip(step.leaves, step.devices, strict=True)):
-            pool, num_rows = pools[receiver], len(leaves[next(iter(self.decoders))])
+        for receiver, (leaves, buffers) in enumerate(zip(step.leaves, memory, strict=True)):
             with torch.inference_mode(False):
-                found = (
-                    empty_buffers(pool.fields, num_rows, pin_memory=True)
-                    if has_streams(device)
-                    else pool.get(num_rows)
-                )
-            memory = iter(found)
+                found = iter(buffers(len(leaves[next(iter(self.decoders))])))
             for index, decoder in self.decoders.items():
                 rows = leaves[index]
                 assert isinstance(rows, VariableRows)
-                yield _FieldImages(receiver, index, decoder, rows, next(memory), next(memory))
+                yield _FieldImages(receiver, index, decoder, rows, next(found), next(found))
 
 
 @dataclass(eq=False)
@@ -121,7 +116,7 @@ class _FieldImages:
             return error
         positions = step.steps.positions[step.rows_of(self.receiver)][index : index + 1]
         row = sampler.dataset_rows(step.steps.epoch, positions)
-        failure = self.decoder.failed(int(row[0]), error)
+        failure = image_failure(self.decoder.field, f"row {row[0]}", error)
         failure.__cause__ = error
         return failure
 

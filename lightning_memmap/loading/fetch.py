@@ -1,7 +1,6 @@
 """Fetches the rows of coming steps: for all data devices at once, or for each of them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -9,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.buffers import BufferPool, Buffers, empty_buffers
-from lightning_memmap.loading.device_streams import has_streams, send
+from lightning_memmap.loading.buffers import memory_for
+from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
-from lightning_memmap.loading.variable_rows import send_rows
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.sampling import Integers, Sampler
 
 #: What a source is asked for: slots, group by group and in each of them one receiver after another,
@@ -26,21 +25,24 @@ _FETCH_BYTES, _FETCH_STEPS = 2**23, 64
 class Fetcher:
     """Fetches rows where they are, for a receiver of all rows or for each data device."""
 
-    def __init__(self, rows: SplitRows, sampler: Sampler, is_apart: bool) -> None:
+    def __init__(
+        self, rows: SplitRows, sampler: Sampler, assembled_on: torch.device | None
+    ) -> None:
         self._rows = rows
         self._sampler = sampler
         devices = rows.topology.data_devices
-        # One receiver serves all logical data devices where all rows lie in one place on the only
-        # physical device, and no transform runs on each of them.
+        # Where batches are assembled is one receiver for all logical data devices, if all rows lie
+        # in one place on the only physical one.
         is_one_place = len(rows.sources) == 1 and {*devices} == {rows.sources[0].device}
-        #: Whether there is one receiver of all rows.
-        self.is_whole = is_one_place and not is_apart
-        self._receivers = devices[:1] if self.is_whole else devices
+        self._receivers = devices
+        if is_one_place and assembled_on is not None:
+            self._receivers = (assembled_on,)
         owners = [rows.topology.owner(shard) for shard in range(rows.pool.num_shards)]
         pairs = {*zip(rows.source_of_shard.tolist(), owners, strict=True)}
         #: By source, the receivers that it has rows for.
+        count = len(self._receivers)
         self._receivers_of = [
-            sorted({0 if self.is_whole else d for s, d in pairs if s == which and d is not None})
+            sorted({d % count for s, d in pairs if s == which and d is not None})
             for which in range(len(rows.sources))
         ]
         # Two steps may be under way, each with a batch on every data device, and images of a third
@@ -49,17 +51,12 @@ class Fetcher:
         fixed = [(field.item_shape, field.dtype) for field in rows.fields if not field.num_variable]
         self._are_variable = any(field.num_variable for field in rows.fields)
         #: By source, what gives memory for a number of rows; None where its device does.
-        self._memory = list[Callable[[int], Buffers] | None]()
-        for source, receivers in zip(rows.sources, self._receivers_of, strict=True):
-            users = {self._receivers[receiver] for receiver in receivers} - {source.device}
-            if source.device.type != "cpu":
-                self._memory.append(None)
-            elif any(map(has_streams, users)):
-                # Copies to a device may still be reading this memory when the next rows come:
-                # torch's allocator does not hand it out again before they are done.
-                self._memory.append(partial(empty_buffers, fixed, pin_memory=True))
-            else:
-                self._memory.append(BufferPool(fixed, slots).get)
+        self._memory = [
+            memory_for(fixed, [self._receivers[receiver] for receiver in receivers], slots)
+            if source.device.type == "cpu"
+            else None
+            for source, receivers in zip(rows.sources, self._receivers_of, strict=True)
+        ]
 
     def fetch(self, takes: list[Take], steps: Steps) -> Iterator[Fetched]:
         """Fetch the rows of consecutive steps, several small ones at once."""
@@ -78,7 +75,7 @@ class Fetcher:
             together = 1
         edges = np.append(0, np.cumsum(steps.lengths))
         edges = np.append(edges[:-1:together], edges[-1])
-        count = len(self._rows.topology.data_devices)
+        count = len(self._receivers)
         first = steps.positions.start // steps.positions.step % count
         asked = zip(
             *[self._asked(which, steps, first, edges) for which in range(len(takes))], strict=True
@@ -145,6 +142,10 @@ class Fetcher:
             first = 0
             for index, (receiver, size) in enumerate(zip(receivers, sizes, strict=True)):
                 device, here = self._receivers[receiver], rows[first : first + size]
-                found[receiver].append((here, [send_rows(leaf[index], device) for leaf in split]))
+                parts = (leaf[index] for leaf in split)
+                sent = [
+                    p.to(device) if isinstance(p, VariableRows) else send(p, device) for p in parts
+                ]
+                found[receiver].append((here, sent))
                 first += size
         return [in_order(*each) for each in zip(found, self._receivers, strict=True)]

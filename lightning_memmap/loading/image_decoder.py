@@ -52,7 +52,7 @@ class ImageDecoder:
         try:
             return cls(field, form, decode_image(first, form.mode, form.size).shape)
         except ImageError as error:
-            raise _failed(field, f"row {row}", error) from error
+            raise image_failure(field, f"row {row}", error) from error
 
     def decode(
         self, data: NDArray[np.uint8], out: NDArray[np.uint8], place: NDArray[np.float32]
@@ -69,15 +69,12 @@ class ImageDecoder:
             try:
                 self.decode(data, pixels, place)
             except ImageError as error:
-                raise _failed(self.field, f"image {index} of a batch", error) from error
+                raise image_failure(self.field, f"image {index} of a batch", error) from error
         return out, places
 
-    def failed(self, row: int, error: ImageError) -> DatasetError:
-        """The error for a row of the dataset that cannot be decoded."""
-        return _failed(self.field, f"row {row}", error)
 
-
-def _failed(field: str, which: str, error: ImageError) -> DatasetError:
+def image_failure(field: str, which: str, error: ImageError) -> DatasetError:
+    """The error for an image that cannot be decoded."""
     remedy = "repair it in the dataset or leave it out, and build the store again"
     if isinstance(error, ImageSizeError):
         remedy = (

@@ -74,12 +74,7 @@ class SuperBatchLoader:
 
     def _serve(self, rows: SplitRows) -> None:
         self._rows = rows
-        if self.order.num_positions < (count := rows.topology.num_data_devices):
-            raise ValueError(
-                f"an epoch of {self.order.num_positions} rows for {count} data devices, so that"
-                " some would have none: use fewer data devices, or a sampler of more rows"
-            )
-        self._fetcher = Fetcher(rows, self.order, self._collator.is_apart)
+        self._fetcher = Fetcher(rows, self.order, self._assembled_on)
         if not self.num_steps:
             raise ValueError(
                 f"batch_size={self.batch_size}, drop_last=True: the {self.order.num_positions} rows"
@@ -87,10 +82,17 @@ class SuperBatchLoader:
                 " drop_last=False"
             )
         self._skip()
+        # Each data device must have a row.
+        self._start()
 
     def _skip(self) -> None:
         #: The steps that the run leaves out.
         self.skipped = self._were_skipped.adding(self._skip_steps, self._whole_epoch)
+
+    @property
+    def _assembled_on(self) -> torch.device | None:
+        """Where all rows of a step come together, before any transform."""
+        return None if self._collator.is_apart else self.device
 
     @property
     def global_batch(self) -> int:
@@ -155,6 +157,7 @@ class SuperBatchLoader:
         """The same loader with batches that are assembled on a device, or stay apart with None."""
         loader = copy.copy(self)
         loader.device, loader.prefetch = device, prefetch
+        loader._fetcher = Fetcher(self._rows, self.order, loader._assembled_on)
         return loader
 
     def placed(self, topology: DataTopology) -> "SuperBatchLoader":
@@ -169,11 +172,10 @@ class SuperBatchLoader:
         """A loader over the same shards that serves the rows of one of several processes."""
         topology = replace(self._rows.topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
-        if order.num_shards % count or order.num_positions < count:
+        if order.num_shards % count:
             raise ValueError(
-                f"{size} processes for a store of {order.num_positions} rows in"
-                f" {order.num_shards} shards: without a Trainer, the processes must divide the"
-                " shards, and each must have a row; build the store with another num_shards"
+                f"{size} processes for a store in {order.num_shards} shards: without a Trainer,"
+                " the processes must divide the shards; build the store with another num_shards"
             )
         only = order.pool.global_batch
         if only not in (None, self.batch_size * count):
@@ -226,9 +228,9 @@ class SuperBatchLoader:
         num_devices = self._rows.topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(
-                f"the checkpoint leaves {left} rows of its epoch for {num_devices} data devices, so"
-                f" that some would have none: resume with at most {left} data devices, or from"
-                " another checkpoint"
+                f"an epoch, or a checkpoint inside it, leaves {left} rows of its epoch for"
+                f" {num_devices} data devices, so that some would have none: use at most {left}"
+                " data devices, a sampler of more rows, or another checkpoint"
             )
         return start
 
@@ -268,8 +270,8 @@ class SuperBatchLoader:
 
     def _delivered_steps(self) -> Iterator[Any]:
         for super_batch in self._steps():
-            self._deliver()
             item = super_batch if self.device is None else super_batch.to(self.device)
+            self._deliver(super_batch)
             # Not referenced while the next one is made: its memory may be free by then.
             del super_batch
             yield item
@@ -295,8 +297,9 @@ class SuperBatchLoader:
         skipped = self.skipped.of_epoch(epoch, self.order.num_positions)
         return replace(self._whole_epoch, start=start, skipped=skipped)
 
-    def _deliver(self) -> None:
+    def _deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered."""
+        super_batch.note_delivery()
         counts = None if self._progress is None else self._progress.counts()
         # In one assignment: a signal may come at any time.
         self._delivered = self._delivered[0] + 1, counts
@@ -329,25 +332,22 @@ class SuperBatchLoader:
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
-        topology, devices = self._rows.topology, self._rows.topology.data_devices
-        is_whole = self._fetcher.is_whole
+        topology, devices = self._rows.topology, fetched.devices
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
         for number, (length, step_rows) in enumerate(pairs, steps.first_step):
             leaves, batches = [*parts.pop()], []
-            columns = leaves.pop() if is_whole else None
-            if columns is None:
-                for index, device in enumerate(devices):
-                    batch = collator.collate(leaves.pop(0))
-                    if collator.is_apart:
-                        consumer = topology.rank + topology.size * index
-                        seed = derive_seed(self.seed, steps.epoch, number, consumer)
-                        batch = collator.transformed(batch, device, seed, index)
-                    batches.append(batch)
-                    del batch
-            super_batch = SuperBatch(devices, length, step_rows, first, collator, columns, batches)
-            del leaves, columns, batches
+            for index, device in enumerate(devices):
+                batch = collator.collate(leaves.pop(0))
+                if collator.is_apart:
+                    consumer = topology.rank + topology.size * index
+                    seed = derive_seed(self.seed, steps.epoch, number, consumer)
+                    batch = collator.transformed(batch, device, seed, index)
+                batches.append(batch)
+                del batch
+            super_batch = SuperBatch(devices, length, step_rows, first, collator, batches)
+            del leaves, batches
             if collator.is_on_super_batch:
                 super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)
             first = (first + length) % len(devices)

@@ -64,6 +64,12 @@ class Places:
         """The slots of places in the files."""
         return places if self.slots is None else self.slots(places)
 
+    def of_shard(self, shard: int) -> Iterator[Integers]:
+        """The slots of the rows of a shard, some at a time."""
+        index = self.pool.index(shard)
+        for first in range(0, len(index), _LOOKUP_ROWS):
+            yield self.of(index[first : first + _LOOKUP_ROWS])
+
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         """The slots of the rows that supply positions."""
         if self.starts is not None:
@@ -125,18 +131,18 @@ class Columns:
 
     def take(self, slots: Tensor, out: Buffers | None = None) -> list[Leaf]:
         """Copy the rows in some slots into one batch; see `Take`."""
-        slots = send(slots, self.device)
-        places: dict[Find | None, Tensor] = {None: slots}
-        for _, find in self._columns:
-            if find is not None and find not in places:
-                places[find] = find(slots)
-        memory = iter(out or [])
-        return [
-            column.take(places[find].cpu().numpy())
-            if isinstance(column, Ragged)
-            else torch.index_select(column, 0, places[find], out=next(memory, None))
-            for column, find in self._columns
-        ]
+        memory, taken, places = iter(out or []), list[Leaf](), dict[Any, Tensor]()
+        for column, find in self._columns:
+            # Rows that differ in length are found on the CPU: nothing waits for the device.
+            is_ragged = isinstance(column, Ragged)
+            if (key := (is_ragged, find)) not in places:
+                here = slots if is_ragged else send(slots, self.device)
+                places[key] = here if find is None else find(here)
+            if isinstance(column, Ragged):
+                taken.append(column.take(places[key].numpy()))
+            else:
+                taken.append(torch.index_select(column, 0, places[key], out=next(memory, None)))
+        return taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,15 +192,18 @@ class SeriesPlaces:
 
     def rows_of(self, slots: Tensor) -> Tensor:
         """Where the other fields are of the series that windows are of, on the same device."""
-        starts, rows = self._by_start
+        starts, rows = self._by_start[slots.device.type]
         return rows[torch.searchsorted(starts, slots, right=True) - 1]
 
     @cached_property
-    def _by_start(self) -> tuple[Tensor, Tensor]:
+    def _by_start(self) -> dict[str, list[Tensor]]:
         here = np.flatnonzero((self.rows >= 0) & (self.line.counts > 0))
         here = here[np.argsort(self.starts[here])]
-        starts, rows = (torch.from_numpy(each[here]) for each in (self.starts, self.rows))
-        return send(starts, self.device), send(rows, self.device)
+        found = [torch.from_numpy(each[here]) for each in (self.starts, self.rows)]
+        return {
+            device.type: [send(each, device) for each in found]
+            for device in (torch.device("cpu"), self.device)
+        }
 
 
 class Memory(RowSource):
@@ -253,13 +262,12 @@ def copied_rows(
     sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
     starts[shards] = firsts_of(sizes)
 
-    def slots() -> Iterator[Integers]:
-        for index in map(pool.index, shards):
-            for first in range(0, len(index), _LOOKUP_ROWS):
-                yield places.of(index[first : first + _LOOKUP_ROWS])
-
-    count = int(sizes.sum())
-    found = [_copied_column(column, slots(), count, device) for _, column in columns]
+    found = [
+        _copied_column(
+            column, chain.from_iterable(map(places.of_shard, shards)), int(sizes.sum()), device
+        )
+        for _, column in columns
+    ]
     return Memory(Columns(found, device), Places(pool, starts))
 
 

@@ -4,68 +4,107 @@ import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
+from lightning_memmap.sampling.rows import firsts_of
 from lightning_memmap.schema import RowList
 
-#: Sequences that are leaves.
-_NOT_NESTED = (str, bytes, RowList)
+#: What leaves have in common whose rows can be put together: what they are, dtype and shape.
+Kind: TypeAlias = tuple[Any, ...]
+
+
+def opened(value: Any) -> dict[str, Any] | None:
+    """The children of a container, by how they are reached; None of a leaf."""
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": child for key, child in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, RowList):
+        return {f"[{index}]": child for index, child in enumerate(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Tensor)):
+        names = (field.name for field in dataclasses.fields(value))
+        return {f".{name}": getattr(value, name) for name in names}
+    return None
+
+
+def remade(value: Any, children: Sequence[Any]) -> Any:
+    """A container like this one around other children."""
+    made: Any = type(value)
+    if isinstance(value, TensorDictBase):
+        num_rows = [len(child) for child in children][: min(1, value.batch_dims)]
+        named = dict(zip(value.keys(), children, strict=True))
+        return TensorDict(named, [*num_rows, *value.batch_size[1:]])
+    if isinstance(value, Mapping):
+        factory = [value.default_factory] if isinstance(value, defaultdict) else []
+        return made(*factory, zip(value, children, strict=True))
+    if isinstance(value, (list, tuple)):
+        return made(*children) if hasattr(value, "_fields") else made(children)
+    # Frozen ones too.
+    filled = copy.copy(value)
+    for field, child in zip(dataclasses.fields(value), children, strict=True):
+        object.__setattr__(filled, field.name, child)
+    return filled
 
 
 def named_leaves(
     batch: Any, name: str = "", whole: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Names and values of the leaves of a batch, in the order of `rebuilt`."""
-    if isinstance(batch, whole):
+    children = None if isinstance(batch, whole) else opened(batch)
+    if children is None:
         yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, child in batch.items():
-            yield from named_leaves(child, f"{name}[{key!r}]", whole)
-    elif isinstance(batch, Sequence) and not isinstance(batch, _NOT_NESTED):
-        for index, child in enumerate(batch):
-            yield from named_leaves(child, f"{name}[{index}]", whole)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
-        for field in dataclasses.fields(batch):
-            yield from named_leaves(getattr(batch, field.name), f"{name}.{field.name}", whole)
-    else:
-        yield name, batch
+        return
+    for reached, child in children.items():
+        yield from named_leaves(child, name + reached, whole)
 
 
-def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+def rebuilt(batch: Any, leaves: Iterator[Any]) -> Any:
     """A batch with the containers of this one around other leaves."""
-    if isinstance(batch, defaultdict):
-        pairs = [(key, rebuilt(child, leaves)) for key, child in batch.items()]
-        return defaultdict(batch.default_factory, pairs)
-    if isinstance(batch, TensorDictBase):
-        named = {key: rebuilt(child, leaves) for key, child in batch.items()}
-        num_rows = [len(child) for child in named.values()][: min(1, batch.batch_dims)]
-        return TensorDict(named, [*num_rows, *batch.batch_size[1:]])
-    if is_tensorclass(batch):
-        names = [field.name for field in dataclasses.fields(batch)]
-        found = {name: rebuilt(getattr(batch, name), leaves) for name in names}
-        size = [len(next(iter(found.values())))] if batch.batch_dims else []
-        return type(batch).from_tensordict(TensorDict(found, [*size, *batch.batch_size[1:]]))
-    if isinstance(batch, Mapping):
-        made: Any = type(batch)
-        return made({key: rebuilt(child, leaves) for key, child in batch.items()})
-    if isinstance(batch, Sequence) and not isinstance(batch, _NOT_NESTED):
-        children = [rebuilt(child, leaves) for child in batch]
-        made = type(batch)
-        return made(*children) if hasattr(batch, "_fields") else made(children)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Tensor)):
-        filled = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            child = rebuilt(getattr(batch, field.name), leaves)
-            object.__setattr__(filled, field.name, child)
-        return filled
-    return next(leaves)
+    if (children := opened(batch)) is None:
+        return next(leaves)
+    return remade(batch, [rebuilt(child, leaves) for child in children.values()])
+
+
+def kind_of(leaf: Any, has_rows: bool = False) -> Kind:
+    """What a leaf is. How many rows it has does not matter."""
+    if not isinstance(leaf, (Tensor, np.ndarray, np.generic)):
+        return (type(leaf).__name__,)
+    what, sizes = "tensor" if isinstance(leaf, Tensor) else "array", tuple[Any, ...](leaf.shape)
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        sizes = tuple(size if isinstance(size, int) else None for size in sizes)
+    return what, leaf.dtype, ("B", *sizes[1:]) if has_rows else sizes
+
+
+def check_alike(found: Sequence[Mapping[str, Kind]], who: str, place: str, advice: str) -> None:
+    """Check that leaves that came from several places, by their names, can be put together."""
+    first = found[0]
+    for index, kinds in enumerate(found):
+        if kinds.keys() != first.keys():
+            raise ValueError(
+                f"{who} returned {[*kinds]} {place} {index} and {[*first]} {place} 0: it must"
+                " return one structure"
+            )
+        if kinds != first:
+            name = next(name for name, kind in kinds.items() if kind != first[name])
+            raise ValueError(
+                f"{who} returned {_described(kinds[name])} at {name or 'its result'} {place}"
+                f" {index} and {_described(first[name])} {place} 0: {advice}"
+            )
+
+
+def _described(kind: Kind) -> str:
+    what, *rest = kind
+    if not rest:
+        return with_article(what)
+    dtype, shape = rest
+    name = with_article(str(dtype).removeprefix("torch."))
+    return f"{name} {what} of shape {shape}".replace("'", "")
 
 
 def is_variable(leaf: Any) -> bool:
@@ -144,11 +183,18 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     )
     order = send(torch.from_numpy(np.argsort(places)), device)
     values = torch.cat([leaf.values() for leaf in sent])
-    lengths = torch.cat([leaf.offsets().diff() for leaf in sent])
-    starts = (lengths.cumsum(0) - lengths)[order]
-    lengths = lengths[order]
+    bases = firsts_of(np.array([len(leaf.values()) for leaf in sent])).tolist()
+    pairs = zip(sent, bases, strict=True)
+    starts = torch.cat([leaf.offsets()[:-1] + base for leaf, base in pairs])[order]
+    lengths = torch.cat([leaf.offsets().diff() for leaf in sent])[order]
     ends = lengths.cumsum(0)
-    shifts = (starts - ends + lengths).repeat_interleave(lengths, output_size=len(values))
+    # Items that no row has, which a transform may leave, go behind the rows: on a device, nothing
+    # waits for their number.
+    shifts = torch.cat([starts - ends + lengths, -ends[-1:]])
+    counts = torch.cat([lengths, len(values) - ends[-1:]])
+    shifts = shifts.repeat_interleave(counts, output_size=len(values))
     values = values.index_select(0, shifts + torch.arange(len(values), device=device))
+    if device.type == "cpu":
+        values = values[: int(ends[-1])]
     offsets = torch.cat([ends.new_zeros(1), ends])
     return NestedTensor(values, offsets)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,14 +11,8 @@ from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
-
-class _Ready(NamedTuple):
-    """A step that was enqueued and not yet delivered."""
-
-    super_batch: SuperBatch
-    batch: Any
-    tensors: list[Tensor]
-    events: list[Any]
+#: A step that was enqueued and not yet delivered: its batch, all tensors of it, and events.
+_Ready: TypeAlias = tuple[SuperBatch, Any, list[Tensor], list[Any]]
 
 
 def prefetched(
@@ -26,7 +20,7 @@ def prefetched(
     device: torch.device | None,
     data_devices: Sequence[torch.device],
     depth: int,
-    deliver: Callable[[], None],
+    deliver: Callable[[SuperBatch], None],
 ) -> Iterator[Any]:
     """The batches of an epoch, assembled on a device, or with None its super-batches as they are,
     made ready some steps ahead."""
@@ -51,7 +45,7 @@ def prefetched(
             if not ready:
                 break
             super_batch, batch, tensors, events = ready.popleft()
-            deliver()
+            deliver(super_batch)
             streams.hand_over(events, tensors)
             del tensors
             # Not referenced while the consumer works: its memory may be free by then.
@@ -84,4 +78,4 @@ def _make_next(
         batch = super_batch if device is None else super_batch.to(device)
         parts = super_batch.batches if device is None else batch
         tensors = [each for _, leaf in named_leaves(parts) for each in dense_tensors(leaf)]
-        return _Ready(super_batch, batch, tensors, streams.mark())
+        return super_batch, batch, tensors, streams.mark()

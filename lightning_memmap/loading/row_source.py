@@ -77,17 +77,15 @@ class Fetched:
 
     def by_step(self) -> list[Sequence[Sequence[Leaf]]]:
         """The leaves of each step and receiver, the last step first. None are left here."""
-        sizes, found = self.steps.lengths, []
-        edges = [0, *accumulate(sizes)]
+        edges, count, found = [0, *accumulate(self.steps.lengths)], len(self.devices), []
         for receiver, leaves in enumerate(self.leaves):
-            if (count := len(self.devices)) > 1:
-                start = (receiver - self.first) % count
-                ends = [-(-(edge - start) // count) for edge in edges]
-                sizes = [end - begin for begin, end in pairwise(ends)]
+            start = (receiver - self.first) % count
+            ends = [-(-(edge - start) // count) for edge in edges]
+            sizes = [end - begin for begin, end in pairwise(ends)]
             found.append(zip(*(leaf.split_with_sizes(sizes) for leaf in leaves), strict=True))
         steps: list[Sequence[Sequence[Leaf]]] = [*zip(*found, strict=True)]
         self.leaves = []
-        if len(self.devices) > 1:
+        if count > 1:
             steps = [share_widths(each) for each in steps]
         return steps[::-1]
 

@@ -37,6 +37,14 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 " rows that were delivered"
             )
 
+    @property
+    def num_rows(self) -> int:
+        """The rows before its position in the epoch, without those that the run leaves out."""
+        skipped = self.skipped.of_epoch(self.epoch, self.num_positions)
+        return self.position - sum(
+            min(last, self.position) - min(first, self.position) for first, last in skipped
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The state as plain values."""
         state: dict[str, Any] = msgspec.to_builtins(self)

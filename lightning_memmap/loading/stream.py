@@ -41,8 +41,6 @@ _NUM_BUFFERS = 2
 _NUM_THREADS = 4
 #: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
 LOOKUP_BYTES = 56
-#: Rows whose lengths are looked up at once.
-_LOOKUP_ROWS = 2**18
 #: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
 
@@ -178,16 +176,9 @@ class Stream(RowSource):
         return found
 
     def _blocks(self, sampler: Sampler) -> Blocks:
-        """The blocks of an order, which must be those that are read."""
-        if sampler.is_sequential and sampler.shuffle_window != self._block:
-            # Any will do. While a store is built, it is not known how many rows are read at once.
-            sampler = sampler.in_blocks(self._block)
-        if sampler.shuffle_window != self._block:
-            raise ValueError(
-                f"residency='stream': blocks of {self._block} rows of a shard are read, and the"
-                f" order has shuffle_window={sampler.shuffle_window}: give both the same number"
-            )
-        return Blocks(sampler)
+        """The blocks of an order."""
+        # Any will do in order. While a store is built, it is not known how many are read at once.
+        return Blocks(sampler.in_blocks(self._block) if sampler.is_sequential else sampler)
 
     @override
     @contextmanager
@@ -316,12 +307,8 @@ def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks
 
 def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
     """The items of each row of a shard."""
-    index = places.pool.index(shard)
-    lengths = np.empty_like(index)
-    for first in range(0, len(index), _LOOKUP_ROWS):
-        some = slice(first, first + _LOOKUP_ROWS)
-        lengths[some] = rows.at(places.of(index[some])).sizes.prod(axis=1)
-    return lengths
+    found = [rows.at(slots).sizes.prod(axis=1) for slots in places.of_shard(shard)]
+    return np.concatenate([np.zeros(0, np.int64), *found])
 
 
 def most_items(sizes: Integers, window: int, lengths: Iterable[Integers]) -> int:

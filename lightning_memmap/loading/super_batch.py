@@ -5,7 +5,7 @@ assembles them, rows are interleaved: those of data device ``d`` go to every ``D
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +16,12 @@ from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.nested import (
+    check_alike,
     dense_tensors,
     interleaved,
     is_on,
     is_variable,
+    kind_of,
     named_leaves,
     rebuilt,
     sent_leaf,
@@ -29,7 +31,7 @@ from lightning_memmap.loading.transform import (
     DeviceTransform,
     OnSuperBatch,
 )
-from lightning_memmap.loading.variable_rows import VariableRows, send_rows
+from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
@@ -37,7 +39,7 @@ Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
 
 #: The rows of this process and of all of its step, by the leaves of an assembled batch.
 _STEP_ROWS: Any = WeakIdKeyDictionary()
-#: The same of the batch assembled last, until somebody asks about it.
+#: The same of the batch delivered last, until somebody asks about it.
 _UNASKED: list[tuple[int, int]] = []
 
 
@@ -110,26 +112,9 @@ class SuperBatch:
     step_rows: int  # Rows of the step over all processes.
     first: int  # The data device whose batch has the first row.
     collator: Collator
-    #: Either all rows in order, where they lie on one device, or a batch of each data device.
-    columns: Sequence[Tensor | VariableRows] | None
-    made: list[Any] = field(default_factory=list)
+    #: The batch of each data device, on that device, as its transform left it.
+    batches: list[Any]
     seed: int = 0  # Of a random transform of the assembled batch.
-
-    @property
-    def batches(self) -> list[Any]:
-        """The batch of each data device, on that device, as its transform left it."""
-        if self.columns is not None and not self.made:
-            count = len(self.data_devices)
-            self.made = [
-                self.collator.collate(
-                    [
-                        leaf[(index - self.first) % count :: count].contiguous()
-                        for leaf in self.columns
-                    ]
-                )
-                for index in range(count)
-            ]
-        return self.made
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
         """Assemble the super-batch on one device. Only copies to the CPU are waited for.
@@ -138,17 +123,21 @@ class SuperBatch:
         batch on the device comes after the copies, and nobody overwrites what they read.
         """
         target = device if isinstance(device, torch.device) else torch.device(device)
-        if self.columns is None:
-            batch = self.collator.assemble(self.made, self.first, self.num_rows, target)
+        if [*self.data_devices] == [target] and not self.collator.is_apart:
+            (batch,) = self.batches
         else:
-            batch = self.collator.collate([send_rows(leaf, target) for leaf in self.columns])
+            batch = self.collator.assemble(self.batches, self.first, self.num_rows, target)
         if self.collator.is_on_super_batch:
             batch = self.collator.transformed(batch, target, self.seed)
         if self.step_rows != self.num_rows:
-            _UNASKED[:] = [(self.num_rows, self.step_rows)]
             for leaf in _with_memory(batch):
                 _STEP_ROWS[leaf] = self.num_rows, self.step_rows
         return batch
+
+    def note_delivery(self) -> None:
+        """Note that its batch comes next; see `unasked_step_rows`."""
+        if self.step_rows != self.num_rows:
+            _UNASKED[:] = [(self.num_rows, self.step_rows)]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -172,7 +161,7 @@ def step_rows_of(batch: Any) -> set[tuple[int, int]]:
 
 
 def unasked_step_rows() -> tuple[int, int] | None:
-    """The same of the batch assembled last, if nobody has asked: its tensors were replaced."""
+    """The same of the batch delivered last, if nobody has asked: its tensors were replaced."""
     return _UNASKED.pop() if _UNASKED else None
 
 
@@ -188,30 +177,17 @@ def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[
     named = [dict(named_leaves(batch)) for batch in batches]
     for index, leaves in enumerate(named):
         rows = len(range((index - first) % len(batches), num_rows, len(batches)))
-        if list(leaves) != list(named[0]):
-            raise ValueError(
-                f"transform: it returned the tensors {list(leaves)} on data device {index} and"
-                f" {list(named[0])} on data device 0; it must return the same structure on all"
-            )
         for name, leaf in leaves.items():
             _check_leaf(name, leaf, rows, f"data device {index}")
-            other = named[0][name]
-            if is_variable(leaf) and type(leaf) is type(other):
-                continue
-            if leaf.shape[1:] != other.shape[1:]:
-                raise ValueError(
-                    f"transform: it returned rows of shape {tuple(leaf.shape[1:])} at batch{name}"
-                    f" on data device {index} and of shape {tuple(other.shape[1:])} on data device"
-                    " 0; they are assembled afterwards, and must be alike. A transform whose"
-                    " shapes differ from call to call runs on the assembled rows instead with"
-                    " transform=OnSuperBatch(...), from lightning_memmap.transforms"
-                )
-            if leaf.dtype != other.dtype:
-                raise ValueError(
-                    f"transform: it returned {leaf.dtype} at batch{name} on data device {index}"
-                    f" and {other.dtype} on data device 0; it must return one dtype on all"
-                )
-    return [list(leaves.values()) for leaves in named]
+    check_alike(
+        [{f"batch{n}": kind_of(leaf, True) for n, leaf in leaves.items()} for leaves in named],
+        "transform: it",
+        "on data device",
+        "they are assembled afterwards, and must be alike. A transform whose shapes differ from"
+        " call to call runs on the assembled rows instead with transform=OnSuperBatch(...), from"
+        " lightning_memmap.transforms",
+    )
+    return [[leaves[name] for name in named[0]] for leaves in named]
 
 
 def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memmap.errors import is_refused_call, with_article
-from lightning_memmap.loading.device_streams import current, stream_module
+from lightning_memmap.loading.device_streams import current
 
 BatchTransform = Callable[..., Any]
 
@@ -108,9 +108,9 @@ def takes_generator(transform: BatchTransform) -> bool:
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    # Those of CUDA and XPU have a generator each, which torch can save and restore.
-    module = stream_module(device)
-    devices = [device] if hasattr(module, "default_generators") else []
+    # An accelerator has a generator of its own, which torch can save and restore.
+    module: Any = getattr(torch, device.type, None)
+    devices = [device] if hasattr(module, "get_rng_state") else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cpu"):
         torch.default_generator.manual_seed(seed)
         if devices:

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling import Integers
 from lightning_memmap.sampling.rows import firsts_of, ranges
 from lightning_memmap.schema import Decode, Field, RowList, Values
+from lightning_memmap.schema.fields import SIGNED
 from lightning_memmap.store.segments import Bytes, copy_segments
 
 #: Small steps are copied together, up to this number of bytes.
@@ -55,13 +56,9 @@ class Padded(NamedTuple):
         ]
 
 
-def fresh_memory(num_bytes: int) -> Tensor:
+def fresh_memory(num_bytes: int, pin_memory: bool = False) -> Tensor:
     """New memory on the CPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _pinned_memory(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +110,6 @@ class VariableRows:
         is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
         return self.but(starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
 
-    def contiguous(self) -> "VariableRows":
-        """These rows: they are copied later."""
-        return self
-
     def index_select(self, dim: int, order: Tensor) -> "VariableRows":
         """The rows in another order."""
         return self[order.cpu().numpy()]
@@ -147,7 +140,7 @@ class VariableRows:
         if self.device == device or self.field.is_text:
             return self
         pin = self.device.type == "cpu" and has_streams(device)
-        rows = self.but(allocate=_pinned_memory if pin else fresh_memory).copied()
+        rows = self.but(allocate=partial(fresh_memory, pin_memory=pin)).copied()
         return rows.but(items=send(rows.items, device))
 
     def copied(self) -> "VariableRows":
@@ -164,9 +157,7 @@ class VariableRows:
             first = int(self.starts[0])
             return self.items[first : first + total]
         if self.device.type != "cpu":
-            starts, counts = self._on_device(self.starts - ends + lengths, lengths).unbind(1)
-            shifts = starts.repeat_interleave(counts, output_size=total)
-            return self.items.index_select(0, shifts + torch.arange(total, device=self.device))
+            return self.items.index_select(0, *self._spread(lengths, self.starts))
         size, places = self.field.item_bytes, ends - lengths
         memory = self.allocate(total * size)
         copy_segments(
@@ -191,9 +182,7 @@ class VariableRows:
                 f" than {multiple}, or use smaller batches"
             )
         fetch = self.fetch
-        if self.device.type != "cpu":
-            values = _padded_on_device(self, widths, value)
-        elif fetch is None or fetch.widths[self.step] != self.widths:
+        if fetch is None or fetch.widths[self.step] != self.widths:
             # Those of several data devices may have the widths of all of them.
             each = np.broadcast_to(np.array(widths, np.int64), self.sizes.shape)
             values = self.padded_each(each, value)
@@ -204,10 +193,17 @@ class VariableRows:
         return Padded(values.view(len(self), *widths, *self.field.item_shape), lengths)
 
     def padded_each(self, widths: Integers, value: float) -> Tensor:
-        """The items of the rows on a CPU, each row padded to sizes of its own, of shape (B, k)."""
+        """The items of the rows, each row padded to sizes of its own, of shape (B, k)."""
         field, size = self.field, self.field.item_bytes
         starts, places, lengths = _pieces(self, widths)
         total = int(widths.prod(axis=1).sum())
+        if self.device.type != "cpu":
+            sources, targets = self._spread(lengths, starts, places)
+            shape, signed = (total, *field.item_shape), SIGNED.get(field.dtype, field.dtype)
+            values = torch.full(shape, value, dtype=field.dtype, device=self.device)
+            found = self.items.view(signed).index_select(0, sources)
+            values.view(signed).index_copy_(0, targets, found)
+            return values
         memory = self.allocate(total * size)
         values = memory.view(field.dtype).view(total, *field.item_shape)
         out, item = memory.numpy(), _number(value, field.dtype)
@@ -247,9 +243,13 @@ class VariableRows:
         pixels, places = decoder.decoded(images)
         return Scaled.of(pixels, places) if form.with_scale else pixels
 
-    def _on_device(self, *numbers: Integers) -> Tensor:
-        """Upload arrays that have an entry for each row, side by side and in one copy."""
-        return send(torch.from_numpy(np.column_stack(numbers)), self.device)
+    def _spread(self, lengths: Integers, *begins: Integers) -> Sequence[Tensor]:
+        """The places of all items of pieces on the device, for each array of their begins."""
+        firsts, total = firsts_of(lengths), int(lengths.sum())
+        numbers = np.column_stack([lengths, *(each - firsts for each in begins)])
+        counts, *shifts = send(torch.from_numpy(numbers), self.device).unbind(1)
+        along = torch.arange(total, device=self.device)
+        return [s.repeat_interleave(counts, output_size=total).add_(along) for s in shifts]
 
 
 class Fetch:
@@ -324,35 +324,6 @@ def _number(value: float, dtype: torch.dtype) -> NDArray[Any]:
     return item.view(f"u{len(item)}" if len(item) <= 8 else np.complex128)
 
 
-def _padded_on_device(rows: VariableRows, widths: tuple[int, ...], value: float) -> Tensor:
-    uploaded = rows._on_device(rows.starts, rows.sizes)
-    starts, sizes = uploaded[:, 0], uploaded[:, 1:]
-    index = starts.view(-1, *(1 for _ in widths))
-    is_row = torch.ones((), dtype=torch.bool, device=rows.device)
-    strides = sizes.flip(1).cumprod(1).flip(1)
-    for dim, width in enumerate(widths):
-        ones = [-1 if d == dim else 1 for d in range(len(widths))]
-        along = torch.arange(width, device=rows.device).view(1, *ones)
-        per_row = [len(rows), *(1 for _ in widths)]
-        is_row = is_row & (along < sizes[:, dim].view(per_row))
-        step = strides[:, dim + 1].view(per_row) if dim + 1 < len(widths) else 1
-        index = index + along * step
-    if not len(rows.items):
-        shape = (*is_row.shape, *rows.field.item_shape)
-        return torch.full(shape, value, dtype=rows.field.dtype, device=rows.device)
-    index = index.where(is_row, 0).flatten()
-    items = rows.items.index_select(0, index)
-    is_padding = ~is_row.flatten().view(-1, *(1 for _ in rows.field.item_shape))
-    return items.masked_fill_(is_padding, value)
-
-
-def send_rows(leaf: Tensor | VariableRows, device: torch.device) -> Tensor | VariableRows:
-    """Rows on a device: `device_streams.send` for both kinds."""
-    if leaf.device == device:
-        return leaf
-    return leaf.to(device) if isinstance(leaf, VariableRows) else send(leaf, device)
-
-
 def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows:
     """Rows of one field from several places, one part after the other."""
     variable = [part for part in parts if isinstance(part, VariableRows)]
@@ -384,7 +355,7 @@ def share_widths(
     for index, first in enumerate(found[0]):
         if isinstance(first, VariableRows):
             parts = [rows for each in found if isinstance(rows := each[index], VariableRows)]
-            widths = largest(np.concatenate([part.sizes for part in parts]))
+            widths = largest(np.array([part.widths for part in parts]))
             for each, rows in zip(found, parts, strict=True):
                 each[index] = rows.but(widths=widths)
     return found

@@ -38,7 +38,7 @@ MAX_NAME_LENGTH = 255 - len(".0123456789abcdef.tmp")
 #: before the bytes of it.
 _UNSAFE, _ESCAPE = re.compile(r"[^\w (),-]"), "~"
 #: Torch has no index for these, and their bits do as well.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
 
@@ -288,13 +288,13 @@ def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> 
 
 def take_rows(data: Tensor, rows: Integers) -> Tensor:
     """Copy rows of a tensor of any dtype, in any order, int64 of shape (n,)."""
-    signed, numbers = _SIGNED.get(data.dtype, data.dtype), torch.from_numpy(rows)
+    signed, numbers = SIGNED.get(data.dtype, data.dtype), torch.from_numpy(rows)
     return data.detach().view(signed).index_select(0, numbers.to(data.device)).view(data.dtype)
 
 
 def _among_zeros(data: Tensor, places: NDArray[np.bool_]) -> Tensor:
     """Rows at some places, and zeros at the others."""
     found = torch.zeros((len(places), *data.shape[1:]), dtype=data.dtype, device="cpu")
-    signed = _SIGNED.get(data.dtype, data.dtype)
+    signed = SIGNED.get(data.dtype, data.dtype)
     found.view(signed)[torch.from_numpy(places)] = data.view(signed)
     return found

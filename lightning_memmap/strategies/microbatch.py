@@ -1,6 +1,5 @@
 """The rows of a step in parts: how they are divided, and what is computed of them is merged."""
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from lightning_memmap.loading.nested import interleaved, is_variable, named_leaves, rebuilt
+from lightning_memmap.loading.nested import interleaved, named_leaves, opened, rebuilt, remade
 from lightning_memmap.schema import RowList
 
 #: What may have rows: its first dimension.
@@ -61,9 +61,19 @@ class MicroBatches:
         """Divide the rows of a batch among devices: row ``j`` goes to part ``j % len(devices)``."""
         # With places, by these; and what has no rows is in every part.
         named = [*named_leaves(batch)]
+        nested = [name for name, leaf in named if getattr(leaf, "is_nested", False)]
         if places is None:
-            lengths = {-1 if is_variable(leaf) else _row_count(leaf) for _, leaf in named}
-            num_rows = lengths.pop() if len(lengths) == 1 else -1
+            counts = {name: -1 if name in nested else _row_count(leaf) for name, leaf in named}
+            num_rows = max(counts.values(), default=-1)
+            odd = [name for name, rows in counts.items() if rows != num_rows or rows < 0]
+            if odd and len(devices) > 1:
+                rank_zero_warn(
+                    f"batch{odd[0]} has no rows, or not as many as others, or is a nested tensor:"
+                    f" the batch is computed whole, instead of in {len(devices)} parts; let each"
+                    " leaf be a tensor or RowList of all rows, and give rows that differ in length"
+                    " in the form 'pad' or 'list'"
+                )
+            num_rows = -1 if odd else num_rows
             count = min(len(devices), num_rows)
             if count < 2:
                 return cls([batch], [range(max(num_rows, 1))], devices[0])
@@ -74,7 +84,7 @@ class MicroBatches:
                 f"batch{wrong[0]} is not {num_rows} rows, as the input of the module is: the first"
                 " dimension of every tensor must be the rows; omit others from the batch"
             )
-        if nested := [name for name, leaf in named if getattr(leaf, "is_nested", False)]:
+        if nested:
             raise ValueError(
                 f"batch{nested[0]} is a nested tensor, whose rows torch does not divide: store its"
                 " field in the form 'pad' or 'list'"
@@ -159,21 +169,10 @@ class MicroBatches:
 
     def _merge_items(self, values: Sequence[Any]) -> Any:
         """Merge containers of the same structure item by item; None for anything else."""
-        # Frozen dataclasses too, which Lightning's ``apply_to_collection`` does not support.
-        first = values[0]
-        if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
-            items = {key: self.merge([value[key] for value in values]) for key in first}
-            return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
-        if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
-            columns = [self.merge(column) for column in zip(*values, strict=True)]
-            return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-        if dataclasses.is_dataclass(first):
-            filled = copy.copy(first)
-            for field in dataclasses.fields(first):
-                column = [getattr(value, field.name) for value in values]
-                object.__setattr__(filled, field.name, self.merge(column))
-            return filled
-        return None
+        items: list[Any] = [opened(value) for value in values]
+        if None in items or any(each.keys() != items[0].keys() for each in items):
+            return None
+        return remade(values[0], [self.merge([each[key] for each in items]) for key in items[0]])
 
     def _move(self, value: Any) -> Any:
         return apply_to_collection(value, WITH_ROWS, lambda leaf: leaf.detach().to(self.device))

@@ -52,7 +52,8 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
-        self._apart: list[torch.Tensor] = []
+        #: The names of the buffers that DDP does not send.
+        self._apart: list[str] = []
         super().__init__(prefetch=prefetch, **kwargs)
 
     @override
@@ -114,8 +115,8 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # As DDP does with all other buffers.
-        for buffer in self._apart:
-            broadcast(buffer, 0)
+        for name in self._apart:
+            broadcast(self.module.get_buffer(name), 0)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -130,7 +131,7 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
             if self._ddp_kwargs.get("broadcast_buffers", True):
-                self._apart = [each for each in module.buffers() if each.dtype in _UNKNOWN_TO_NCCL]
+                self._apart = [name for name, _ in module.named_buffers() if name in apart]
         super().configure_ddp()
         if has_streams(self.root_device):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights

@@ -90,8 +90,7 @@ def test_batches_of_other_weights_in_one_step_are_refused(tmp_path: Path) -> Non
 
 def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_path: Path) -> None:
     for rank in launch("training.count_up", tmp_path, processes=2, devices=2, **BY_TWO):
-        known, unknown = rank["counts"]
-        assert known == unknown > 0
+        assert min(rank["counts"]) == max(rank["counts"]) > 0
 
 
 def test_every_device_trains_by_default(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading import fetch
+from lightning_memmap.loading import buffers, fetch
 from lightning_memmap.store import Store
 from tests.rows import assembled
 from tests.simulated_gpu import devices
@@ -142,14 +142,14 @@ def test_page_locked_memory_that_is_used_again_is_noticed(
     tmp_path: Path, numbered_store: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: dict[Any, Any] = {}
-    original = fetch.empty_buffers
+    original = buffers.empty_buffers
 
     def empty(fields: Any, num_rows: int, *, pin_memory: bool = False) -> Any:
         if not pin_memory:
             return original(fields, num_rows)
         return kept.setdefault(num_rows, original(fields, num_rows, pin_memory=True))
 
-    monkeypatch.setattr(fetch, "empty_buffers", empty)
+    monkeypatch.setattr(buffers, "empty_buffers", empty)
     # One step after the other: several small ones would be in one fetch.
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     read_host_epochs(tmp_path, numbered_store(96, 24, 2**12))

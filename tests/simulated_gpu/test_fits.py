@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.loading import FormedCollate
 from lightning_memmap.loading.device_streams import SideStreams
 from lightning_memmap.placement import topology
+from lightning_memmap.schema import Jagged, Pad
+from lightning_memmap.store import build_store
 from lightning_memmap.strategies import (
     DataParallelStrategy,
     LocalModelParallelStrategy,
     SuperBatchStrategy,
 )
 from lightning_memmap.transforms import OnSuperBatch
+from tests.datasets import Ragged
 from tests.models import Points, make_trainer, weights
 from tests.simulated_gpu import devices
+from tests.unit.loading.test_gpu import gpu_loader
 
 #: Two steps of 24 rows, and one of 41.
 TRAIN, VAL, TEST = Points(89), Points(31, 100), Points(29, 200)
@@ -272,6 +277,20 @@ def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(
     waits = [report for report in devices.reports if report.kind == "wait"]
     in_epoch = [r for r in waits if any(frame.name == "prefetched" for frame in r.stack)]
     assert {report.text for report in in_epoch} == {"synchronize an event"}
+    devices.reports.clear()
+
+
+def test_rows_that_differ_in_length_are_fetched_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build_store(Ragged(96), tmp_path / "s", progress=False)
+    collate = FormedCollate(store.schema, {"ids": Jagged(), "image": Pad(value=7)})
+    loader = gpu_loader(store, "device", collate=collate)
+    root = torch.device("cuda", 0)
+    monkeypatch.setattr(devices, "noted", {"race", "generator", "wait"})
+    # Each step counts, for a pad or a list would wait only for its own rows.
+    assert sum(len(batch["row"]) for batch in loader.assembled(root)) == 96
+    assert "copy to the host" not in {report.text for report in devices.reports}
     devices.reports.clear()
 
 

@@ -32,7 +32,7 @@ from torchmetrics import (
 from torchmetrics.aggregation import RunningMean
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SuperBatch
+from lightning_memmap.loading import Padded, RowList, SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
@@ -726,10 +726,19 @@ class TestOutputs:
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
     def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
-        scattered = MicroBatches.split(batch, [CPU] * 2)
+        with pytest.warns(UserWarning, match=r"^batch.* has no rows.*instead of in 2 parts"):
+            scattered = MicroBatches.split(batch, [CPU] * 2)
         assert scattered.parts == [batch]
         assert scattered.rows == [1]
         assert scattered.merge([["output"]]) == ["output"]
+
+    def test_batch_with_rows_that_differ_in_length_is_divided(self) -> None:
+        texts = [f"row {row}" for row in range(5)]
+        batch = {"text": RowList(texts), "sound": Padded(torch.ones(5, 3), torch.arange(5))}
+        scattered = MicroBatches.split(batch, [CPU] * 2)
+        assert [each["text"] for each in scattered.parts] == [texts[::2], texts[1::2]]
+        assert [each["sound"].lengths.tolist() for each in scattered.parts] == [[0, 2, 4], [1, 3]]
+        assert scattered["text"] == texts
 
     @pytest.mark.parametrize(("num_rows", "num_devices"), [(1, 2), (5, 1)])
     def test_batch_that_is_not_divided_is_merged_as_it_is(

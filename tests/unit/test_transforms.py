@@ -107,6 +107,12 @@ class TestKeywords:
         assert torch.equal(batch["target"]["mask"], masks())
         assert torch.equal(found["target"]["mask"], masks().flip(-1))
 
+    @pytest.mark.parametrize("key", ["it's", 'the "best"', "'quoted'", "a b", "a.b"])
+    def test_keywords_name_keys_with_any_characters(self, key: str) -> None:
+        batch = {key: torch.zeros(2, 1, 4, 4), "other": [torch.ones(2)]}
+        found = PerSample(lambda image: {"image": image + 1}, {"image": key})(batch)
+        assert (found[key] == 1).all()
+
     def test_keywords_name_positions_in_lists(self) -> None:
         batch = [images(), {"mask": masks()}, torch.tensor([3, 4])]
         found = PerSample(Flip(), keywords={"image": "0", "mask": "1.mask"})(batch)
@@ -213,7 +219,7 @@ class TestRowsThatDiffer:
         [
             (
                 lambda image: image[:2],
-                r"uint8 {kind} of shape \(.*\) at \['image'\] for row 1 of the batch and"
+                r"uint8 {kind} of shape \(.*\) at \['image'\] for row 1 and"
                 r" a uint8 {kind} of shape \(.*\) for row 0: crop, pad",
             ),
             (lambda image: image / np.float32(2), r"a float\d\d {kind} .*\['image'\] for row 1"),
@@ -237,7 +243,7 @@ class TestRowsThatDiffer:
 
     def test_results_with_other_keys_raise_and_name_the_row(self) -> None:
         rows = iter([{"a": 1}, {"a": 1}, {"a": 1, "b": 2}])
-        with pytest.raises(ValueError, match=r"\['b'\].* for row 2 of the batch"):
+        with pytest.raises(ValueError, match=r"\['b'\].* for row 2"):
             PerSample(lambda sample: next(rows))(torch.arange(3))
 
     def test_results_with_numbers_of_other_types_raise(self) -> None:

@@ -26,6 +26,20 @@ class Numbers(Made):
         return {"x": torch.full((4,), float(row)), "y": row % 2}
 
 
+class Boxes(Made):
+    """Rows whose first field is a list of any length."""
+
+    def sample(self, row: int) -> dict[str, Any]:
+        return {"boxes": [{"box": torch.ones(4)}] * (row % 3), "x": torch.ones(4)}
+
+
+class Words(Made):
+    """Text alone."""
+
+    def sample(self, row: int) -> dict[str, Any]:
+        return {"words": f"row {row}"}
+
+
 class Model(L.LightningModule):
     """Steps that take as long as a clock is told."""
 
@@ -41,7 +55,7 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.advance(self.step_s(self.current_epoch))
-        return self.layer(batch["x"]).mean()
+        return self.layer(batch.get("x", torch.ones(4))).mean()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.advance(1000)
@@ -160,6 +174,20 @@ def test_run_summary_uneven_epochs_gives_median_and_spread(
     found = lines(capsys.readouterr().out)
     assert found["samples/s first epoch"] == "10 (warm-up)"
     assert found["samples/s later epochs"] == "50 (median of 3; 25 to 100)"
+
+
+@pytest.mark.parametrize("dataset", [Numbers(24), Boxes(24), Words(24)])
+@pytest.mark.parametrize("skip_steps", [None, [1, 5]])
+def test_run_summary_counts_the_rows_that_are_trained_on_whatever_a_batch_has(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str], dataset: Made, skip_steps: Any
+) -> None:
+    # Each step has 8 rows and takes a second.
+    rows = MemmapDataModule(dataset, store_dir=tmp_path, batch_size=4, skip_steps=skip_steps)
+    program = trainer(tmp_path, RunSummary(), limit_val_batches=0)
+    program.fit(Model(clock), datamodule=rows)
+    found = lines(capsys.readouterr().out)
+    assert found["samples/s first epoch"] == "8 (warm-up)"
+    assert found["samples/s later epochs"] == "8 (median of 2; 8 to 8)"
 
 
 def test_run_summary_of_a_fit_that_goes_on_inside_an_epoch_has_its_speed(

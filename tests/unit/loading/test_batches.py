@@ -153,14 +153,14 @@ class TestFabric:
         self, numbered_store: Stores
     ) -> None:
         loader = make_batches(numbered_store(97, 24), 1).loader
-        with pytest.raises(ValueError, match=r"5 processes for a store of 97 rows in 24 shards"):
+        with pytest.raises(ValueError, match=r"5 processes for a store in 24 shards"):
             loader.of_process(0, 5)
 
     def test_each_process_must_have_a_row(self, numbered_store: Stores) -> None:
         loader = make_batches(numbered_store(6, 24), 1).loader
         steps = [list(loader.of_process(rank, 6)) for rank in range(6)]
         assert [len(each) for each in steps] == [1] * 6
-        with pytest.raises(ValueError, match=r"8 processes for a store of 6 rows"):
+        with pytest.raises(ValueError, match=r"6 rows of its epoch for 8 data devices"):
             loader.of_process(0, 8)
 
 

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_memmap.loading import FormedCollate, SuperBatchLoader, device_streams, load_split
 from lightning_memmap.loading.device_streams import upload
 from lightning_memmap.loading.nested import dense_tensors, named_leaves, rebuilt, sent_leaf
+from lightning_memmap.loading.variable_rows import rows_in_memory
 from lightning_memmap.placement import DataTopology, Residency, plan_placement
 from lightning_memmap.sampling import ShuffledSampler
-from lightning_memmap.schema import read_forms
+from lightning_memmap.schema import Field, read_forms
+from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.models import IS_SIMULATED
@@ -114,6 +117,28 @@ def test_rows_that_differ_in_length_on_a_gpu_are_those_of_the_dataset(
         on_cpu = rebuilt(batch, iter([sent_leaf(leaf, CPU) for _, leaf in named_leaves(batch)]))
         assert_ragged(on_cpu, [dataset[row] for row in rows])
     assert not order
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_variable", [1, 2])
+def test_rows_of_any_dtype_are_padded_and_packed_on_a_gpu(dtype: str, num_variable: int) -> None:
+    random = np.random.default_rng(num_variable)
+    shapes = random.integers(0, 5, (7, num_variable)).tolist()
+    rows = [torch.from_numpy(random.integers(0, 2, (*shape, 3))) for shape in shapes]
+    field = Field("x", DTYPES[dtype], (*[None] * num_variable, 3))
+    (here,) = rows_in_memory(field, [row.to(field.dtype) for row in rows]).split_with_sizes([7])
+    there, some = here.to(torch.device("cuda", 0)), np.array([3, 1, 0, 6])
+    torch.use_deterministic_algorithms(True)
+    try:
+        pairs = [
+            (here.padded(1, 4).values, there.padded(1, 4).values),
+            (here[some].packed(), there[some].packed()),
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for expected, found in pairs:
+        assert found.is_cuda
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("transform", [None, dict])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading import OnSuperBatch, SuperBatchLoader
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,
@@ -105,16 +105,17 @@ class TestOrder:
             assert len(made) == 2 * min(NUM_STEPS, step + 1 + depth)
 
     @pytest.mark.parametrize("failing", [0, 1, 4, NUM_STEPS - 1])
-    @pytest.mark.parametrize("depth", [1, 2, 20])
+    @pytest.mark.parametrize("depth", [0, 1, 2, 20])
+    @pytest.mark.parametrize("kind", [lambda transform: transform, OnSuperBatch])
     def test_error_comes_when_its_step_is_due(
-        self, numbered_store: Stores, depth: int, failing: int
+        self, numbered_store: Stores, depth: int, failing: int, kind: Any
     ) -> None:
         def transform(batch: Any) -> Any:
             if 4 * failing in batch["row"]:
                 raise RuntimeError("a broken row")
             return batch
 
-        loader = heavy_loader(numbered_store, depth, transform=transform)
+        loader = heavy_loader(numbered_store, depth, transform=kind(transform))
         delivered: list[int] = []
         with pytest.raises(RuntimeError, match="a broken row"):
             delivered.extend(row for batch in loader for row in rows_of(batch))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_transform_sees_the_form_that_is_declared(store: Store) -> None:
     assert set(seen) == {"Padded"}
 
 
-@pytest.mark.parametrize("change", ["narrowed", "transposed"])
+@pytest.mark.parametrize("change", ["narrowed", "transposed", "longer"])
 def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
     store: Store, change: str
 ) -> None:
@@ -118,6 +119,10 @@ def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
         if change == "transposed":
             return {"ids": torch.stack([rows, -rows], dim=2).transpose(1, 2)}
         lengths = rows.offsets().diff()
+        if change == "longer":
+            # With items behind those of the last row.
+            values = torch.cat([rows.values(), rows.values().new_full((3,), -1)])
+            return {"ids": torch.nested.nested_tensor_from_jagged(values, rows.offsets())}
         padded = rows.to_padded_tensor(0)
         kept = torch.minimum(lengths, torch.tensor(2))
         starts = lengths - kept
@@ -126,11 +131,28 @@ def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
     def rows_with(num_devices: int) -> list[list[int]]:
         split = make_split(store, num_devices)
         loader = loader_over(store, split, 12 // num_devices, "jagged", transform=changed)
-        return [row.tolist() for step in loader for row in step.to("cpu")["ids"].unbind()]
+        found = [step.to("cpu")["ids"] for step in loader]
+        if change == "longer":
+            # Torch does not divide all items that there are.
+            pairs = [(rows, edge) for rows in found for edge in pairwise(rows.offsets())]
+            return [rows.values()[first:last].tolist() for rows, (first, last) in pairs]
+        return [row.tolist() for rows in found for row in rows.unbind()]
 
     expected = rows_with(1)
     assert any(map(len, expected))
     assert rows_with(2) == rows_with(3) == expected
+
+
+def test_jagged_rows_of_another_dtype_on_one_device_are_refused(store: Store) -> None:
+    seen: list[int] = []
+
+    def changed(batch: Any) -> Any:
+        seen.append(1)
+        return {"ids": batch["ids"].double() if len(seen) % 2 else batch["ids"].float()}
+
+    loader = loader_over(store, make_split(store, 2), 6, "jagged", transform=changed)
+    with pytest.raises(ValueError, match=r"transform: .*float32.*'ids'.*device 1 and .*float64"):
+        next(iter(loader)).to("cpu")
 
 
 def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
