@@ -160,13 +160,18 @@ class BucketedSampler(Sampler):
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         buckets = positions // self.bucket_size
-        lengths = self.lengths.array[self.pool.whole(self.pool.starts[shard] + offsets)]
+        lengths = self._held(0)[self.pool.starts[shard] + offsets]
         found = np.empty_like(offsets)
         windows = buckets // self._window
         found[self._ranks(epoch)[buckets].argsort(kind="stable")] = offsets[
             np.lexsort((lengths, windows))
         ]
         return found
+
+    @kept
+    def _held(self, _: int) -> NDArray[Any]:
+        """The lengths of the rows of each shard, shard after shard."""
+        return self.lengths.array[self.pool.whole(self.pool.index())]
 
     @property
     def _num_begins(self) -> int:

@@ -337,7 +337,9 @@ class BlockPermutation:
             stop = min(last + 1, begin + self._window)
             within = self._tables.get("block", number, partial(self._within, number))
             grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
-            runs = self.runs(number)
+            if len(runs := self.runs(number)) == 1:
+                pieces.append(grid + runs[0].start)
+                continue
             at = firsts_of(np.array([len(run) for run in runs]))
             pieces.append(Runs(at, np.array([run.start for run in runs]) - at).at(grid))
         offsets = np.concatenate(pieces).reshape(-1, len(columns))

@@ -138,18 +138,13 @@ class Sampler(ABC):
 
     def _permuted(self, epoch: int, shards: Integers) -> NDArray[Any]:
         """What shards draw, permuted, in columns."""
-        return self._columns(self.draws(epoch, shards), shards, self._permutation(epoch))
-
-    def _columns(
-        self, found: NDArray[Any], shards: Integers, permutation: Permutation
-    ) -> NDArray[Any]:
-        """What is found of shards, one after the other, as a column for each of them."""
-        if not len(found):  # No shard of these has a position.
-            found = np.zeros(1, np.int64)
-        counts = self.pool.counts
-        order = permutation.grid(0, int(counts.max()) - 1, shards, firsts_of(counts[shards]))
+        drawn, counts = self.draws(epoch, shards), self.pool.counts
+        if not len(drawn):  # No shard of these has a position.
+            drawn = np.zeros(1, np.int64)
+        firsts = firsts_of(counts[shards])
+        order = self._permutation(epoch).grid(0, int(counts.max()) - 1, shards, firsts)
         # Only what is behind the last position is outside: "wrap" is the fastest mode.
-        return found.take(order, mode="wrap").reshape(-1, len(shards))
+        return drawn.take(order, mode="wrap").reshape(-1, len(shards))
 
     def grid(
         self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
@@ -192,11 +187,12 @@ class Sampler(ABC):
         for begin in range(0, len(missing), step):
             some = missing[begin : begin + step]
             # At once: a thread that reads blocks may look up what another one makes again.
-            table[:, every(some)] = (
-                self._columns(self._checked("offsets", epoch, some), some, Alike())
-                if is_arranged
-                else self._permuted(epoch, some)
-            )
+            if is_arranged:
+                found, ends = self._checked("offsets", epoch, some), self.pool.counts[some].cumsum()
+                for shard, each in zip(some, np.split(found, ends[:-1]), strict=True):
+                    table[: len(each), shard] = each
+            else:
+                table[:, every(some)] = self._permuted(epoch, some)
             is_there[some] = True
         return table
 
