@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import is_refused_call, with_article
-from lightning_memmap.loading import OnSuperBatch, RowList
 from lightning_memmap.loading.nested import (
     check_alike,
     kind_of,
@@ -26,7 +25,8 @@ from lightning_memmap.loading.nested import (
     rebuilt,
     remade,
 )
-from lightning_memmap.loading.transform import check_callable
+from lightning_memmap.loading.transform import OnSuperBatch, check_callable
+from lightning_memmap.schema.fields import RowList
 
 __all__ = ["OnSuperBatch", "PerSample"]
 

@@ -14,40 +14,32 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memmap.loading import (
-    SplitRows,
-    SuperBatch,
-    SuperBatchLoader,
-    load_split,
-    row_file,
-)
+from lightning_memmap.loading import row_file
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import RowFile
-from lightning_memmap.loading.split import largest_window_bytes
+from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_batch import FormedCollate
-from lightning_memmap.placement import (
-    DataTopology,
+from lightning_memmap.placement.plan import (
     Residency,
     SplitPlacement,
     SplitSize,
     divided,
     plan_placement,
 )
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
-    Blocks,
-    Integers,
     Pool,
-    Rows,
     Sampler,
     SamplerFactory,
     SequentialSampler,
-    Shards,
     ShuffledSampler,
-    StoreRows,
-    WindowedRows,
-    default_window,
 )
+from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.sampler import made_sampler
-from lightning_memmap.schema import Windows, read_forms
+from lightning_memmap.sampling.schedule import Blocks, default_window
+from lightning_memmap.schema import Windows
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 

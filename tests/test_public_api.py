@@ -32,18 +32,14 @@ NAMES = {
         compare
     """,
     "lightning_memmap.loading": """
-        BatchLoader FormedCollate OnSuperBatch Padded RowList RowSource Scaled
-        SplitRows SuperBatch SuperBatchLoader has_streams load_split
+        Padded RowList Scaled
     """,
     "lightning_memmap.sampling": """
-        BatchSchedule Blocks Bucketed Curriculum Fields Holdout Integers JoinedRows KFold Mixture
-        Parts Pool RandomSplit Rows Sampler SamplerFactory Selection SequentialSampler
-        Shards ShuffledSampler StoreRows Subset Weighted WindowedRows default_shards
-        default_window derive_seed divisors shard_rows spans_of striping
+        Bucketed Curriculum Fields Holdout KFold Mixture Parts Pool RandomSplit Sampler
+        SamplerFactory Selection SequentialSampler ShuffledSampler Subset Weighted
     """,
     "lightning_memmap.schema": """
-        DTYPES Decode FetchedRows Field Form Jagged Masked Node Nullable Pad RowList
-        Rows Schema Values Windows read_forms
+        Decode Form Jagged Masked Nullable Pad Rows Windows
     """,
     "lightning_memmap.store": """
         ColumnDataset Damage ImageFolder Store TarDataset TokenStream append_store build_part

@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_article
-from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.placement import data_parallel_rank
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.placement.topology import data_parallel_rank
 from lightning_memmap.ranks import check_ranks_match
-from lightning_memmap.sampling import default_shards
-from lightning_memmap.schema import Schema
+from lightning_memmap.sampling.rows import default_shards
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.writing import TableBuild, TableWriter, check_place

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.state import LoaderState
-from lightning_memmap.placement import HeldShards, Residency
+from lightning_memmap.placement.plan import HeldShards, Residency
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
 

@@ -15,9 +15,9 @@ from lightning_memmap.commands.store_page import Section, values_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, check_integer
-from lightning_memmap.placement import DataTopology, topology_of
-from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.sampling.schedule import steps_to_skip
+from lightning_memmap.placement.topology import DataTopology, topology_of
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.tables import make_table, render_page, text
 

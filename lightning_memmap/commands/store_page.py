@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.images import ImageError, decode_image, pixels_of
-from lightning_memmap.schema import Field
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.kinds import Bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store

@@ -4,15 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_memmap.placement import (
-    DataTopology,
-    Residency,
-    SplitSize,
-    check_memory_fraction,
-    divided,
-    plan_placement,
-)
-from lightning_memmap.sampling import SequentialSampler, StoreRows
+from lightning_memmap.placement.plan import Residency, SplitSize, divided, plan_placement
+from lightning_memmap.placement.topology import DataTopology, check_memory_fraction
+from lightning_memmap.sampling.rows import StoreRows
+from lightning_memmap.sampling.sampler import SequentialSampler
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text

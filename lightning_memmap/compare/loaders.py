@@ -18,13 +18,17 @@ from lightning_memmap.compare.config import Variant
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import has_several
 from lightning_memmap.errors import with_article
-from lightning_memmap.loading import FormedCollate, has_streams
+from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
-from lightning_memmap.placement import DataTopology, data_parallel_rank, topology_of
-from lightning_memmap.sampling import BatchSchedule, Rows, Sampler, WindowedRows
-from lightning_memmap.schema import Field, Form, read_forms
+from lightning_memmap.placement.topology import DataTopology, data_parallel_rank, topology_of
+from lightning_memmap.sampling.rows import Rows, WindowedRows
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
 

@@ -28,7 +28,7 @@ from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, batches_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
-from lightning_memmap.placement import data_parallel_rank
+from lightning_memmap.placement.topology import data_parallel_rank
 
 #: By whose they are and their name, the actions of the Trainer that are parts of a step.
 _ACTIONS = {

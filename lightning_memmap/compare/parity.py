@@ -14,9 +14,11 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_memmap.compare.metrics import Rank, shares_of
-from lightning_memmap.loading import Padded, RowList, SuperBatch
 from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import takes_generator
+from lightning_memmap.loading.variable_rows import Padded
+from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 MODULUS = 2**64

@@ -19,8 +19,9 @@ from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, norm
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.transform import DeviceTransform
-from lightning_memmap.sampling import BatchSchedule, Sampler
-from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.store import Store
 
 _PROBE_ROWS = 8

@@ -31,21 +31,19 @@ from lightning_memmap.data.set_up import Planner, SetUp
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.data.splits import SPLITS, has_several, named_datasets
 from lightning_memmap.errors import nearest
-from lightning_memmap.loading import BatchLoader, FormedCollate, SplitRows, SuperBatchLoader
+from lightning_memmap.loading.batches import BatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import Collate
-from lightning_memmap.placement import (
-    DataTopology,
-    Placement,
-    Residency,
-    SplitPlacement,
-    free_bytes,
-    placement_table,
-    topology_of,
-)
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.placement.plan import Placement, Residency, SplitPlacement, placement_table
+from lightning_memmap.placement.topology import DataTopology, free_bytes, topology_of
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
-from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, Subset
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.sampler import Sampler, SamplerFactory
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
+from lightning_memmap.sampling.selection import Selection, Subset
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import Store
 from lightning_memmap.store.growing import BackgroundBuild

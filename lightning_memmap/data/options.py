@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from lightning_memmap.data.splits import SPLITS, check_datasets
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
-from lightning_memmap.placement import Residency, check_memory_fraction, check_residency
-from lightning_memmap.sampling import Pool, Sampler, SamplerFactory, Selection, Subset
-from lightning_memmap.sampling.sampler import check_seed
+from lightning_memmap.placement.plan import Residency, check_residency
+from lightning_memmap.placement.topology import check_memory_fraction
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.sampler import Sampler, SamplerFactory, check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
-from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.sampling.selection import Selection, Subset
+from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.store.identity import check_given
 from lightning_memmap.store.manifest import check_num_shards
 from lightning_memmap.store.places import StoreUrl, place_of

@@ -7,7 +7,7 @@ import lightning as L
 import msgspec
 
 from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.state import Count, LoaderState
 
 

@@ -11,29 +11,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.loading import SplitRows, load_split
-from lightning_memmap.loading.split import largest_window_bytes
-from lightning_memmap.placement import (
-    DataTopology,
-    Placement,
-    SplitSize,
-    device_budgets,
-    divided,
-    plan_placement,
-)
-from lightning_memmap.sampling import (
-    Blocks,
-    Integers,
-    Pool,
+from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
+from lightning_memmap.placement.plan import Placement, SplitSize, divided, plan_placement
+from lightning_memmap.placement.topology import DataTopology, device_budgets
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
+from lightning_memmap.sampling.sampler import (
     Sampler,
     SequentialSampler,
     ShuffledSampler,
-    WindowedRows,
-    default_window,
-    divisors,
+    made_sampler,
 )
-from lightning_memmap.sampling.sampler import made_sampler
-from lightning_memmap.sampling.schedule import steps_to_skip
+from lightning_memmap.sampling.schedule import Blocks, default_window, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 

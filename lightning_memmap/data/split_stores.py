@@ -20,8 +20,9 @@ from lightning_memmap.errors import (
     nearest,
     with_article,
 )
-from lightning_memmap.sampling import Integers, Rows, Selection
-from lightning_memmap.schema import Windows
+from lightning_memmap.sampling.rows import Integers, Rows
+from lightning_memmap.sampling.selection import Selection
+from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import rows_of_unfinished

@@ -15,29 +15,8 @@ loader           super-batches in an order, or assembled (state, prefetch)
 batches          the same without a Trainer
 """
 
-from lightning_memmap.loading.batches import BatchLoader
-from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.image_decoder import Scaled
-from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.row_source import RowSource
-from lightning_memmap.loading.split import SplitRows, load_split
-from lightning_memmap.loading.super_batch import SuperBatch
-from lightning_memmap.loading.transform import OnSuperBatch
-from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.loading.variable_rows import Padded
-from lightning_memmap.schema import RowList
+from lightning_memmap.schema.fields import RowList
 
-__all__ = [
-    "BatchLoader",
-    "FormedCollate",
-    "OnSuperBatch",
-    "Padded",
-    "RowList",
-    "RowSource",
-    "Scaled",
-    "SplitRows",
-    "SuperBatch",
-    "SuperBatchLoader",
-    "has_streams",
-    "load_split",
-]
+__all__ = ["Padded", "RowList", "Scaled"]

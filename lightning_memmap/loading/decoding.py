@@ -20,7 +20,7 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.image_decoder import ImageDecoder, image_failure
 from lightning_memmap.loading.row_source import Fetched
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.sampling import Sampler
+from lightning_memmap.sampling.sampler import Sampler
 
 #: By default no more threads: between two images, each runs Python code, which one at a time can.
 _MAX_THREADS = 16

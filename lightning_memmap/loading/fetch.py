@@ -13,7 +13,8 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.sampling import Integers, Sampler
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import Sampler
 
 #: What a source is asked for: slots, group by group and in each of them one receiver after another,
 #: which of all rows these are, and how many each of its receivers has.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memmap.errors import DatasetError
 from lightning_memmap.images import ImageError, ImageMissingError, ImageSizeError, decode_image
-from lightning_memmap.schema import Decode, Form
+from lightning_memmap.schema.forms import Decode, Form
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.open_columns import OpenColumn
 

@@ -21,10 +21,10 @@ from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
-from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import BatchSchedule, Sampler, derive_seed
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.identity import difference_of
-from lightning_memmap.sampling.schedule import SkippedSteps
+from lightning_memmap.sampling.sampler import Sampler, derive_seed
+from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps
 
 #: Positions and steps that are located at once.
 _BLOCK_POSITIONS, _BLOCK_STEPS = 2**18, 1024

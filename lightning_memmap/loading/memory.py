@@ -22,9 +22,10 @@ from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
-from lightning_memmap.sampling import Integers, Pool, Sampler, WindowedRows, spans_of
-from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema import Field
+from lightning_memmap.sampling.pool import Pool, spans_of
+from lightning_memmap.sampling.rows import Integers, WindowedRows, firsts_of
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
     ItemRows,

@@ -15,7 +15,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema import RowList
+from lightning_memmap.schema.fields import RowList
 
 #: What leaves have in common whose rows can be put together: what they are, dtype and shape.
 Kind: TypeAlias = tuple[Any, ...]

@@ -24,8 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers
-from lightning_memmap.sampling.rows import Runs, ranges
+from lightning_memmap.sampling.rows import Integers, Runs, ranges
 from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.segments import copy_segments
 from lightning_memmap.store.store import Store

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.variable_rows import VariableRows, joined_rows, share_widths
-from lightning_memmap.sampling import Integers, Sampler
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.sampling.sampler import Sampler
 
 #: One tensor per row, or rows that are not copied yet.
 Leaf: TypeAlias = Tensor | VariableRows

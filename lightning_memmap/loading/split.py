@@ -23,15 +23,13 @@ from lightning_memmap.loading.stream import (
     largest_window,
     largest_window_steps,
 )
-from lightning_memmap.placement import DataTopology, Residency, SplitPlacement
-from lightning_memmap.sampling import (
-    Blocks,
-    Integers,
-    Pool,
-    StoreRows,
-    WindowedRows,
-)
-from lightning_memmap.schema import Field, Form
+from lightning_memmap.placement.plan import Residency, SplitPlacement
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Integers, StoreRows, WindowedRows
+from lightning_memmap.sampling.schedule import Blocks
+from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.forms import Form
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Supply

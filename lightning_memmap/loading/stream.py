@@ -29,9 +29,10 @@ from lightning_memmap.loading.memory import (
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
-from lightning_memmap.sampling import Blocks, Integers, Sampler, WindowedRows
-from lightning_memmap.sampling.rows import Runs, distinct, firsts_of, ranges
-from lightning_memmap.schema import Field
+from lightning_memmap.sampling.rows import Integers, Runs, WindowedRows, distinct, firsts_of, ranges
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.schedule import Blocks
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.store.open_columns import ItemRows, Located, OpenColumn
 from lightning_memmap.store.series import windows_over
 

@@ -32,7 +32,7 @@ from lightning_memmap.loading.transform import (
     OnSuperBatch,
 )
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.schema import RowList
+from lightning_memmap.schema.fields import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
 Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]

@@ -9,14 +9,9 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import byte_pool
 from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.variable_rows import VariableRows
-from lightning_memmap.schema import (
-    Decode,
-    Form,
-    Node,
-    Pad,
-    Rows,
-    Schema,
-)
+from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
+from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.structure import Node
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"

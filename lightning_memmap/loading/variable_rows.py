@@ -21,10 +21,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
-from lightning_memmap.sampling import Integers
-from lightning_memmap.sampling.rows import firsts_of, ranges
-from lightning_memmap.schema import Decode, Field, RowList, Values
-from lightning_memmap.schema.fields import SIGNED
+from lightning_memmap.sampling.rows import Integers, firsts_of, ranges
+from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values
+from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store.segments import Bytes, copy_segments
 
 #: Small steps are copied together, up to this number of bytes.

@@ -12,7 +12,10 @@ from rich.table import Table
 
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.placement.topology import DataTopology
-from lightning_memmap.sampling import Blocks, Pool, Rows, Sampler, striping
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import Rows, striping
+from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.manifest import Manifest
 

@@ -18,28 +18,14 @@ Integers only: no file, no tensor, no device.
 from lightning_memmap.sampling.bucketed import Bucketed
 from lightning_memmap.sampling.curriculum import Curriculum
 from lightning_memmap.sampling.mixture import Mixture
-from lightning_memmap.sampling.pool import Pool, spans_of
-from lightning_memmap.sampling.rows import (
-    Integers,
-    JoinedRows,
-    Rows,
-    Shards,
-    StoreRows,
-    WindowedRows,
-    default_shards,
-    divisors,
-    shard_rows,
-    striping,
-)
+from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import (
     Fields,
     Sampler,
     SamplerFactory,
     SequentialSampler,
     ShuffledSampler,
-    derive_seed,
 )
-from lightning_memmap.sampling.schedule import BatchSchedule, Blocks, default_window
 from lightning_memmap.sampling.selection import (
     Holdout,
     KFold,
@@ -51,35 +37,20 @@ from lightning_memmap.sampling.selection import (
 from lightning_memmap.sampling.weighted import Weighted
 
 __all__ = [
-    "BatchSchedule",
-    "Blocks",
     "Bucketed",
     "Curriculum",
     "Fields",
     "Holdout",
-    "Integers",
-    "JoinedRows",
     "KFold",
     "Mixture",
     "Parts",
     "Pool",
     "RandomSplit",
-    "Rows",
     "Sampler",
     "SamplerFactory",
     "Selection",
     "SequentialSampler",
-    "Shards",
     "ShuffledSampler",
-    "StoreRows",
     "Subset",
     "Weighted",
-    "WindowedRows",
-    "default_shards",
-    "default_window",
-    "derive_seed",
-    "divisors",
-    "shard_rows",
-    "spans_of",
-    "striping",
 ]

@@ -9,36 +9,7 @@ length. What is None in some rows has a field beside it that says in which.
 `Schema` is a value: it touches no file.
 """
 
-from lightning_memmap.schema.fields import DTYPES, Field, RowList, Values
-from lightning_memmap.schema.forms import (
-    Decode,
-    FetchedRows,
-    Form,
-    Jagged,
-    Nullable,
-    Pad,
-    Rows,
-    Windows,
-    read_forms,
-)
-from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import Masked, Node
+from lightning_memmap.schema.forms import Decode, Form, Jagged, Nullable, Pad, Rows, Windows
+from lightning_memmap.schema.structure import Masked
 
-__all__ = [
-    "DTYPES",
-    "Decode",
-    "FetchedRows",
-    "Field",
-    "Form",
-    "Jagged",
-    "Masked",
-    "Node",
-    "Nullable",
-    "Pad",
-    "RowList",
-    "Rows",
-    "Schema",
-    "Values",
-    "Windows",
-    "read_forms",
-]
+__all__ = ["Decode", "Form", "Jagged", "Masked", "Nullable", "Pad", "Rows", "Windows"]

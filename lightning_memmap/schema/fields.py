@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.kinds import NUMBERS, AnyKind, Text
 
 #: The dtypes that a store can hold. Others (float8 and sub-byte types, complex32) do not survive a

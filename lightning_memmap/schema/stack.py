@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import MismatchError, SchemaError
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import (
     DTYPES,
     FROM_NUMPY,

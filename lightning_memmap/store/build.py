@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import StoreError, check_integer, with_article
-from lightning_memmap.sampling import Shards, default_shards
-from lightning_memmap.schema import Form, read_forms
+from lightning_memmap.sampling.rows import Shards, default_shards
+from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store.building import (
     NUM_PARTS,

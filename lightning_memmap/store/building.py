@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.schema import Values
+from lightning_memmap.schema.fields import Values
 from lightning_memmap.store.columns import Column, compute_checksums, shard_items
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
 from lightning_memmap.store.files import (

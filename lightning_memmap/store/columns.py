@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.sampling import Integers, Shards
-from lightning_memmap.schema import Field, Values
+from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.schema.fields import Field, Values
 from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,

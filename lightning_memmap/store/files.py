@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 
 #: No link is followed, no pipe waited for, and no program that is started has the file.
 SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -26,9 +26,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, naming
-from lightning_memmap.sampling import Integers
-from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema import Schema
+from lightning_memmap.sampling.rows import Integers, firsts_of
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
 from lightning_memmap.store.columns import RaggedColumn

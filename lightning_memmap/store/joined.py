@@ -17,10 +17,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memmap.errors import SchemaError, StoreError
-from lightning_memmap.sampling import Integers, JoinedRows, Pool, StoreRows, WindowedRows
-from lightning_memmap.sampling.rows import Runs, firsts_of
-from lightning_memmap.schema import Field
-from lightning_memmap.schema.fields import join_values
+from lightning_memmap.sampling.pool import Pool
+from lightning_memmap.sampling.rows import (
+    Integers,
+    JoinedRows,
+    Runs,
+    StoreRows,
+    WindowedRows,
+    firsts_of,
+)
+from lightning_memmap.schema.fields import Field, join_values
 from lightning_memmap.store.columns import Column
 from lightning_memmap.store.files import open_plain, replaced
 from lightning_memmap.store.manifest import Manifest

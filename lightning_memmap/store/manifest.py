@@ -19,18 +19,12 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling import (
-    Integers,
-    Pool,
-    Shards,
-    WindowedRows,
-    default_shards,
-    spans_of,
-)
-from lightning_memmap.schema import Node, Schema
+from lightning_memmap.sampling.pool import Pool, spans_of
+from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, default_shards
 from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.schema.schema import MAX_FIELDS, AllFields
+from lightning_memmap.schema.schema import MAX_FIELDS, AllFields, Schema
 from lightning_memmap.schema.spec import check_schema, read_dtype
+from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
 from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint

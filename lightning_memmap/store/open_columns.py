@@ -17,10 +17,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers
-from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema import Field, Values
-from lightning_memmap.schema.fields import take_rows
+from lightning_memmap.sampling.rows import Integers, firsts_of
+from lightning_memmap.schema.fields import Field, Values, take_rows
 from lightning_memmap.store.files import leaf_bytes, open_plain, unreadable
 from lightning_memmap.store.segments import copy_segments
 

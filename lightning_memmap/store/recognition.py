@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lightning_memmap.errors import DatasetError, SchemaError
-from lightning_memmap.schema import Values
+from lightning_memmap.schema.fields import Values
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.progress import ShowProgress
 from lightning_memmap.store.samples import NUM_PROBES, hash_row, rows_at_once, stack_rows

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
-from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Form, Schema, Values, read_forms
-from lightning_memmap.schema.fields import field_name
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.schema.fields import Values, field_name
+from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.workers import Workers, calling
 

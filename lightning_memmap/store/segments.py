@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 
 Bytes = NDArray[np.uint8]
 

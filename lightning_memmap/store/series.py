@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_memmap.sampling import Fields, Integers, Rows, WindowedRows
 from lightning_memmap.sampling.identity import Numbers
-from lightning_memmap.schema import Form, Windows
+from lightning_memmap.sampling.rows import Integers, Rows, WindowedRows
+from lightning_memmap.sampling.sampler import Fields
+from lightning_memmap.schema.forms import Form, Windows
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Store
 

@@ -16,10 +16,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError, nearest
-from lightning_memmap.sampling import Integers, Rows, StoreRows
-from lightning_memmap.schema import Field, Schema
-from lightning_memmap.schema.fields import field_name, name_as_stored
+from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
+from lightning_memmap.schema.fields import Field, field_name, name_as_stored
 from lightning_memmap.schema.kinds import Duration, Text
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.columns import Column, compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied

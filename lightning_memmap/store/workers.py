@@ -26,7 +26,7 @@ import torch
 from typing_extensions import Self
 
 from lightning_memmap.errors import DatasetError, MemmapError, check_integer, describe_error
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.schema.fields import Values
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.building import WRITTEN, Building, RowWriter
 from lightning_memmap.store.directory import JOURNAL, StoreDirectory, check_free, is_store
 from lightning_memmap.store.files import write_rows

@@ -19,22 +19,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap.errors import UnsuitableModuleError, check_integer, with_article
-from lightning_memmap.loading import (
-    BatchLoader,
-    Padded,
-    RowList,
-    SuperBatch,
-    SuperBatchLoader,
-    has_streams,
-)
-from lightning_memmap.loading.super_batch import step_rows_of, unasked_step_rows
-from lightning_memmap.placement import (
+from lightning_memmap.loading.batches import BatchLoader
+from lightning_memmap.loading.device_streams import has_streams
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.super_batch import SuperBatch, step_rows_of, unasked_step_rows
+from lightning_memmap.loading.variable_rows import Padded
+from lightning_memmap.placement.topology import (
     DataTopology,
     check_device,
     data_parallel_rank,
     local_processes,
 )
-from lightning_memmap.schema import Masked
+from lightning_memmap.schema.fields import RowList
+from lightning_memmap.schema.structure import Masked
 
 #: The methods of a module in which it computes.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -10,8 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memmap.loading import SuperBatch
-from lightning_memmap.placement import DataTopology
+from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.strategies._base import OneProcess
 from lightning_memmap.strategies._replicas import Replicas, check_module
 from lightning_memmap.strategies.microbatch import MicroBatches, merge_logs, training_output

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from lightning_memmap.loading.nested import interleaved, named_leaves, opened, rebuilt, remade
-from lightning_memmap.schema import RowList
+from lightning_memmap.schema.fields import RowList
 
 #: What may have rows: its first dimension.
 WITH_ROWS = (Tensor, TensorDictBase)

@@ -4,7 +4,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memmap.loading import BatchLoader
+from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.strategies._base import OneProcess
 
 

@@ -13,7 +13,8 @@ from loaders import make_loader
 from timing import in_turn, pairwise_ratios
 from torch import Tensor, nn
 
-from lightning_memmap.loading import SuperBatchLoader, has_streams
+from lightning_memmap.loading.device_streams import has_streams
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]

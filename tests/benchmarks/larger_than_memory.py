@@ -34,7 +34,7 @@ from loaders import make_loader
 from timing import machine, pairwise_ratios, spread
 from torch import Tensor
 
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import aligned_memory
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store import Store, build_store, open_store

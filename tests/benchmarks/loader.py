@@ -25,7 +25,7 @@ from timing import CLOCKS, in_turn, machine, pairwise_ratios, spread
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.store import Store, build_store
 
 #: An epoch that is over sooner is repeated.

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, SplitSize, divided, plan_placement
-from lightning_memmap.sampling import ShuffledSampler, default_window
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import load_split
+from lightning_memmap.placement.plan import SplitSize, divided, plan_placement
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import ShuffledSampler
+from lightning_memmap.sampling.schedule import default_window
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import windowed

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from timing import CLOCKS, machine, spread
 
-from lightning_memmap.sampling import Pool, Shards, ShuffledSampler, StoreRows
+from lightning_memmap.sampling import Pool, ShuffledSampler
+from lightning_memmap.sampling.rows import Shards, StoreRows
 
 #: Ranks whose rows are counted in one epoch, of which the first one is timed.
 _RANKS_OF_EPOCH = 64

@@ -16,7 +16,8 @@ from time import perf_counter
 import numpy as np
 
 from lightning_memmap import open_store
-from lightning_memmap.sampling import Bucketed, Pool, Sampler, Shards, ShuffledSampler, StoreRows
+from lightning_memmap.sampling import Bucketed, Pool, Sampler, ShuffledSampler
+from lightning_memmap.sampling.rows import Shards, StoreRows
 
 
 class Lengths:

@@ -20,8 +20,11 @@ import torch
 from loader import CASES, LEAST_S, RandomRows
 from timing import CLOCKS, in_turn, machine, spread
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, SplitSize, divided, plan_placement
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import load_split
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.placement.plan import SplitSize, divided, plan_placement
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Mixture,
     Pool,

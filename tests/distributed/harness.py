@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.models import ACCELERATOR_VARIABLE
 from tests.preloaded import python
 from tests.rows import make_sampler, order_rows

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_memmap.sampling import default_window
+from lightning_memmap.sampling.schedule import default_window
 from tests.distributed.harness import launch
 
 

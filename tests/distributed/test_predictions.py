@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from lightning_memmap import open_store, verify_store
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema.fields import Values
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.writing import TableBuild, TableWriter
 from tests.datasets import in_dataset_order

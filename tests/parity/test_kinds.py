@@ -12,7 +12,7 @@ import torch
 from lightning_memmap import MemmapDataModule, open_store
 from lightning_memmap.callbacks import PredictionTable
 from lightning_memmap.commands.rows import step_rows
-from lightning_memmap.placement import topology_of
+from lightning_memmap.placement.topology import topology_of
 from lightning_memmap.sampling import Subset
 from tests.datasets import FORMS, EncodedImages, Ragged, Scenes
 from tests.models import Boxes, Brightness, Sounds, make_trainer, weights

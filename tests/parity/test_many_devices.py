@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.placement import DataTopology
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Mixture, Subset
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import make_sampler, order_rows
 

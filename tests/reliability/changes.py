@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema.fields import Values
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store import (
     append_store,
     build_part,

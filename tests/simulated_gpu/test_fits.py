@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import FormedCollate
 from lightning_memmap.loading.device_streams import SideStreams
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.placement import topology
 from lightning_memmap.schema import Jagged, Pad
 from lightning_memmap.store import build_store

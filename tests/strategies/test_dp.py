@@ -32,7 +32,8 @@ from torchmetrics import (
 from torchmetrics.aggregation import RunningMean
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import Padded, RowList, SuperBatch
+from lightning_memmap.loading import Padded, RowList
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.schema import RowList
+from lightning_memmap.schema.fields import RowList
 from lightning_memmap.strategies import PipelineStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.rows import CPU

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SuperBatch
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import CPU, NumberedRows, joined, make_loader, rows_of

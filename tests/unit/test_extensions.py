@@ -14,11 +14,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SplitRows
 from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.row_source import RowSource
-from lightning_memmap.placement import DataTopology
-from lightning_memmap.sampling import Integers, Pool, Sampler
+from lightning_memmap.loading.split import SplitRows
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import Pool, Sampler
+from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import (

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SuperBatchLoader, load_split
-from lightning_memmap.placement import DataTopology, Residency, SplitPlacement, SplitSize
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import load_split
+from lightning_memmap.placement.plan import Residency, SplitPlacement, SplitSize
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import KFold, Parts, Pool, SequentialSampler
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer

@@ -15,18 +15,16 @@ from torch.utils.data import Subset as TorchSubset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError
-from lightning_memmap.loading import FormedCollate
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.sampling import (
     Curriculum,
-    JoinedRows,
     Mixture,
     Pool,
     RandomSplit,
     SequentialSampler,
-    Shards,
-    StoreRows,
     Subset,
 )
+from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.store.joined import JoinedStore

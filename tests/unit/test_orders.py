@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch.utils.data import Subset
 
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.sampling import Bucketed, Curriculum, Mixture, SamplerFactory, Weighted
 from lightning_memmap.sampling.permutations import Tables
 from lightning_memmap.sampling.weighted import WeightedSampler

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.placement import DataTopology
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import (
     Holdout,
     KFold,

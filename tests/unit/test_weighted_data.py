@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SuperBatchLoader
-from lightning_memmap.placement import DataTopology
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Curriculum, Pool, Sampler, Weighted
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import ColumnDataset, Store

@@ -12,23 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.memory import Memory
 from lightning_memmap.sampling import (
     KFold,
     Pool,
     RandomSplit,
-    Rows,
     SequentialSampler,
-    Shards,
     ShuffledSampler,
-    StoreRows,
     Subset,
     Weighted,
-    WindowedRows,
-    spans_of,
 )
 from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.pool import spans_of
+from lightning_memmap.sampling.rows import Rows, Shards, StoreRows, WindowedRows
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store, TokenStream, build_store, open_store
 from tests.datasets import Series, all_windows, windows_in

@@ -29,7 +29,7 @@ from filelock import FileLock
 from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest

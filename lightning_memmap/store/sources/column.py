@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_memmap.sampling import Integers
+from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.stack import Branch
 from lightning_memmap.store.workers import RowNumbers
 

@@ -21,12 +21,12 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, SchemaError, describe_error
-from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Schema, Values
-from lightning_memmap.schema.fields import join_values, take_rows
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.schema.fields import Field, Values, join_values, take_rows
 from lightning_memmap.schema.kinds import Image
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.stack import Branch, Samples, fit, stack
-from lightning_memmap.schema.structure import children_of
+from lightning_memmap.schema.structure import Node, children_of
 from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
 from lightning_memmap.store.sources.column import (
     TableColumn,

@@ -18,8 +18,8 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from lightning_memmap.errors import DatasetError, describe_error
-from lightning_memmap.schema import Form, Values
-from lightning_memmap.schema.fields import join_values
+from lightning_memmap.schema.fields import Values, join_values
+from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance

@@ -20,11 +20,11 @@ from pyarrow.parquet import ParquetFile
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, describe_error
-from lightning_memmap.sampling import Integers
-from lightning_memmap.schema import Field, Node, Values
-from lightning_memmap.schema.fields import TO_NUMPY, field_name
+from lightning_memmap.sampling.rows import Integers
+from lightning_memmap.schema.fields import TO_NUMPY, Field, Values, field_name
 from lightning_memmap.schema.kinds import Bytes, Duration, Text
 from lightning_memmap.schema.stack import Branch, as_tensor, fit, fit_lists
+from lightning_memmap.schema.structure import Node
 from lightning_memmap.schema.structure import Path as Keys
 from lightning_memmap.store.sources.column import TableColumn, by_piece
 from lightning_memmap.store.workers import RowNumbers

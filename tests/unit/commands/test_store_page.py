@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from lightning_memmap import build_store
 from lightning_memmap.cli import main
 from lightning_memmap.commands.store_page import Section, section_of, show
-from lightning_memmap.schema import Field
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.store import Store
 from lightning_memmap.tables import render_page
 

@@ -20,7 +20,7 @@ from lightning_memmap.compare.worker import (
     train_variant,
     trainer_options,
 )
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import open_store
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 

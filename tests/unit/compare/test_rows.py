@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import expected_hashes
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import Store
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.rows import CPU, make_loader, make_sampler

@@ -15,9 +15,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
-from lightning_memmap.loading import Padded, SuperBatch
+from lightning_memmap.loading import Padded
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import topology
-from lightning_memmap.sampling import default_window
+from lightning_memmap.sampling.schedule import default_window
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
 

@@ -24,7 +24,8 @@ from lightning_memmap.sampling import (
     Subset,
     Weighted,
 )
-from lightning_memmap.schema import Decode, Form, Jagged, Pad, Windows, read_forms
+from lightning_memmap.schema import Decode, Form, Jagged, Pad, Windows
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import ImageFolder, TokenStream
 
 NO_COUNTS = (2**70, -1, math.nan, math.inf, 1.5, True, "3", torch.tensor(3), [], {}, b"3", object())

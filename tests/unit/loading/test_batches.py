@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import BatchLoader
+from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import (

@@ -15,15 +15,12 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.loading import (
-    FormedCollate,
-    Scaled,
-    SplitRows,
-    SuperBatchLoader,
-    fetch,
-    image_decoder,
-)
-from lightning_memmap.schema import Decode, read_forms
+from lightning_memmap.loading import Scaled, fetch, image_decoder
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import SplitRows
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.schema import Decode
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
 from tests.models import Brightness, make_trainer

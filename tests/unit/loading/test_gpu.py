@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, device_streams, load_split
+from lightning_memmap.loading import device_streams
 from lightning_memmap.loading.device_streams import upload
+from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.nested import dense_tensors, named_leaves, rebuilt, sent_leaf
+from lightning_memmap.loading.split import load_split
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.loading.variable_rows import rows_in_memory
-from lightning_memmap.placement import DataTopology, Residency, plan_placement
+from lightning_memmap.placement.plan import Residency, plan_placement
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import ShuffledSampler
-from lightning_memmap.schema import Field, read_forms
-from lightning_memmap.schema.fields import DTYPES
+from lightning_memmap.schema.fields import DTYPES, Field
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.models import IS_SIMULATED

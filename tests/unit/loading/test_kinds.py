@@ -7,10 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.loading import FormedCollate, SuperBatchLoader, row_file
-from lightning_memmap.placement import DataTopology, Residency
-from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted, striping
-from lightning_memmap.schema import Windows, read_forms
+from lightning_memmap.loading import row_file
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.placement.plan import Residency
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted
+from lightning_memmap.sampling.rows import striping
+from lightning_memmap.schema import Windows
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Series
 from tests.rows import (

@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_memmap.loading import SuperBatch, SuperBatchLoader
-from lightning_memmap.sampling import BatchSchedule, Sampler, striping
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.super_batch import SuperBatch
+from lightning_memmap.sampling import Sampler
+from lightning_memmap.sampling.rows import striping
+from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import Store, build_store
 from tests.datasets import assert_same
 from tests.preloaded import preloaded_processes

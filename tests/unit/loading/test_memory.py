@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_memmap.loading import memory
 from lightning_memmap.loading.buffers import empty_buffers
 from lightning_memmap.loading.memory import Columns, Memory, Places
-from lightning_memmap.placement import DataTopology, Residency
+from lightning_memmap.placement.plan import Residency
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.store import Store
 from tests.rows import CPU, StridedRows, epoch_rows, joined, loader_over, pool_of, split_with
 

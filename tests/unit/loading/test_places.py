@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_memmap.loading import memory
 from lightning_memmap.loading.memory import Places
-from lightning_memmap.sampling import (
-    Integers,
-    JoinedRows,
-    Pool,
-    Rows,
-    Sampler,
-    Shards,
-    ShuffledSampler,
-    StoreRows,
-    Weighted,
-)
+from lightning_memmap.sampling import Pool, Sampler, ShuffledSampler, Weighted
+from lightning_memmap.sampling.rows import Integers, JoinedRows, Rows, Shards, StoreRows
 from tests.rows import StridedRows
 
 

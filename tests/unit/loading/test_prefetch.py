@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memmap.loading import OnSuperBatch, SuperBatchLoader
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.transform import OnSuperBatch
 from lightning_memmap.store import Store
 from tests.rows import (
     CPU,

@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import FormedCollate, RowList
+from lightning_memmap.loading import RowList
 from lightning_memmap.loading.nested import dense_tensors, is_on, named_leaves, sent_leaf
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.sampling import Subset
 from lightning_memmap.schema import Form, Masked, Nullable, Pad, Rows
 from lightning_memmap.store import Store, build_store

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import (
-    SuperBatch,
-    SuperBatchLoader,
-)
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.store import Store, build_store
 from tests.preloaded import END_WHOLLY, run
 from tests.rows import (

@@ -16,16 +16,12 @@ from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_window_bytes
 from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_window
-from lightning_memmap.placement import DataTopology, plan_placement
-from lightning_memmap.sampling import (
-    Blocks,
-    Pool,
-    Rows,
-    Shards,
-    ShuffledSampler,
-    StoreRows,
-)
-from lightning_memmap.schema import Field
+from lightning_memmap.placement.plan import plan_placement
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import Pool, ShuffledSampler
+from lightning_memmap.sampling.rows import Rows, Shards, StoreRows
+from lightning_memmap.sampling.schedule import Blocks
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.store import Store, build_store
 from lightning_memmap.store.open_columns import ItemRows
 from tests.rows import CPU, StridedRows, chosen_of, make_split, size_of

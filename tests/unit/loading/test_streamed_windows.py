@@ -19,17 +19,10 @@ from lightning_memmap.loading.stream import (
     largest_window_steps,
     located_steps,
 )
-from lightning_memmap.sampling import (
-    Blocks,
-    Pool,
-    Sampler,
-    SequentialSampler,
-    Shards,
-    ShuffledSampler,
-    StoreRows,
-    WindowedRows,
-)
+from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.identity import Numbers
+from lightning_memmap.sampling.rows import Shards, StoreRows, WindowedRows
+from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import TokenStream, build_store
 from tests.models import set_up

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.loading import SuperBatch
-from lightning_memmap.loading.super_batch import Collator, step_rows_of
+from lightning_memmap.loading.super_batch import Collator, SuperBatch, step_rows_of
 from lightning_memmap.store import Store
 from lightning_memmap.strategies._base import RowWeighted
 from tests.rows import CPU, assembled, make_loader, take_steps

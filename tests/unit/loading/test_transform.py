@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import OnSuperBatch, SuperBatchLoader
-from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.transform import DeviceTransform, OnSuperBatch
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import CPU, assembled, image_of, make_loader, order_rows, take_steps

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.loading import (
-    FormedCollate,
-    RowList,
-    SplitRows,
-    SuperBatchLoader,
-    variable_rows,
-)
+from lightning_memmap.loading import RowList, variable_rows
+from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.transform import OnSuperBatch
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.loading.variable_rows import VariableRows, rows_in_memory
 from lightning_memmap.sampling import SequentialSampler
-from lightning_memmap.schema import FetchedRows, Field, Form, Jagged, Pad, Rows
+from lightning_memmap.schema import Form, Jagged, Pad, Rows
+from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.forms import FetchedRows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded

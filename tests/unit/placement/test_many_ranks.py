@@ -6,17 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memmap.placement import DataTopology, plan_placement
-from lightning_memmap.sampling import (
-    BatchSchedule,
-    Integers,
-    Pool,
-    Sampler,
-    SequentialSampler,
-    Shards,
-    ShuffledSampler,
-)
-from lightning_memmap.schema import Field
+from lightning_memmap.placement.plan import plan_placement
+from lightning_memmap.placement.topology import DataTopology
+from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
+from lightning_memmap.sampling.rows import Integers, Shards
+from lightning_memmap.sampling.schedule import BatchSchedule
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.store.columns import FixedColumn
 from tests.rows import size_of
 

@@ -13,21 +13,25 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rich.console import Console
 
 from lightning_memmap.errors import PlacementError
-from lightning_memmap.placement import (
-    DataTopology,
+from lightning_memmap.placement import topology
+from lightning_memmap.placement.plan import (
     Placement,
     Residency,
+    check_residency,
+    placement_table,
+    plan_placement,
+)
+from lightning_memmap.placement.topology import (
+    DataTopology,
     check_device,
     check_memory_fraction,
-    check_residency,
     device_budgets,
     free_bytes,
     local_processes,
-    placement_table,
-    plan_placement,
-    topology,
 )
-from lightning_memmap.sampling import Blocks, Integers, Pool, Shards, shard_rows
+from lightning_memmap.sampling import Pool
+from lightning_memmap.sampling.rows import Integers, Shards, shard_rows
+from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.strategies import IndependentStrategy, SuperBatchDDPStrategy
 from tests.rows import size_of

@@ -12,8 +12,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_memmap.placement import DataTopology, topology_of
-from lightning_memmap.sampling import BatchSchedule
+from lightning_memmap.placement.topology import DataTopology, topology_of
+from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.store import Store
 from tests.rows import epoch_rows, joined, make_loader, order_rows
 

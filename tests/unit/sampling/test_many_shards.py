@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from lightning_memmap.sampling import ShuffledSampler, default_shards, divisors
+from lightning_memmap.sampling import ShuffledSampler
+from lightning_memmap.sampling.rows import default_shards, divisors
 from tests.rows import pool_of
 
 ROWS, EPOCHS = 24_000, 100

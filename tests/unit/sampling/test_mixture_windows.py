@@ -10,19 +10,10 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    Curriculum,
-    JoinedRows,
-    Mixture,
-    Pool,
-    Sampler,
-    Shards,
-    StoreRows,
-    Weighted,
-    WindowedRows,
-)
+from lightning_memmap.sampling import Curriculum, Mixture, Pool, Sampler, Weighted
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.mixture import MixtureSampler
+from lightning_memmap.sampling.rows import JoinedRows, Shards, StoreRows, WindowedRows
 from lightning_memmap.sampling.sampler import made_sampler
 from tests.rows import at, pool_of
 

@@ -9,15 +9,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    BatchSchedule,
-    Sampler,
-    Shards,
-    derive_seed,
-    shard_rows,
-    striping,
-)
+from lightning_memmap.sampling import Sampler
 from lightning_memmap.sampling import permutations as constructions
+from lightning_memmap.sampling.rows import Shards, shard_rows, striping
+from lightning_memmap.sampling.sampler import derive_seed
+from lightning_memmap.sampling.schedule import BatchSchedule
 from tests.rows import at, make_sampler
 
 SEEDS = st.integers(0, 2**63 - 1)

@@ -10,16 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    Holdout,
-    KFold,
-    Parts,
-    RandomSplit,
-    Selection,
-    Shards,
-    StoreRows,
-    Subset,
-)
+from lightning_memmap.sampling import Holdout, KFold, Parts, RandomSplit, Selection, Subset
+from lightning_memmap.sampling.rows import Shards, StoreRows
 from tests.unit.sampling.test_weighted import Table
 
 

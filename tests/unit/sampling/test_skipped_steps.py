@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import BatchSchedule
-from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
+from lightning_memmap.sampling.schedule import BatchSchedule, SkippedSteps, steps_to_skip
 
 
 def bounds_of(schedule: BatchSchedule) -> list[tuple[int, int]]:

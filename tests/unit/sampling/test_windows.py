@@ -13,15 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import (
-    Blocks,
-    Sampler,
-    default_window,
-    permutations,
-    shard_rows,
-)
+from lightning_memmap.sampling import Sampler, permutations
 from lightning_memmap.sampling.permutations import BlockPermutation
-from lightning_memmap.sampling.schedule import DEFAULT_BLOCK_BYTES
+from lightning_memmap.sampling.rows import shard_rows
+from lightning_memmap.sampling.schedule import DEFAULT_BLOCK_BYTES, Blocks, default_window
 from tests.rows import at, make_sampler
 from tests.unit.sampling.test_sampler import CHI_SQUARE_999, chi_square
 

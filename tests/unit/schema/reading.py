@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Schema
 from lightning_memmap.schema.fields import dtype_name
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import check_schema, read_dtype
 
 

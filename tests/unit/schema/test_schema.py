@@ -21,8 +21,9 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import DTYPES, Field, Node, RowList, Schema
-from lightning_memmap.schema.fields import field_name
+from lightning_memmap.schema.fields import DTYPES, Field, RowList, field_name
+from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.structure import Node
 from tests.datasets import assert_same, texts
 from tests.reliability.manifest_fuzz import places
 from tests.unit.schema.reading import read_schema, to_json

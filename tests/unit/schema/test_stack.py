@@ -9,7 +9,8 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Pad, Schema
+from lightning_memmap.schema import Pad
+from lightning_memmap.schema.schema import Schema
 from tests.datasets import texts
 
 SIZES = st.integers(0, 4)

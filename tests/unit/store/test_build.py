@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
-from lightning_memmap.schema import DTYPES
+from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
 from tests.datasets import Counting, Numbered, Replaced, Wrapped, holds, in_dataset_order

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.sampling import Shards
+from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store.build import Asked

@@ -14,7 +14,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError
-from lightning_memmap.schema import read_forms
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
 from lightning_memmap.store.build import Asked
 from lightning_memmap.store.building import rows_of_unfinished

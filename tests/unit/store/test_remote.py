@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.loading import load_split
-from lightning_memmap.placement import DataTopology, Residency, plan_placement
+from lightning_memmap.loading.split import load_split
+from lightning_memmap.placement.plan import Residency, plan_placement
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import KFold, Mixture
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import (

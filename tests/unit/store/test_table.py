@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_memmap.errors import StoreError, StoreNotFoundError
-from lightning_memmap.schema import Schema, Values
+from lightning_memmap.schema.fields import Values
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.recognition import check_dataset

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema import Schema
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.sources.source import source_of
 from tests.datasets import Wrapped, column_files
 from tests.unit.schema.reading import read_schema, to_json

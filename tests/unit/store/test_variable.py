@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError
-from lightning_memmap.loading import FormedCollate
+from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.schema import Pad
 from lightning_memmap.store import Store, build_store, open_store, verify_store, writing
 from lightning_memmap.store.samples import probe_rows
