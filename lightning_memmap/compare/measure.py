@@ -238,6 +238,12 @@ class RunCallback(L.Callback, ABC):
         """After the last step, on every rank: what the record has beside losses and memory."""
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            # The Trainer counts the steps of each optimizer, of which a batch may have several.
+            trainer.fit_loop.epoch_loop.max_steps = -1
+
+    @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -260,6 +266,9 @@ class RunCallback(L.Callback, ABC):
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
         if len(self._losses) == 1:
             (Path(self.spec.out) / HAS_TRAINED).touch()
+        num_batches = self.spec.warmup_steps + self.spec.steps
+        if not pl_module.automatic_optimization and len(self._losses) == num_batches:
+            trainer.should_stop = True
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -311,6 +320,7 @@ class CheckCallback(RunCallback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._save_weights(trainer, "initial.pt")
 
     @override

@@ -228,9 +228,9 @@ class SuperBatchLoader:
         num_devices = self._rows.topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(
-                f"an epoch, or a checkpoint inside it, leaves {left} rows of its epoch for"
-                f" {num_devices} data devices, so that some would have none: use at most {left}"
-                " data devices, a sampler of more rows, or another checkpoint"
+                f"{left} rows are left of the epoch for {num_devices} data devices, so that some"
+                f" would have none: use at most {left} data devices, a sampler of more rows, or"
+                " another checkpoint"
             )
         return start
 

@@ -85,7 +85,7 @@ class TestDevices:
     def test_more_devices_than_rows_raise_before_the_first_step(self, tmp_path: Path) -> None:
         data = MemmapDataModule(Points(3), store_dir=tmp_path / "stores")
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=4)
-        with pytest.raises(Exception, match=r"3 rows for 4 data devices"):
+        with pytest.raises(Exception, match=r"3 rows .* 4 data devices"):
             trainer.fit(Regression(), datamodule=data)
         assert trainer.global_step == 0
 

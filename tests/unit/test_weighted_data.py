@@ -95,7 +95,7 @@ def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
         (Weighted("labels"), {}, r"field 'labels': the store at .* has \['row', 'x', 'y', 'label'"),
         (Weighted("x"), {}, r"field 'x': its rows are float32 \(8,\)"),
         (Weighted([1.0]), {}, r"weights of shape \(1,\), and the dataset has 90 rows"),
-        (Weighted("label", num_samples=1), {}, "an epoch of 1 rows for 2 data devices"),
+        (Weighted("label", num_samples=1), {}, "1 rows .* 2 data devices"),
     ],
 )
 def test_sampler_that_cannot_be_is_refused(

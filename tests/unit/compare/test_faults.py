@@ -49,6 +49,34 @@ def test_strategy_that_does_the_same_is_found_to_agree(
         assert parity.rows == [STEPS, STEPS]
 
 
+class Taught(Regression):
+    """Two optimizers that take a step for each batch, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([each], lr=0.01) for each in self.parameters()]
+
+
+def test_batches_are_counted_where_each_has_steps_of_several_optimizers(tmp_path: Path) -> None:
+    variants = ("auto", "auto+workers0", "memmap_superbatch")
+    checks = {variant: check_run(tmp_path, variant, Taught) for variant in variants}
+    for parity in check_runs_parity(tmp_path, checks).values():
+        assert parity.problems == []
+        assert parity.rows == [STEPS, STEPS]
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
     tmp_path: Path, precision: str

@@ -160,7 +160,7 @@ class TestFabric:
         loader = make_batches(numbered_store(6, 24), 1).loader
         steps = [list(loader.of_process(rank, 6)) for rank in range(6)]
         assert [len(each) for each in steps] == [1] * 6
-        with pytest.raises(ValueError, match=r"6 rows of its epoch for 8 data devices"):
+        with pytest.raises(ValueError, match=r"6 rows .* 8 data devices"):
             loader.of_process(0, 8)
 
 
