@@ -129,7 +129,6 @@ def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = No
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
     check_free(directory.path, "`store_dir`")
-
     if is_store(directory.path) and not overwrite:
         return _reopen(asked)
     with ExitStack() as lock, ExitStack() as stack:

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -88,8 +89,17 @@ class SuperBatchMixin(Strategy):
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
-        if isinstance(dataloader, SuperBatchLoader) and dataloader.device is None:
-            dataloader = dataloader.placed(self.data_topology)
+        if isinstance(dataloader, SuperBatchLoader):
+            topology = self.data_topology
+            has, asked = dataloader.global_batch, dataloader.batch_size * topology.num_data_devices
+            if has != asked:
+                rank_zero_warn(
+                    f"a loader that was made without the Trainer gives {has} rows a step, and with"
+                    f" {topology.num_data_devices} data devices a step of {self.strategy_name} has"
+                    f" {asked}: give the Trainer datamodule= instead of its loader"
+                )
+            if dataloader.device is None:
+                dataloader = dataloader.placed(topology)
         return super().process_dataloader(dataloader)
 
     @override

@@ -114,6 +114,17 @@ class TestTraining:
         with pytest.warns(UserWarning, match=r"with 2 data devices: a step has the rows"):
             trainer.fit(Regression(), DataLoader(TRAIN, 16), DataLoader(VAL, 16))
 
+    @pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_dp"])
+    def test_loader_that_was_made_without_the_trainer_warns(
+        self, tmp_path: Path, strategy: str
+    ) -> None:
+        data = make_data(tmp_path, 4)
+        data.prepare_data()
+        data.setup("fit")
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+        with pytest.warns(UserWarning, match="gives 4 rows .* has 8: .*datamodule="):
+            trainer.fit(Regression(), data.train_dataloader(), data.val_dataloader())
+
     def test_super_batches_of_any_loader_are_assembled(
         self, tmp_path: Path, numbered_store: Any
     ) -> None:
