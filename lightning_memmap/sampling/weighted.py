@@ -1,5 +1,6 @@
 """Rows that come more or less often than others, by weight."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,6 +86,13 @@ class Weighted(Described, SamplerFactory):
             if not np.issubdtype(found.dtype, np.floating):
                 _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
                 found = 1 / counts[classes]
+            elif np.isin(found, (0, 1)).all() and (num_zeros := int((found == 0).sum())):
+                warnings.warn(
+                    f"Weighted({self.weights!r}): the field has floating-point values, which are"
+                    f" weights, and has 0 or 1 alone: {num_zeros} of {len(found)} rows never come;"
+                    " store classes as integers or bools",
+                    stacklevel=2,
+                )
         else:
             given = one_by_row("Weighted: weights", self.weights, fields.num_rows)
             if not (np.issubdtype(given.dtype, np.number) or given.dtype == np.bool_):

@@ -104,7 +104,9 @@ def test_two_builds_of_the_same_stores_do_not_wait_for_each_other(
     assert all(holds(open_store(tmp_path / name), Numbered(20)) for name in asked)
 
 
-def test_growing_store_is_pickled_while_it_grows_and_opened_when_it_is_whole(tmp_path: Path) -> None:
+def test_growing_store_is_pickled_while_it_grows_and_opened_when_it_is_whole(
+    tmp_path: Path,
+) -> None:
     path, dataset = tmp_path / "train", Numbered(40)
     with growing(path, Slow(dataset, 0.02, every=1)) as store:
         sent = pickle.dumps(store)
