@@ -25,7 +25,7 @@ from lightning_memmap.loading.variable_rows import Allocate, VariableRows, large
 from lightning_memmap.sampling.pool import Pool, spans_of
 from lightning_memmap.sampling.rows import Integers, WindowedRows, firsts_of
 from lightning_memmap.sampling.sampler import Sampler
-from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.fields import Field, select
 from lightning_memmap.store import Store
 from lightning_memmap.store.open_columns import (
     ItemRows,
@@ -142,7 +142,7 @@ class Columns:
             if isinstance(column, Ragged):
                 taken.append(column.take(places[key].numpy()))
             else:
-                taken.append(torch.index_select(column, 0, places[key], out=next(memory, None)))
+                taken.append(select(column, places[key], next(memory, None)))
         return taken
 
 

@@ -15,7 +15,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.sampling.rows import firsts_of
-from lightning_memmap.schema.fields import RowList
+from lightning_memmap.schema.fields import RowList, select
 
 #: What leaves have in common whose rows can be put together: what they are, dtype and shape.
 Kind: TypeAlias = tuple[Any, ...]
@@ -193,7 +193,7 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     shifts = torch.cat([starts - ends + lengths, -ends[-1:]])
     counts = torch.cat([lengths, len(values) - ends[-1:]])
     shifts = shifts.repeat_interleave(counts, output_size=len(values))
-    values = values.index_select(0, shifts + torch.arange(len(values), device=device))
+    values = select(values, shifts + torch.arange(len(values), device=device))
     if device.type == "cpu":
         values = values[: int(ends[-1])]
     offsets = torch.cat([ends.new_zeros(1), ends])

@@ -16,6 +16,7 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.variable_rows import VariableRows, joined_rows, share_widths
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
+from lightning_memmap.schema.fields import select
 
 #: One tensor per row, or rows that are not copied yet.
 Leaf: TypeAlias = Tensor | VariableRows
@@ -97,7 +98,11 @@ def in_order(parts: Sequence[tuple[Integers, Sequence[Leaf]]], device: torch.dev
         return [*parts[0][1]]
     order = send(torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts]))), device)
     columns = zip(*(leaves for _, leaves in parts), strict=True)
-    return [joined_rows(column).index_select(0, order) for column in columns]
+    joined = map(joined_rows, columns)
+    return [
+        select(leaf, order) if isinstance(leaf, Tensor) else leaf[order.cpu().numpy()]
+        for leaf in joined
+    ]
 
 
 def released_error() -> RuntimeError:

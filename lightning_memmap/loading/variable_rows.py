@@ -22,7 +22,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
 from lightning_memmap.sampling.rows import Integers, firsts_of, ranges
-from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values
+from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values, select
 from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store.segments import Bytes, copy_segments
 
@@ -109,10 +109,6 @@ class VariableRows:
         is_packed = self.is_packed and isinstance(rows, slice) and rows.step in (None, 1)
         return self.but(starts=starts, sizes=sizes, is_packed=is_packed, fetch=None)
 
-    def index_select(self, dim: int, order: Tensor) -> "VariableRows":
-        """The rows in another order."""
-        return self[order.cpu().numpy()]
-
     def split_with_sizes(self, sizes: Sequence[int]) -> "list[VariableRows]":
         """Divide the rows. The widths are those of each part."""
         counts = np.array(sizes, np.int64)
@@ -156,7 +152,7 @@ class VariableRows:
             first = int(self.starts[0])
             return self.items[first : first + total]
         if self.device.type != "cpu":
-            return self.items.index_select(0, *self._spread(lengths, self.starts))
+            return select(self.items, *self._spread(lengths, self.starts))
         size, places = self.field.item_bytes, ends - lengths
         memory = self.allocate(total * size)
         copy_segments(
@@ -200,7 +196,7 @@ class VariableRows:
             sources, targets = self._spread(lengths, starts, places)
             shape, signed = (total, *field.item_shape), SIGNED.get(field.dtype, field.dtype)
             values = torch.full(shape, value, dtype=field.dtype, device=self.device)
-            found = self.items.view(signed).index_select(0, sources)
+            found = select(self.items, sources).view(signed)
             values.view(signed).index_copy_(0, targets, found)
             return values
         memory = self.allocate(total * size)

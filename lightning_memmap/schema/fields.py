@@ -288,8 +288,15 @@ def join_values(parts: Sequence[list[Values]], back: Integers | None = None) -> 
 
 def take_rows(data: Tensor, rows: Integers) -> Tensor:
     """Copy rows of a tensor of any dtype, in any order, int64 of shape (n,)."""
-    signed, numbers = SIGNED.get(data.dtype, data.dtype), torch.from_numpy(rows)
-    return data.detach().view(signed).index_select(0, numbers.to(data.device)).view(data.dtype)
+    return select(data.detach(), torch.from_numpy(rows).to(data.device))
+
+
+def select(data: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """The same as `torch.index_select`, which lacks some unsigned integers."""
+    if (signed := SIGNED.get(data.dtype)) is None:
+        return torch.index_select(data, 0, rows, out=out)
+    memory = None if out is None else out.view(signed)
+    return torch.index_select(data.view(signed), 0, rows, out=memory).view(data.dtype)
 
 
 def _among_zeros(data: Tensor, places: NDArray[np.bool_]) -> Tensor:

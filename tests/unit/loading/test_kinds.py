@@ -1,20 +1,24 @@
 """Whatever rows are, and wherever they lie, batches are those of the mapping on one device."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.placement.plan import Residency
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Bucketed, SamplerFactory, Weighted
 from lightning_memmap.sampling.rows import striping
 from lightning_memmap.schema import Windows
+from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, EncodedImages, Series
@@ -34,7 +38,11 @@ KINDS = ["rows", "items", "images", "windows"]
 NUM_ROWS, LENGTH = 97, 8
 #: Of series, of which some are shorter than a window.
 LENGTHS = [3 + row * 7 % 30 for row in range(40)]
-FORMS_OF: dict[str, dict[str, Any]] = {"items": VARIABLE, "images": FORMS}
+FORMS_OF: dict[str, dict[str, Any]] = {
+    "items": VARIABLE,
+    "images": FORMS,
+    "dtypes": {f"{name} jagged": "jagged" for name in DTYPES},
+}
 #: What a batch has for rows that differ in length.
 FORMS_OF_ITEMS: list[dict[str, Any]] = [
     {},
@@ -47,6 +55,15 @@ FACTORIES = [None, Weighted("row"), Weighted("row", 40), Bucketed("name", 12, 2)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the train rows are in .* shards"),
 ]
+
+
+def of_every_dtype(row: int) -> dict[str, Any]:
+    """A sample with a number and two sequences of every dtype."""
+    sample: dict[str, Any] = {"row": row}
+    for name, dtype in DTYPES.items():
+        sample[name] = torch.tensor(row).to(dtype)
+        sample[f"{name} padded"] = sample[f"{name} jagged"] = torch.arange(row % 4).to(dtype)
+    return sample
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +158,23 @@ def test_batches_do_not_depend_on_devices_and_places(
     expected = batches(make(stores, kind, "mmap", **setup))
     setup = {**setup, "num_devices": num_devices, "batch_size": 24 // num_devices}
     assert batches(make(stores, kind, residency, **setup)) == expected
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch])
+@pytest.mark.parametrize("residency", ["mmap", "host", "device", "mixed", "stream"])
+def test_numbers_of_every_dtype_come_as_they_are(
+    tmp_path: Path, residency: str, transform: Any
+) -> None:
+    dataset = [of_every_dtype(row) for row in range(NUM_ROWS)]
+    store = build_store(dataset, tmp_path / "store", num_shards=12, progress=False)
+    for super_batch in make(
+        {"dtypes": store}, "dtypes", residency, num_devices=3, transform=transform
+    ):
+        batch = super_batch.to(CPU)
+        rows = [dataset[row] for row in batch["row"].tolist()]
+        for name, leaf in batch.items():
+            found = leaf.rows() if isinstance(leaf, Padded) else leaf.unbind()
+            assert plain([*found]) == plain([torch.as_tensor(row[name]) for row in rows]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -49,7 +49,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return [plain(each) for each in value.unbind()]
-        return value.dtype, value.shape, value.numpy().tobytes()
+        # numpy has no bfloat16.
+        return value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
