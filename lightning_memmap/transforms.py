@@ -167,7 +167,7 @@ def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any
     rows: list[Any] = [*map(opened, results)]
     columns = [_collated([row[key] for row in rows], lists, name + key) for key in first]
     # As in `default_collate`.
-    return columns if type(results[0]) is tuple else remade(results[0], columns)
+    return columns if type(results[0]) is tuple else remade(results[0], columns, is_row=True)
 
 
 def _check_alike(

@@ -87,8 +87,8 @@ class RunSummary(L.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows = _rows_until_now(trainer) - self._rows_at_start
-        self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
+        if rows := _rows_until_now(trainer) - self._rows_at_start:
+            self._rates.append(rows / (_now_s(trainer) - self._epoch_start_s))
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -161,7 +161,10 @@ def _held_text(held: Sequence[HeldShards]) -> str:
 
 def _rows_until_now(trainer: Any) -> int:
     """The rows of the epoch that were trained on over all processes, those before a resume too."""
-    state = LoaderState.read(trainer.datamodule.state_dict()["train"])
+    # A subclass may save another state, or train on a loader of its own.
+    if not (found := MemmapDataModule.state_dict(trainer.datamodule)):
+        return 0
+    state = LoaderState.read(found["train"])
     # That of a checkpoint may stand at the end of the epoch before.
     return state.num_rows if state.epoch == trainer.current_epoch else 0
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -33,22 +33,26 @@ def opened(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def remade(value: Any, children: Sequence[Any]) -> Any:
-    """A container like this one around other children."""
+def remade(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
+    """A container like this one around other children; like this row, around those of many."""
     made: Any = type(value)
-    if isinstance(value, TensorDictBase):
-        num_rows = [len(child) for child in children][: min(1, value.batch_dims)]
-        named = dict(zip(value.keys(), children, strict=True))
-        return TensorDict(named, [*num_rows, *value.batch_size[1:]])
-    if isinstance(value, Mapping):
-        factory = [value.default_factory] if isinstance(value, defaultdict) else []
-        return made(*factory, zip(value, children, strict=True))
     if isinstance(value, (list, tuple)):
         return made(*children) if hasattr(value, "_fields") else made(children)
+    is_mapping = isinstance(value, Mapping)
+    names = value.keys() if is_mapping else [field.name for field in dataclasses.fields(value)]
+    named = dict(zip(names, children, strict=True))
+    if is_tensor_collection(value):
+        # A TensorDict or a tensorclass: the first dimension of a batch is that of its rows.
+        rows = [len(child) for child in children][: 1 if is_row else min(1, value.batch_dims)]
+        found = TensorDict(named, [*rows, *value.batch_size[0 if is_row else 1 :]])
+        return found if is_mapping else made.from_tensordict(found)
+    if is_mapping:
+        factory = [value.default_factory] if isinstance(value, defaultdict) else []
+        return made(*factory, named)
     # Frozen ones too.
     filled = copy.copy(value)
-    for field, child in zip(dataclasses.fields(value), children, strict=True):
-        object.__setattr__(filled, field.name, child)
+    for name, child in named.items():
+        object.__setattr__(filled, name, child)
     return filled
 
 

@@ -2,12 +2,13 @@
 
 import random
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from lightning_memmap.loading import RowList
 from lightning_memmap.loading.transform import DeviceTransform
@@ -69,20 +70,26 @@ class TestSamples:
             [torch.arange(3), torch.arange(6).view(3, 2)],
             Pair(torch.arange(6).view(3, 2), torch.arange(3)),
             {"a": [torch.arange(3)], "b": {"c": torch.ones(3, 2, 2)}},
+            TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3, 2, 2)}}, [3]),
         ],
-        ids=["tensor", "list", "namedtuple", "nested"],
+        ids=["tensor", "list", "namedtuple", "nested", "TensorDict"],
     )
     def test_per_sample_without_change_gives_the_batch_back(self, batch: Any) -> None:
         found = PerSample(lambda sample: sample)(batch)
         assert type(found) is type(batch)
+        assert getattr(found, "batch_size", None) == getattr(batch, "batch_size", None)
         for one, other in zip(leaves(found), leaves(batch), strict=True):
             assert torch.equal(one, other)
+
+    def test_tensordicts_of_rows_are_one_with_the_rows_in_front(self) -> None:
+        found = PerSample(lambda row: TensorDict({"a": row}, [2]))(torch.ones(3, 2))
+        assert found.batch_size == found["a"].shape == (3, 2)
 
 
 def leaves(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
-    children = batch.values() if isinstance(batch, dict) else batch
+    children = batch.values() if isinstance(batch, Mapping) else batch
     return [leaf for child in children for leaf in leaves(child)]
 
 

@@ -190,6 +190,18 @@ def test_run_summary_counts_the_rows_that_are_trained_on_whatever_a_batch_has(
     assert found["samples/s later epochs"] == "8 (median of 2; 8 to 8)"
 
 
+def test_run_summary_of_a_data_module_that_saves_more_has_its_speed(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Saving(MemmapDataModule):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rows": super().state_dict(), "mine": 1}
+
+    rows = Saving(Numbers(24), store_dir=tmp_path, batch_size=4)
+    trainer(tmp_path, RunSummary(), limit_val_batches=0).fit(Model(clock), datamodule=rows)
+    assert lines(capsys.readouterr().out)["samples/s first epoch"] == "8 (warm-up)"
+
+
 def test_run_summary_of_a_fit_that_goes_on_inside_an_epoch_has_its_speed(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

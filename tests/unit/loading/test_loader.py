@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections import ChainMap, Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_sharer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tensordict import TensorDict, is_tensor_collection, tensorclass
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -265,6 +267,12 @@ class Pairs(torch.utils.data.Dataset[Any]):
 Named = namedtuple("Named", ["vector", "number"])
 
 
+@tensorclass
+class Example:
+    vector: Tensor
+    number: Tensor
+
+
 @dataclasses.dataclass
 class Mutable:
     vector: Any
@@ -293,7 +301,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
         for field in dataclasses.fields(batch):
             yield from tensors_in(getattr(batch, field.name))
     else:
-        for child in batch.values() if isinstance(batch, dict) else batch:
+        for child in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(child)
 
 
@@ -340,8 +348,17 @@ class TestStructure:
             lambda vector, number: OrderedDict(b=number, a=vector),
             lambda vector, number: Slotted(vector, number),
             lambda vector, number: Mutable(vector, Slotted(number, [vector])),
+            lambda vector, number: MappingProxyType({"a": vector, "b": number}),
+            lambda vector, number: ChainMap({"a": vector, "b": number}),
+            lambda vector, number: Example(vector, number, batch_size=[len(number)]),
+            lambda vector, number: TensorDict(
+                {"part": Example(vector, number, batch_size=[len(number)])}, [len(number)]
+            ),
         ],
-        ids=["defaultdict", "OrderedDict", "slots", "nested dataclasses"],
+        ids=[
+            *("defaultdict", "OrderedDict", "slots", "nested dataclasses", "proxy", "chain"),
+            *("tensorclass", "tensorclass in a TensorDict"),
+        ],
     )
     def test_container_that_a_transform_makes_is_kept(self, tmp_path: Path, make: Any) -> None:
         def transform(batch: Any) -> Any:
@@ -353,6 +370,9 @@ class TestStructure:
         expected = make(*load_pairs(dataset, tmp_path, 2, None)[0])
         assert type(found) is type(expected)
         torch.testing.assert_close(list(tensors_in(found)), list(tensors_in(expected)))
+        if is_tensor_collection(found):
+            assert found.batch_size == expected.batch_size
+            assert (found.clone() == expected).all()
 
 
 def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> list[Any]:
