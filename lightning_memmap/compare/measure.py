@@ -266,8 +266,7 @@ class RunCallback(L.Callback, ABC):
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
         if len(self._losses) == 1:
             (Path(self.spec.out) / HAS_TRAINED).touch()
-        num_batches = self.spec.warmup_steps + self.spec.steps
-        if not pl_module.automatic_optimization and len(self._losses) == num_batches:
+        if len(self._losses) == self.spec.warmup_steps + self.spec.steps:
             trainer.should_stop = True
 
     @override
