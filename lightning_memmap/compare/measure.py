@@ -30,13 +30,15 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.placement.topology import data_parallel_rank
 
-#: By whose they are and their name, the actions of the Trainer that are parts of a step.
+#: By whose they are and their name, the actions that are parts of a step. In manual optimization
+#: the Trainer names nobody whose step it is, and no backward pass: a run names that itself.
 _ACTIONS = {
     ("[_TrainingEpochLoop", "train_dataloader_next"): "data",
     ("[Strategy", "batch_to_device"): "transfer",
     ("[Strategy", "training_step"): "forward",
-    ("[Strategy", "backward"): "backward",
+    ("backward", ""): "backward",
     ("[LightningModule", "optimizer_step"): "optimizer",
+    ("optimizer_step", ""): "optimizer",
 }
 #: An event in the compute stream, or seconds of `time.perf_counter`, whose zero has no meaning.
 Moment: TypeAlias = torch.Event | float

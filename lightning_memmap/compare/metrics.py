@@ -18,10 +18,11 @@ PARTS = {
     "data": "the computing stream waits for the loader; where super-batches are assembled in the"
     " loader, as under `memmap_superbatch`, this includes bringing them to the root device",
     "transfer": "the strategy's `batch_to_device`",
-    "forward": "`training_step`; in manual optimization with the optimizer, under `memmap_pipeline`"
-    " with the backward pass",
+    "forward": "`training_step`; under `memmap_pipeline` with the backward pass, and in manual"
+    " optimization with clearing gradients and clipping",
     "backward": "the backward pass, with the collectives that it waits for",
-    "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself",
+    "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself; in manual"
+    " optimization the step alone",
     "other": "the Trainer's own work, callbacks, logging, and the stop signal that Lightning"
     " broadcasts in each step of several processes",
 }

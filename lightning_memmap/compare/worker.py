@@ -121,7 +121,9 @@ def train_variant(
     if is_check:
         callback = CheckCallback(spec, used, hashes)
     else:
-        trainer.profiler = clock = StepClock(trainer.strategy.root_device)
+        strategy = trainer.strategy
+        trainer.profiler = clock = StepClock(strategy.root_device)
+        strategy.backward = clock.profile("backward")(strategy.backward)
         callback = TimedCallback(spec, used, clock)
     trainer.callbacks.append(callback)
     trainer.fit(model, datamodule=loaded)
