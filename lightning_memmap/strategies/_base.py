@@ -116,16 +116,9 @@ class SuperBatchMixin(Strategy):
 
     def _find_transfer_hooks(self) -> bool:
         """Whether the module or its data module takes part in moving a batch."""
-        module = self.lightning_module
-        if module is None:
-            return True
-        owners = [module, getattr(module.trainer, "datamodule", None)]
-        return any(
-            is_overridden(name, owner)
-            for owner in owners
-            if owner is not None
-            for name in ("transfer_batch_to_device", "on_after_batch_transfer")
-        )
+        owners = self.module, getattr(self.module.trainer, "datamodule", None)
+        names = "transfer_batch_to_device", "on_after_batch_transfer"
+        return any(is_overridden(name, owner) for owner in owners for name in names)
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:
@@ -178,8 +171,7 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         rows = step_rows_of(batch)
         _, size = data_parallel_rank(self)
         weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}
-        module = self.lightning_module
-        if len(weights) > 1 and module is not None and module.trainer.training:
+        if len(weights) > 1 and self.module.trainer.training:
             raise ValueError(
                 f"the batches of {len(rows)} loaders in one step, with the rows (of this process,"
                 f" of all {size}) {sorted(rows)}: the loss has a mean over each, and one weight"
