@@ -87,9 +87,8 @@ def cut_module(
             f" {num_processes}"
         )
     _check_parameters(module, stages)
-    num = len(stages) if interleaved else num_processes
-    bounds = [len(stages) * index // num for index in range(num + 1)]
-    return [_Stage(stages[first:last], context) for first, last in itertools.pairwise(bounds)]
+    places = _consecutive(len(stages), len(stages) if interleaved else num_processes)
+    return [_Stage(stages[own.start : own.stop], context) for own in places]
 
 
 def keep_local(

@@ -276,8 +276,7 @@ def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
 
 def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and about so many bytes."""
-    buckets: Iterator[list[Tensor]] = _utils._take_tensors(tensors, _BUCKET_BYTES)
-    return buckets
+    yield from _utils._take_tensors(tensors, _BUCKET_BYTES)
 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
