@@ -76,11 +76,6 @@ def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
 COUNT, SHARE, SECONDS = "{:,.0f}".format, "{:.0%}".format, "{:.2f} s".format
 
 
-def milliseconds(value: float) -> str:
-    """Seconds as text."""
-    return f"{value * 1e3:.2f} ms"
-
-
 @dataclass(frozen=True)
 class Metric:
     """One figure."""
@@ -162,7 +157,8 @@ METRICS = {
         ),
         *(
             Metric(
-                f"{part}_s", "data loading" if part == "data" else part, milliseconds, meaning,
+                f"{part}_s", "data loading" if part == "data" else part,
+                lambda value: f"{value * 1e3:.2f} ms", meaning,
                 lambda rank, part=part: rank.mean_s(part), table="parts",  # type: ignore[misc]
             )
             for part, meaning in PARTS.items()
