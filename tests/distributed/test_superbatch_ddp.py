@@ -93,6 +93,11 @@ def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_p
         assert min(rank["counts"]) == max(rank["counts"]) > 0
 
 
+def test_parameters_that_a_step_does_not_use_are_told_with_the_strategy(tmp_path: Path) -> None:
+    for rank in launch("training.leave_parameters_out", tmp_path, processes=2, **BY_TWO):
+        assert "SuperBatchDDPStrategy(find_unused_parameters=True)" in rank["error"]
+
+
 def test_every_device_trains_by_default(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, strategy="memmap_superbatch_ddp", devices=8, num_nodes=2)
     strategy: Any = trainer.strategy
@@ -100,7 +105,7 @@ def test_every_device_trains_by_default(tmp_path: Path) -> None:
     assert len(strategy.data_devices) == 1
 
 
-def test_devices_are_divided_into_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_devices_are_divided_into_groups(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, strategy=SuperBatchDDPStrategy(2), devices=6, num_nodes=3)
     strategy: Any = trainer.strategy
     assert (strategy.num_processes, trainer.world_size) == (3, 9)
