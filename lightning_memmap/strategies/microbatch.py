@@ -104,7 +104,13 @@ class MicroBatches:
         return self._assembled
 
     def __getitem__(self, key: Any) -> Any:
-        return self.assembled[key]
+        try:
+            return self.assembled[key]
+        except KeyError:
+            if key != 0:
+                raise
+            # A loop begins with it. With an __iter__, Lightning would count rows in keys of a dict.
+            raise TypeError("batch: loop over batch.keys(), .items() or .values()") from None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -723,6 +723,14 @@ class TestOutputs:
         assert x.tolist() == [0, 1, 2, 3, 4]
         assert y.tolist() == [5, 6, 7, 8, 9]
 
+    def test_loop_over_a_dict_names_the_keys(self) -> None:
+        batch: Any = MicroBatches.split({"x": torch.arange(3), "y": torch.ones(3)}, [CPU] * 2)
+        assert [*batch.keys()] == ["x", "y"]
+        with pytest.raises(TypeError, match=r"batch\.keys\(\)"):
+            list(batch)
+        with pytest.raises(KeyError, match="z"):
+            batch["z"]
+
     @pytest.mark.parametrize(
         "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
     )
