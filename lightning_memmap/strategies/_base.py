@@ -85,7 +85,9 @@ class SuperBatchMixin(Strategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        self._has_transfer_hooks = self._find_transfer_hooks()
+        owners = self.module, getattr(self.module.trainer, "datamodule", None)
+        names = "transfer_batch_to_device", "on_after_batch_transfer"
+        self._has_transfer_hooks = any(is_overridden(n, owner) for owner in owners for n in names)
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
@@ -114,23 +116,15 @@ class SuperBatchMixin(Strategy):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _find_transfer_hooks(self) -> bool:
-        """Whether the module or its data module takes part in moving a batch."""
-        owners = self.module, getattr(self.module.trainer, "datamodule", None)
-        names = "transfer_batch_to_device", "on_after_batch_transfer"
-        return any(is_overridden(name, owner) for owner in owners for name in names)
-
 
 def _is_on(batch: Any, device: torch.device) -> bool:
     """Whether a batch of plain containers has nothing but tensors on a device, and text."""
     if isinstance(batch, Tensor):
         return batch.device == device
-    if type(batch) is dict:
-        return all(_is_on(child, device) for child in batch.values())
-    if isinstance(batch, (str, bytes)):
-        return True
-    is_plain = type(batch) in (list, tuple, Padded, Masked, RowList)
-    return is_plain and all(_is_on(child, device) for child in batch)
+    if type(batch) in (dict, list, tuple, Padded, Masked, RowList):
+        children = batch.values() if type(batch) is dict else batch
+        return all(_is_on(child, device) for child in children)
+    return isinstance(batch, (str, bytes))
 
 
 class RowWeighted(SuperBatchMixin, ParallelStrategy):

@@ -206,8 +206,7 @@ class _Copy:
             for each in layers
         }
         self.tensors = {each: self._copy_of(each) for each in tensors}
-        copies = (*self.layers.items(), *self.tensors.items())
-        self._own = {id(each): own for each, own in copies}
+        self._own = {id(each): own for each, own in (*self.layers.items(), *self.tensors.items())}
 
     def follow(
         self, layers: Sequence[nn.Module], references: Sequence[_Attributes], is_new: bool

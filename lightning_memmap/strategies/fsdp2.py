@@ -277,7 +277,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
-        loaded: dict[str, Any]
         if path.is_dir():
             # The parent would load optimizers, too, but only with a state for every parameter,
             # although some may never have had a gradient.
@@ -288,8 +287,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             # Nothing is left to load.
             return {**loaded, "state_dict": {}, "optimizer_states": []}
         # From the mapped file, each rank reads its own shards.
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        return loaded
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

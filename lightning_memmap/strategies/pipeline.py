@@ -180,8 +180,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             self.check_fit(trainer, averages=num_pipelines > 1)
         self._refuse(module)
         interleaved = self._schedule == "interleaved"
-        context = self.precision_plugin.forward_context
-        stages = cut_module(module, size, interleaved, context)
+        stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
         self.precision_plugin.convert_module(module)
         local = keep_local(module, stages, self._ranks[1], size, self.root_device)
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
@@ -321,8 +320,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(grads).to(self.root_device, torch.float64)
-        squares = norm.square()
+        squares = nn.utils.get_total_norm(grads).to(self.root_device, torch.float64).square()
         dist.all_reduce(squares, group=self._group_of("pp"))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
 
