@@ -240,10 +240,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the plain optimizer would save, on rank 0, and an empty state on others.
-
-        With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
-        """
+        """What the plain optimizer would save, on rank 0; or own shards. All ranks must call it."""
         if self._is_save_sharded:
             is_new = not optimizer.state
             state = super().optimizer_state(optimizer)

@@ -148,10 +148,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the data-parallel processes unless a group is named.
-
-        The processes of one pipeline have the same rows, which must be counted once.
-        """
+        """Reduce over the data-parallel processes unless a group is named."""
+        # The processes of one pipeline have the same rows, which must be counted once.
         return super().reduce(tensor, self._group(group), reduce_op)
 
     @override
@@ -340,10 +338,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer over all stages on rank 0, in the format of one process.
-
-        Other ranks return that of their own stages. All ranks must call it.
-        """
+        """The state over all stages on rank 0, else over own ones. All ranks must call it."""
         whole = optimizer.state_dict()
         whole["state"] = own = local_state(optimizer, whole["state"])
         if self._ranks[0] == 0:
