@@ -15,10 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
-from lightning_memmap.strategies import (
-    IndependentStrategy,
-    read_results,
-)
+from lightning_memmap.strategies import IndependentStrategy, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES

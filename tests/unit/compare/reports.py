@@ -126,7 +126,6 @@ DATA: dict[str, Any] = {
 MODEL: dict[str, Any] = {
     "model_class": "examples.Net",
     "num_parameters": 1000,
-    "parameter_bytes": 4000,
     "batch_norms": [],
 }
 
