@@ -1,4 +1,4 @@
-"""What the strategies have in common: two mixins, and the base of those of one process."""
+"""What the strategies have in common: mixins, and the base of those of one process."""
 
 import os
 import warnings
@@ -350,10 +350,9 @@ def _called(stage: int | None) -> str:
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 
 
-class SplitModuleChecks(ParallelStrategy):
-    """Raises for what needs the whole module on one process, for strategies that split it."""
+class SplitModule(RowWeighted):
+    """Splits the module among processes; raises for what needs the whole of it on one."""
 
-    strategy_name: str
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
         StochasticWeightAveraging,
         WeightAveraging,
@@ -368,8 +367,7 @@ class SplitModuleChecks(ParallelStrategy):
                     f"{type(callback).__name__} needs the weights of the whole module, and under"
                     f" {self.strategy_name} no process holds them; omit it, or {_ELSEWHERE}"
                 )
-        assert self.lightning_module is not None
-        for name, child in self.lightning_module.named_modules():
+        for name, child in self.module.named_modules():
             if averages and isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 raise ValueError(
                     f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
+from lightning_memmap.strategies._base import SplitModule
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
     load_optimizers,
@@ -43,7 +43,7 @@ _COMPUTE: dict[str, torch.dtype | None] = {
 }
 
 
-class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
+class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: its blocks become units of sharding, and then the

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import STEPS, RowWeighted, SplitModuleChecks, module_tensors
+from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
@@ -37,7 +37,7 @@ from lightning_memmap.strategies._pipeline_stages import (
 from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 
-class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
+class PipelineStrategy(SplitModule, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through
@@ -72,7 +72,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     strategy_name = "memmap_pipeline"
     restore_checkpoint_after_setup = True
     # It finds parameters by their values.
-    unsupported_callbacks = (*SplitModuleChecks.unsupported_callbacks, BaseFinetuning)
+    unsupported_callbacks = (*SplitModule.unsupported_callbacks, BaseFinetuning)
 
     def __init__(
         self,
