@@ -31,7 +31,7 @@ from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.placement.topology import data_parallel_rank
 
 #: By whose they are and their name, the actions that are parts of a step. In manual optimization
-#: the Trainer names nobody whose step it is, and no backward pass: a run names that itself.
+#: the Trainer names nobody whose step it is, and no backward pass: `StepClock.watch` does.
 _ACTIONS = {
     ("[_TrainingEpochLoop", "train_dataloader_next"): "data",
     ("[Strategy", "batch_to_device"): "transfer",
@@ -64,6 +64,11 @@ class StepClock(Profiler):
         self._spans: list[_Span] = []
         self._ends: list[Moment] = []
         self._steps: list[list[_Span]] = []
+
+    def watch(self, trainer: Any) -> None:
+        """Time the steps of a Trainer."""
+        trainer.profiler, strategy = self, trainer.strategy
+        strategy.backward = self.profile("backward")(strategy.backward)
 
     @override
     def start(self, action_name: str) -> None:
@@ -289,11 +294,12 @@ class RunCallback(L.Callback, ABC):
 
 
 class TimedCallback(RunCallback):
-    """Times steps, after those of the warm-up, by the Trainer's profiler ``clock``."""
+    """Times the steps of a Trainer, after those of the warm-up."""
 
-    def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, trainer: L.Trainer) -> None:
         super().__init__(spec, data)
-        self._clock = clock
+        self._clock = StepClock(trainer.strategy.root_device)
+        self._clock.watch(trainer)
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:

@@ -194,11 +194,7 @@ class StagePipeline:
         self._last = dist.get_global_rank(self.group, dist.get_world_size(self.group) - 1)
 
     def train(
-        self,
-        args: Sequence[Tensor],
-        num_rows: int,
-        batch: Any,
-        loss: Callable[[Any, Any], Tensor],
+        self, args: Sequence[Tensor], num_rows: int, batch: Any, loss: Callable[[Any, Any], Tensor]
     ) -> Tensor:
         """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
         schedule, length = self._run(args, num_rows)

@@ -218,10 +218,7 @@ class IndependentStrategy(OneNode):
     )
 
     def __init__(
-        self,
-        num_members: int | None = None,
-        raise_on_failure: bool = True,
-        **kwargs: Any,
+        self, num_members: int | None = None, raise_on_failure: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         if num_members is not None:
