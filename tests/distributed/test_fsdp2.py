@@ -8,13 +8,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.harness import launch, sorted_steps
-from tests.distributed.scenarios.fsdp2 import (
-    WIDTH,
-    Deep,
-    Momentum,
-    Normed,
-    fit,
-)
+from tests.distributed.scenarios.fsdp2 import WIDTH, Deep, Momentum, Normed, fit
 from tests.models import TwoOptimizers
 
 #: float32 sums in another order, over ten steps that move weights by about 0.1.

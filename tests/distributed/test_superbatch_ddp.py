@@ -37,11 +37,7 @@ def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, An
 
 @pytest.mark.parametrize(("processes", "group", "prefetch"), [(2, 2, 3), (4, 1, None)])
 def test_groups_of_devices_are_processes_and_train_as_one(
-    tmp_path: Path,
-    one_process: dict[str, Any],
-    processes: int,
-    group: int,
-    prefetch: int | None,
+    tmp_path: Path, one_process: dict[str, Any], processes: int, group: int, prefetch: int | None
 ) -> None:
     options = {
         "strategy": "memmap_superbatch_ddp",

@@ -14,9 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-)
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 

@@ -181,10 +181,7 @@ class TestWeights:
         ("make", "devices"),
         [
             *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
-            *itertools.product(
-                (Zoo, FollowingTeacher, Changing, Lbfgs),
-                (3, SIDE_BY_SIDE),
-            ),
+            *itertools.product((Zoo, FollowingTeacher, Changing, Lbfgs), (3, SIDE_BY_SIDE)),
         ],
         ids=lambda value: getattr(value, "__name__", str(value)),
     )

@@ -16,13 +16,7 @@ from lightning_memmap.strategies import LocalModelParallelStrategy
 from lightning_memmap.strategies.model_parallel import find_stages, move_stages
 from tests.models import make_trainer, weights
 from tests.rows import CPU
-from tests.strategies.test_dp import (
-    VAL,
-    Base,
-    Lbfgs,
-    fit_one,
-    make_data,
-)
+from tests.strategies.test_dp import VAL, Base, Lbfgs, fit_one, make_data
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You called `self.log.*but have no logger configured"

@@ -15,11 +15,7 @@ from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
 from lightning_memmap.compare.prepare import prepare, prepare_store
 from lightning_memmap.compare.runner import read_ranks
-from lightning_memmap.compare.worker import (
-    train,
-    train_variant,
-    trainer_options,
-)
+from lightning_memmap.compare.worker import train, train_variant, trainer_options
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
 
@@ -153,9 +149,7 @@ def result_of(folder: Path) -> CheckResult:
 
 
 def check_all_parity(
-    checks: dict[str, CheckResult],
-    expected: Sequence[int],
-    tolerance: float = 1e-4,
+    checks: dict[str, CheckResult], expected: Sequence[int], tolerance: float = 1e-4
 ) -> dict[str, Parity]:
     """The parity of each check run with the first of them."""
     found = {name: CheckedRun.of(check.ranks, check.folder) for name, check in checks.items()}
