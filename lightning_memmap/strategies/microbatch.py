@@ -107,10 +107,10 @@ class MicroBatches:
         try:
             return self.assembled[key]
         except KeyError:
-            if key != 0:
+            if type(key) is not int:
                 raise
-            # A loop begins with it. With an __iter__, Lightning would count rows in keys of a dict.
-            raise TypeError("batch: loop over batch.keys(), .items() or .values()") from None
+            # So begins a loop. With an __iter__, Lightning would look for rows in keys of a dict.
+            raise TypeError(f"batch[{key}]: to loop over a dict, use batch.keys()") from None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
