@@ -351,7 +351,7 @@ _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 
 
 class SplitModule(RowWeighted):
-    """Splits the module among processes; raises for what needs the whole of it on one."""
+    """For strategies that split the module: raises for what needs the whole of it."""
 
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
         StochasticWeightAveraging,
