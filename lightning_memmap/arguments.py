@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
@@ -140,7 +141,9 @@ def print_error(error: BaseException) -> None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
         if not (folder := Path(error.filename).parent).is_dir():
             text = f"there is no directory {str(folder)!r}{nearest_file(folder)}"
-    print("error: " + "\n".join(map(printable, text.splitlines())), file=sys.stderr)
+    # In one piece, and with the rank, as torch does with tracebacks: others may print the same.
+    rank = f"[rank{dist.get_rank()}]: " if dist.is_available() and dist.is_initialized() else ""
+    sys.stderr.write(f"{rank}error: " + "\n".join(map(printable, text.splitlines())) + "\n")
 
 
 def nearest_file(path: str | Path) -> str:

@@ -35,7 +35,7 @@ ROOMS = {
     "sampling": (("tests/unit/sampling", "tests/unit"), ""),
     "store": (("tests/unit/store",), "not slow"),
     "loading": (("tests/unit/loading", "tests/unit"), "not slow"),
-    "strategies": (("tests/strategies", "tests/distributed"), ""),
+    "strategies": (("tests/unit/strategies", "tests/strategies", "tests/distributed"), ""),
 }
 #: Methods without which something is read or freed too early, or not seen by others.
 WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "join", "barrier"}

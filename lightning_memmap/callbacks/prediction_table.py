@@ -76,12 +76,7 @@ class PredictionTable(BasePredictionWriter):
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the rows of each table, and check that it can be written.
-
-        Raises:
-            StoreError: The place of a table is taken.
-            ValueError: Some rows would have no prediction, or cannot be identified.
-        """
+        """Find the rows of each table, and check that it can be written."""
         self._abandon()
         loaders = _by_path(self.path, trainer.predict_dataloaders)
         for (path, loader), num_batches in zip(
@@ -109,11 +104,7 @@ class PredictionTable(BasePredictionWriter):
 
     @override
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Complete the tables on rank zero, while the other ranks wait.
-
-        Raises:
-            StoreError: A row was not predicted, or predicted twice.
-        """
+        """Complete the tables on rank zero, while the other ranks wait."""
         for table in self._tables:
             table.finish(trainer, pl_module)
         self._abandon()

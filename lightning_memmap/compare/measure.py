@@ -30,13 +30,15 @@ from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.placement.topology import data_parallel_rank
 
-#: By whose they are and their name, the actions of the Trainer that are parts of a step.
+#: By whose they are and their name, the actions that are parts of a step. In manual optimization
+#: the Trainer names nobody whose step it is, and no backward pass: `StepClock.watch` does.
 _ACTIONS = {
     ("[_TrainingEpochLoop", "train_dataloader_next"): "data",
     ("[Strategy", "batch_to_device"): "transfer",
     ("[Strategy", "training_step"): "forward",
-    ("[Strategy", "backward"): "backward",
+    ("backward", ""): "backward",
     ("[LightningModule", "optimizer_step"): "optimizer",
+    ("optimizer_step", ""): "optimizer",
 }
 #: An event in the compute stream, or seconds of `time.perf_counter`, whose zero has no meaning.
 Moment: TypeAlias = torch.Event | float
@@ -62,6 +64,11 @@ class StepClock(Profiler):
         self._spans: list[_Span] = []
         self._ends: list[Moment] = []
         self._steps: list[list[_Span]] = []
+
+    def watch(self, trainer: Any) -> None:
+        """Time the steps of a Trainer."""
+        trainer.profiler, strategy = self, trainer.strategy
+        strategy.backward = self.profile("backward")(strategy.backward)
 
     @override
     def start(self, action_name: str) -> None:
@@ -266,8 +273,7 @@ class RunCallback(L.Callback, ABC):
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else None)
         if len(self._losses) == 1:
             (Path(self.spec.out) / HAS_TRAINED).touch()
-        num_batches = self.spec.warmup_steps + self.spec.steps
-        if not pl_module.automatic_optimization and len(self._losses) == num_batches:
+        if len(self._losses) == self.spec.warmup_steps + self.spec.steps:
             trainer.should_stop = True
 
     @override
@@ -288,11 +294,12 @@ class RunCallback(L.Callback, ABC):
 
 
 class TimedCallback(RunCallback):
-    """Times steps, after those of the warm-up, by the Trainer's profiler ``clock``."""
+    """Times the steps of a Trainer, after those of the warm-up."""
 
-    def __init__(self, spec: RunSpec, data: MemmapDataModule, clock: StepClock) -> None:
+    def __init__(self, spec: RunSpec, data: MemmapDataModule, trainer: L.Trainer) -> None:
         super().__init__(spec, data)
-        self._clock = clock
+        self._clock = StepClock(trainer.strategy.root_device)
+        self._clock.watch(trainer)
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:

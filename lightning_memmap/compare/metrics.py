@@ -18,10 +18,11 @@ PARTS = {
     "data": "the computing stream waits for the loader; where super-batches are assembled in the"
     " loader, as under `memmap_superbatch`, this includes bringing them to the root device",
     "transfer": "the strategy's `batch_to_device`",
-    "forward": "`training_step`; in manual optimization with the optimizer, under `memmap_pipeline`"
-    " with the backward pass",
+    "forward": "`training_step`; under `memmap_pipeline` with the backward pass, and in manual"
+    " optimization with clearing gradients and clipping",
     "backward": "the backward pass, with the collectives that it waits for",
-    "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself",
+    "optimizer": "`optimizer_step`: clearing gradients, clipping, the step itself; in manual"
+    " optimization the step alone",
     "other": "the Trainer's own work, callbacks, logging, and the stop signal that Lightning"
     " broadcasts in each step of several processes",
 }
@@ -73,11 +74,6 @@ def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
 
 #: How a figure is written: a number in SI units.
 COUNT, SHARE, SECONDS = "{:,.0f}".format, "{:.0%}".format, "{:.2f} s".format
-
-
-def milliseconds(value: float) -> str:
-    """Seconds as text."""
-    return f"{value * 1e3:.2f} ms"
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,8 @@ METRICS = {
         ),
         *(
             Metric(
-                f"{part}_s", "data loading" if part == "data" else part, milliseconds, meaning,
+                f"{part}_s", "data loading" if part == "data" else part,
+                lambda value: f"{value * 1e3:.2f} ms", meaning,
                 lambda rank, part=part: rank.mean_s(part), table="parts",  # type: ignore[misc]
             )
             for part, meaning in PARTS.items()

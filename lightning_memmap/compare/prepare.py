@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,7 @@ from lightning_memmap.arguments import TrainingParser
 from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, normalized_datamodule
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
-from lightning_memmap.loading.transform import DeviceTransform
+from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.forms import Form, read_forms
@@ -91,6 +92,9 @@ def prepare_store(
             f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
             f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
         )
+    read = stored_batches(store, order, read_forms(data.variable))
+    probes = range(min(_PROBE_ROWS, order.num_positions))
+    steps = (divmod(index, len(schedule)) for index in range(num_steps))
     return {
         "store_path": str(data.store_directory / "train"),
         "num_rows": store.num_rows,
@@ -100,21 +104,19 @@ def prepare_store(
         "store_s": store_s,
         "steps_per_epoch": len(schedule),
         "batch_size": data.batch_size,
-        "transform_is_random": _is_random(data, store, order),
-    }, expected_hashes(store, order, schedule, num_steps, read_forms(data.variable))
+        "transform_is_random": _is_random(data.transform, partial(read, 0, probes)),
+    }, [hash_batch(read(epoch, range(*schedule.bounds(step)))) for epoch, step in steps]
 
 
-def _is_random(data: MemmapDataModule, store: Store, order: Sampler) -> bool:
-    """Whether two seeds make the training transform give two results for the same rows."""
-    if data.transform is None:
+def _is_random(transform: BatchTransform | None, read: Callable[[], Any]) -> bool:
+    """Whether two seeds make a transform give two results for the same rows."""
+    if transform is None:
         return False
-    read = _stored_batches(store, order, read_forms(data.variable))
-    probes = range(min(_PROBE_ROWS, order.num_positions))
-    transform = DeviceTransform(data.transform, CPU)
-    return len({hash_batch(transform(read(0, probes), seed)) for seed in (1, 2)}) > 1
+    on_cpu = DeviceTransform(transform, CPU)
+    return len({hash_batch(on_cpu(read(), seed)) for seed in (1, 2)}) > 1
 
 
-def _stored_batches(
+def stored_batches(
     store: Store, order: Sampler, forms: Mapping[str, Form]
 ) -> Callable[[int, range], Any]:
     """A function that reads the rows of an epoch at some positions from a store, one by one."""
@@ -123,19 +125,6 @@ def _stored_batches(
     return lambda epoch, positions: collate(
         [rows[row] for row in order.dataset_rows(epoch, positions).tolist()]
     )
-
-
-def expected_hashes(
-    store: Store,
-    sampler: Sampler,
-    schedule: BatchSchedule,
-    num_steps: int,
-    forms: Mapping[str, Form],
-) -> list[int]:
-    """The hash of each global batch from the first epoch on, which every variant must match."""
-    read = _stored_batches(store, sampler, forms)
-    steps = (divmod(index, len(schedule)) for index in range(num_steps))
-    return [hash_batch(read(epoch, range(*schedule.bounds(step)))) for epoch, step in steps]
 
 
 def describe_environment() -> dict[str, Any]:

@@ -206,8 +206,7 @@ class Comparison:
                     pass
 
     def _try(self, variant: Variant, name: str) -> Generator[None, None, None]:
-        """Do a run, whose failure costs no other anything. Yields when it has started, and when it
-        is ready."""
+        """Do a run, whose failure costs no other anything. Yields once started, and once ready."""
         result, spec = self._results[variant], self._spec(variant, name)
         title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
         started_s, outcome = monotonic(), "[red]interrupted[/]"

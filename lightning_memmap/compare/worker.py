@@ -22,14 +22,7 @@ from lightning_memmap.compare.loaders import (
     normalized_datamodule,
     replayed,
 )
-from lightning_memmap.compare.measure import (
-    HAS_TRAINED,
-    IS_READY,
-    CheckCallback,
-    RunCallback,
-    StepClock,
-    TimedCallback,
-)
+from lightning_memmap.compare.measure import HAS_TRAINED, IS_READY, CheckCallback, TimedCallback
 from lightning_memmap.compare.parity import HashedTransform, hash_batch
 from lightning_memmap.compare.prepare import RunCLI
 from lightning_memmap.data.module import MemmapDataModule
@@ -117,13 +110,9 @@ def train_variant(
     loaded = loaded_data(data, variant, spec.global_batch, spec.out, transform_here=is_check)
     # A run that builds a store of its own has a data module of its own, too.
     used = loaded if isinstance(loaded, MemmapDataModule) else data
-    callback: RunCallback
-    if is_check:
-        callback = CheckCallback(spec, used, hashes)
-    else:
-        trainer.profiler = clock = StepClock(trainer.strategy.root_device)
-        callback = TimedCallback(spec, used, clock)
-    trainer.callbacks.append(callback)
+    trainer.callbacks.append(
+        CheckCallback(spec, used, hashes) if is_check else TimedCallback(spec, used, trainer)
+    )
     trainer.fit(model, datamodule=loaded)
 
 

@@ -1,4 +1,4 @@
-"""What the strategies have in common: two mixins, and the base of those of one process."""
+"""What the strategies have in common: mixins, and the base of those of one process."""
 
 import os
 import warnings
@@ -85,7 +85,9 @@ class SuperBatchMixin(Strategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        self._has_transfer_hooks = self._find_transfer_hooks()
+        owners = self.module, getattr(self.module.trainer, "datamodule", None)
+        names = "transfer_batch_to_device", "on_after_batch_transfer"
+        self._has_transfer_hooks = any(is_overridden(n, owner) for owner in owners for n in names)
         # Loaders that were made without a data module, or without a Trainer.
         if isinstance(dataloader, BatchLoader):
             dataloader = dataloader.loader
@@ -114,30 +116,15 @@ class SuperBatchMixin(Strategy):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _find_transfer_hooks(self) -> bool:
-        """Whether the module or its data module takes part in moving a batch."""
-        module = self.lightning_module
-        if module is None:
-            return True
-        owners = [module, getattr(module.trainer, "datamodule", None)]
-        return any(
-            is_overridden(name, owner)
-            for owner in owners
-            if owner is not None
-            for name in ("transfer_batch_to_device", "on_after_batch_transfer")
-        )
-
 
 def _is_on(batch: Any, device: torch.device) -> bool:
     """Whether a batch of plain containers has nothing but tensors on a device, and text."""
     if isinstance(batch, Tensor):
         return batch.device == device
-    if type(batch) is dict:
-        return all(_is_on(child, device) for child in batch.values())
-    if isinstance(batch, (str, bytes)):
-        return True
-    is_plain = type(batch) in (list, tuple, Padded, Masked, RowList)
-    return is_plain and all(_is_on(child, device) for child in batch)
+    if type(batch) in (dict, list, tuple, Padded, Masked, RowList):
+        children = batch.values() if type(batch) is dict else batch
+        return all(_is_on(child, device) for child in children)
+    return isinstance(batch, (str, bytes))
 
 
 class RowWeighted(SuperBatchMixin, ParallelStrategy):
@@ -178,8 +165,7 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         rows = step_rows_of(batch)
         _, size = data_parallel_rank(self)
         weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}
-        module = self.lightning_module
-        if len(weights) > 1 and module is not None and module.trainer.training:
+        if len(weights) > 1 and self.module.trainer.training:
             raise ValueError(
                 f"the batches of {len(rows)} loaders in one step, with the rows (of this process,"
                 f" of all {size}) {sorted(rows)}: the loss has a mean over each, and one weight"
@@ -364,10 +350,9 @@ def _called(stage: int | None) -> str:
 _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 
 
-class SplitModuleChecks(ParallelStrategy):
-    """Raises for what needs the whole module on one process, for strategies that split it."""
+class SplitModule(RowWeighted):
+    """For strategies that split the module: raises for what needs the whole of it."""
 
-    strategy_name: str
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
         StochasticWeightAveraging,
         WeightAveraging,
@@ -382,8 +367,7 @@ class SplitModuleChecks(ParallelStrategy):
                     f"{type(callback).__name__} needs the weights of the whole module, and under"
                     f" {self.strategy_name} no process holds them; omit it, or {_ELSEWHERE}"
                 )
-        assert self.lightning_module is not None
-        for name, child in self.lightning_module.named_modules():
+        for name, child in self.module.named_modules():
             if averages and isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 raise ValueError(
                     f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"

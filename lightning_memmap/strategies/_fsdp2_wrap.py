@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.init import _has_meta_device_parameters_or_buffers, _materialize
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -210,9 +210,7 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
 
 def shard_like(parameter: Any, value: Any) -> Any:
     """A value on the CPU, sharded like a parameter if it has its shape."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
-        return value
-    if value.shape != parameter.shape:
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
     sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     sizes, starts = compute_local_shape_and_global_offset(

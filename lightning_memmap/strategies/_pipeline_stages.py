@@ -87,9 +87,8 @@ def cut_module(
             f" {num_processes}"
         )
     _check_parameters(module, stages)
-    num = len(stages) if interleaved else num_processes
-    bounds = [len(stages) * index // num for index in range(num + 1)]
-    return [_Stage(stages[first:last], context) for first, last in itertools.pairwise(bounds)]
+    places = _consecutive(len(stages), len(stages) if interleaved else num_processes)
+    return [_Stage(stages[own.start : own.stop], context) for own in places]
 
 
 def keep_local(
@@ -195,11 +194,7 @@ class StagePipeline:
         self._last = dist.get_global_rank(self.group, dist.get_world_size(self.group) - 1)
 
     def train(
-        self,
-        args: Sequence[Tensor],
-        num_rows: int,
-        batch: Any,
-        loss: Callable[[Any, Any], Tensor],
+        self, args: Sequence[Tensor], num_rows: int, batch: Any, loss: Callable[[Any, Any], Tensor]
     ) -> Tensor:
         """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
         schedule, length = self._run(args, num_rows)

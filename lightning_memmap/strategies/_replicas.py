@@ -206,8 +206,7 @@ class _Copy:
             for each in layers
         }
         self.tensors = {each: self._copy_of(each) for each in tensors}
-        copies = (*self.layers.items(), *self.tensors.items())
-        self._own = {id(each): own for each, own in copies}
+        self._own = {id(each): own for each, own in (*self.layers.items(), *self.tensors.items())}
 
     def follow(
         self, layers: Sequence[nn.Module], references: Sequence[_Attributes], is_new: bool
@@ -276,8 +275,7 @@ def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
 
 def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and about so many bytes."""
-    buckets: Iterator[list[Tensor]] = _utils._take_tensors(tensors, _BUCKET_BYTES)
-    return buckets
+    yield from _utils._take_tensors(tensors, _BUCKET_BYTES)
 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import RowWeighted, SplitModuleChecks
+from lightning_memmap.strategies._base import SplitModule
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
     load_optimizers,
@@ -43,7 +43,7 @@ _COMPUTE: dict[str, torch.dtype | None] = {
 }
 
 
-class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
+class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     """Trains with FSDP2: each process holds shards of parameters, gradients and optimizer states.
 
     The module needs no ``configure_model``: its blocks become units of sharding, and then the
@@ -240,10 +240,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the plain optimizer would save, on rank 0, and an empty state on others.
-
-        With ``save_distributed_checkpoint=True`` each rank has its shards. All ranks must call it.
-        """
+        """What the plain optimizer would save, on rank 0; or own shards. All ranks must call it."""
         if self._is_save_sharded:
             is_new = not optimizer.state
             state = super().optimizer_state(optimizer)
@@ -277,7 +274,6 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Load a file or a folder, whichever this strategy saves itself. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
-        loaded: dict[str, Any]
         if path.is_dir():
             # The parent would load optimizers, too, but only with a state for every parameter,
             # although some may never have had a gradient.
@@ -288,8 +284,7 @@ class FSDP2Strategy(SplitModuleChecks, RowWeighted, ModelParallelStrategy):
             # Nothing is left to load.
             return {**loaded, "state_dict": {}, "optimizer_states": []}
         # From the mapped file, each rank reads its own shards.
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        return loaded
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

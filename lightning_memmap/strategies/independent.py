@@ -218,10 +218,7 @@ class IndependentStrategy(OneNode):
     )
 
     def __init__(
-        self,
-        num_members: int | None = None,
-        raise_on_failure: bool = True,
-        **kwargs: Any,
+        self, num_members: int | None = None, raise_on_failure: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         if num_members is not None:
@@ -365,12 +362,11 @@ class _Members(_SubprocessScriptLauncher):
         device, began = str(trainer.strategy.root_device), perf_counter()
         result = MemberResult(self.member, self._stage, self._call, RUNNING, device=device)
         self._record(result)
+        result = replace(result, status=DONE)
         try:
-            returned = function(*args, **kwargs)
-            result = replace(result, status=DONE)
+            return function(*args, **kwargs)
         except _TunerExitException:
             # A Tuner ends the fit in which it tried something.
-            result = replace(result, status=DONE)
             raise
         except BaseException as error:
             result = replace(result, status=FAILED, error=f"{type(error).__name__}: {error}")
@@ -387,7 +383,6 @@ class _Members(_SubprocessScriptLauncher):
                 checkpoint=(isinstance(saver, ModelCheckpoint) and saver.best_model_path) or None,
             )
             self._record(result)
-        return returned
 
     def _record(self, result: MemberResult) -> None:
         path = self._file(self.member)

@@ -104,7 +104,13 @@ class MicroBatches:
         return self._assembled
 
     def __getitem__(self, key: Any) -> Any:
-        return self.assembled[key]
+        try:
+            return self.assembled[key]
+        except KeyError:
+            if type(key) is not int:
+                raise
+            # So begins a loop. With an __iter__, Lightning would look for rows in keys of a dict.
+            raise TypeError(f"batch[{key}]: to loop over a dict, use batch.keys()") from None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

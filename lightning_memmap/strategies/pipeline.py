@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
-from lightning_memmap.strategies._base import STEPS, RowWeighted, SplitModuleChecks, module_tensors
+from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
@@ -37,7 +37,7 @@ from lightning_memmap.strategies._pipeline_stages import (
 from lightning_memmap.strategies.microbatch import gradients_apart, loss_of
 
 
-class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
+class PipelineStrategy(SplitModule, DDPStrategy):
     """Pipeline parallelism, with data parallelism as a second axis.
 
     Each process holds some stages of the module and no memory of the others. Batches go through
@@ -72,7 +72,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     strategy_name = "memmap_pipeline"
     restore_checkpoint_after_setup = True
     # It finds parameters by their values.
-    unsupported_callbacks = (*SplitModuleChecks.unsupported_callbacks, BaseFinetuning)
+    unsupported_callbacks = (*SplitModule.unsupported_callbacks, BaseFinetuning)
 
     def __init__(
         self,
@@ -148,10 +148,8 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over the data-parallel processes unless a group is named.
-
-        The processes of one pipeline have the same rows, which must be counted once.
-        """
+        """Reduce over the data-parallel processes unless a group is named."""
+        # The processes of one pipeline have the same rows, which must be counted once.
         return super().reduce(tensor, self._group(group), reduce_op)
 
     @override
@@ -180,8 +178,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
             self.check_fit(trainer, averages=num_pipelines > 1)
         self._refuse(module)
         interleaved = self._schedule == "interleaved"
-        context = self.precision_plugin.forward_context
-        stages = cut_module(module, size, interleaved, context)
+        stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
         self.precision_plugin.convert_module(module)
         local = keep_local(module, stages, self._ranks[1], size, self.root_device)
         tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
@@ -321,8 +318,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(grads).to(self.root_device, torch.float64)
-        squares = norm.square()
+        squares = nn.utils.get_total_norm(grads).to(self.root_device, torch.float64).square()
         dist.all_reduce(squares, group=self._group_of("pp"))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
 
@@ -342,10 +338,7 @@ class PipelineStrategy(SplitModuleChecks, RowWeighted, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer over all stages on rank 0, in the format of one process.
-
-        Other ranks return that of their own stages. All ranks must call it.
-        """
+        """The state over all stages on rank 0, else over own ones. All ranks must call it."""
         whole = optimizer.state_dict()
         whole["state"] = own = local_state(optimizer, whole["state"])
         if self._ranks[0] == 0:

@@ -36,9 +36,9 @@ class SuperBatchStrategy(OneProcess):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        module, count = self.lightning_module, len(self.data_devices)
+        count, is_training = len(self.data_devices), self.module.trainer.training
         is_other = isinstance(dataloader, DataLoader) and not isinstance(dataloader, BatchLoader)
-        if is_other and self._trains_alone and count > 1 and module and module.trainer.training:
+        if is_other and self._trains_alone and count > 1 and is_training:
             rank_zero_warn(
                 f"a DataLoader under {self.strategy_name} with {count} data devices: a step has the"
                 " rows of its batch, and the other devices do nothing; train from a"

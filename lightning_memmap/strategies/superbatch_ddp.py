@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import _augment_message
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
@@ -137,3 +138,15 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights
             # that DDP broadcasts there.
             stream_module(self.root_device).synchronize(self.root_device)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # By the function and the pattern of the parent, whose own advice names its own class.
+        _augment_message(
+            exception,
+            ".*Expected to have finished reduction in the prior iteration.*",
+            "find_unused_parameters=False: the loss of a step did not use all parameters, and DDP"
+            " waits for their gradients; give the Trainer"
+            " strategy=SuperBatchDDPStrategy(find_unused_parameters=True)",
+        )
+        super().on_exception(exception)

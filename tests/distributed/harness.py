@@ -35,12 +35,10 @@ class Outcome:
     Args:
         codes: Exit codes of the programs.
         report: What each program printed, its end.
-        seconds: From the start to the end of the last one.
     """
 
     codes: list[int]
     report: str
-    seconds: float
 
 
 def launch(
@@ -140,10 +138,9 @@ def launch_any(
             running.wait(60)
         raise AssertionError(f"not done after {timeout_s} s\n{_report(logs)}") from None
     finally:
-        seconds = monotonic() - started
         for running in programs:
             _kill_session(running)
-    return Outcome(codes, _report(logs), seconds)
+    return Outcome(codes, _report(logs))
 
 
 def _is_printed_to(log: Path) -> bool:

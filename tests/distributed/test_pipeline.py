@@ -34,9 +34,7 @@ FEW = ("plain", "accumulation", "manual", "double", "frozen")
 SETUPS = {
     "gpipe": Setup(2, {"schedule": "gpipe"}, tuple(CASES)),
     "interleaved": Setup(
-        2,
-        {"schedule": "interleaved", "num_microbatches": 6},
-        ("plain", "clip_norm", "manual"),
+        2, {"schedule": "interleaved", "num_microbatches": 6}, ("plain", "clip_norm", "manual")
     ),
     "1f1b, two pipelines": Setup(
         4, {"schedule": "1f1b", "data_parallel_size": 2, "num_microbatches": 3}, FEW

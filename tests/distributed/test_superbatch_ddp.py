@@ -1,6 +1,5 @@
 """Super-batches inside each process and DDP between them: as one process, tails included."""
 
-import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.distributed.harness import launch, mean_losses, sorted_steps
-from tests.models import make_trainer
 
 FIT = "training.fit_and_test"
 #: The last two steps of an epoch have 12 and 11 rows, which neither 2 nor 4 processes divide.
@@ -40,11 +37,7 @@ def assert_as_one_process(ranks: list[dict[str, Any]], one_process: dict[str, An
 
 @pytest.mark.parametrize(("processes", "group", "prefetch"), [(2, 2, 3), (4, 1, None)])
 def test_groups_of_devices_are_processes_and_train_as_one(
-    tmp_path: Path,
-    one_process: dict[str, Any],
-    processes: int,
-    group: int,
-    prefetch: int | None,
+    tmp_path: Path, one_process: dict[str, Any], processes: int, group: int, prefetch: int | None
 ) -> None:
     options = {
         "strategy": "memmap_superbatch_ddp",
@@ -93,42 +86,6 @@ def test_buffers_of_all_dtypes_are_those_of_the_first_process_in_each_step(tmp_p
         assert min(rank["counts"]) == max(rank["counts"]) > 0
 
 
-def test_every_device_trains_by_default(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy="memmap_superbatch_ddp", devices=8, num_nodes=2)
-    strategy: Any = trainer.strategy
-    assert (strategy.num_processes, trainer.world_size) == (8, 16)
-    assert len(strategy.data_devices) == 1
-
-
-def test_devices_are_divided_into_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy=SuperBatchDDPStrategy(2), devices=6, num_nodes=3)
-    strategy: Any = trainer.strategy
-    assert (strategy.num_processes, trainer.world_size) == (3, 9)
-    assert strategy.data_devices == (torch.device("cpu"),) * 2
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 9, "rank": 0}
-
-
-def test_groups_of_gpus_belong_to_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = SuperBatchDDPStrategy(3, root_holds_data=False)
-    strategy.parallel_devices = [torch.device("cuda", index) for index in range(6)]
-    groups = []
-    for local_rank in range(2):
-        monkeypatch.setattr(SuperBatchDDPStrategy, "local_rank", local_rank)
-        groups.append([str(strategy.root_device), *map(str, strategy.data_devices)])
-    assert groups == [["cuda:0", "cuda:1", "cuda:2"], ["cuda:3", "cuda:4", "cuda:5"]]
-
-
-@pytest.mark.parametrize(
-    ("options", "devices", "words"),
-    [
-        ({"data_devices_per_process": 0}, 2, "data_devices_per_process=0: at least 1"),
-        ({"prefetch": -2}, 2, "prefetch=-2"),
-        ({"data_devices_per_process": 3}, 4, "does not divide Trainer(devices=4)"),
-        ({"data_devices_per_process": 1, "root_holds_data": False}, 2, "no device is left"),
-    ],
-)
-def test_groups_that_cannot_be_are_refused(
-    tmp_path: Path, options: dict[str, Any], devices: int, words: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        make_trainer(tmp_path, strategy=SuperBatchDDPStrategy(**options), devices=devices)
+def test_parameters_that_a_step_does_not_use_are_told_with_the_strategy(tmp_path: Path) -> None:
+    for rank in launch("training.leave_parameters_out", tmp_path, processes=2, **BY_TWO):
+        assert "SuperBatchDDPStrategy(find_unused_parameters=True)" in rank["error"]

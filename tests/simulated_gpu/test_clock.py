@@ -38,7 +38,6 @@ def parts_of(path: Path, strategy: Any, residency: str, prefetch: int) -> dict[s
         strategy=strategy(prefetch=prefetch),
         max_steps=STEPS,
         limit_val_batches=0,
-        profiler=clock,
         callbacks=[EndOfSteps(clock)],
         logger=False,
         enable_checkpointing=False,
@@ -46,6 +45,7 @@ def parts_of(path: Path, strategy: Any, residency: str, prefetch: int) -> dict[s
         enable_model_summary=False,
         default_root_dir=path,
     )
+    clock.watch(trainer)
     data = MemmapDataModule(
         Points(8 * 2 * STEPS),
         store_dir=path / "stores",

@@ -14,9 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-)
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
@@ -52,7 +50,6 @@ from tests.strategies.contract import (
 #: 0.003 where weights move by up to 0.35, seven steps of Adam with 0.05 each.
 BF16_IN_CALLS = {"rtol": 0.0, "atol": 0.01}
 
-every_contract = pytest.mark.parametrize("name", CONTRACTS)
 every_strategy = pytest.mark.parametrize("name", contracts_in("one"))
 #: Steps that are made ahead are a matter of the loader, which these do not change: with them and
 #: without, the same is computed of a step.
@@ -120,17 +117,14 @@ def test_contracts_cover_every_strategy() -> None:
     assert {contract.strategy for contract in CONTRACTS.values()} == {n for n, *_ in STRATEGIES}
 
 
-@every_contract
+def test_registering_again_changes_nothing() -> None:
+    before = dict(StrategyRegistry)
+    register()
+    assert dict(StrategyRegistry) == before
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
 class TestRegistration:
-    def test_name_is_listed_by_lightning(self, name: str) -> None:
-        assert CONTRACTS[name].strategy in StrategyRegistry.available_strategies()
-
-    def test_registering_again_changes_nothing(self, name: str) -> None:
-        before = dict(StrategyRegistry)
-        register()
-        register()
-        assert dict(StrategyRegistry) == before
-
     def test_name_selects_the_strategy(self, name: str, tmp_path: Path) -> None:
         contract = CONTRACTS[name]
         trainer = make_trainer(
@@ -334,7 +328,7 @@ class TestCallbacks:
         )
 
     def test_metric_of_training_is_the_mean_over_rows(self, name: str, tmp_path: Path) -> None:
-        class Frozen(Regression):
+        class Logging(Regression):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 self.log(
                     "mean_row",
@@ -345,7 +339,7 @@ class TestCallbacks:
                 )
                 return super().training_step(batch, batch_idx)
 
-        _, trainer = fit(name, tmp_path, Frozen())
+        _, trainer = fit(name, tmp_path, Logging())
         assert trainer.callback_metrics["mean_row"].item() == pytest.approx(31)
 
 

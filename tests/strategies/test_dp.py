@@ -3,7 +3,6 @@
 ``cpu:1`` and so on are separate devices, with a copy of the parameters each.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -32,12 +30,11 @@ from torchmetrics import (
 from torchmetrics.aggregation import RunningMean
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.loading import Padded, RowList
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
-from tests.rows import CPU, joined
+from tests.rows import joined
 
 #: Two steps of 24 rows and one of 41: uneven for 2, 3 and 4 replicas.
 TRAIN, VAL = Points(89), Points(31, 100)
@@ -184,10 +181,7 @@ class TestWeights:
         ("make", "devices"),
         [
             *((Base, devices) for devices in (2, 3, 4, SIDE_BY_SIDE)),
-            *itertools.product(
-                (Zoo, FollowingTeacher, Changing, Lbfgs),
-                (3, SIDE_BY_SIDE),
-            ),
+            *itertools.product((Zoo, FollowingTeacher, Changing, Lbfgs), (3, SIDE_BY_SIDE)),
         ],
         ids=lambda value: getattr(value, "__name__", str(value)),
     )
@@ -704,91 +698,6 @@ class TestOutputs:
 
         fit_dp(tmp_path, Choosing(), SIDE_BY_SIDE)
         assert seen == [[None, 1, 2, 3]] * STEPS
-
-    @dataclasses.dataclass(frozen=True)
-    class Boxes:
-        boxes: list[Tensor]
-        score: Tensor
-
-    def test_tensordict_is_scattered_and_assembled(self) -> None:
-        batch = TensorDict({"a": torch.arange(7), "b": {"c": torch.ones(7, 2)}}, [7])
-        scattered = MicroBatches.split(batch, [CPU] * 3)
-        assert [each["a"].tolist() for each in scattered.parts] == [[0, 3, 6], [1, 4], [2, 5]]
-        assert scattered.assembled.batch_size == (7,)
-        assert torch.equal(scattered["a"], torch.arange(7))
-        assert scattered.assembled["b", "c"].shape == (7, 2)
-
-    def test_batch_of_two_is_unpacked(self) -> None:
-        x, y = MicroBatches.split((torch.arange(5), torch.arange(5, 10)), [CPU] * 2)  # type: ignore[misc]
-        assert x.tolist() == [0, 1, 2, 3, 4]
-        assert y.tolist() == [5, 6, 7, 8, 9]
-
-    @pytest.mark.parametrize(
-        "batch", [["a", "b"], {"x": torch.ones(3), "name": "a"}, torch.ones(())]
-    )
-    def test_batch_with_values_that_are_not_rows_stays_whole(self, batch: Any) -> None:
-        with pytest.warns(UserWarning, match=r"^batch.* has no rows.*instead of in 2 parts"):
-            scattered = MicroBatches.split(batch, [CPU] * 2)
-        assert scattered.parts == [batch]
-        assert scattered.rows == [1]
-        assert scattered.merge([["output"]]) == ["output"]
-
-    def test_batch_with_rows_that_differ_in_length_is_divided(self) -> None:
-        texts = [f"row {row}" for row in range(5)]
-        batch = {"text": RowList(texts), "sound": Padded(torch.ones(5, 3), torch.arange(5))}
-        scattered = MicroBatches.split(batch, [CPU] * 2)
-        assert [each["text"] for each in scattered.parts] == [texts[::2], texts[1::2]]
-        assert [each["sound"].lengths.tolist() for each in scattered.parts] == [[0, 2, 4], [1, 3]]
-        assert scattered["text"] == texts
-
-    @pytest.mark.parametrize(("num_rows", "num_devices"), [(1, 2), (5, 1)])
-    def test_batch_that_is_not_divided_is_merged_as_it_is(
-        self, num_rows: int, num_devices: int
-    ) -> None:
-        scattered = MicroBatches.split(torch.arange(num_rows), [CPU] * num_devices)
-        assert scattered.rows == [num_rows]
-        assert torch.equal(scattered.assembled, torch.arange(num_rows))
-        ragged = [torch.ones(row + 1) for row in range(num_rows)]
-        output = {"rows": torch.arange(num_rows) * 2, "ragged": ragged, "mean": torch.tensor(3.0)}
-        found = scattered.merge([output])
-        assert torch.equal(found["rows"], output["rows"])
-        assert list(map(len, found["ragged"])) == [row + 1 for row in range(num_rows)]
-        assert found["mean"] == 3.0
-
-    @pytest.mark.parametrize("first", [0, 1, 2])
-    def test_merge_puts_rows_into_the_order_of_the_step(self, first: int) -> None:
-        batches = [torch.arange((i - first) % 3, 8, 3) for i in range(3)]
-        scattered = MicroBatches.of_devices(batches, 8, first, CPU)
-        assert scattered.rows == [len(rows) for rows in batches]
-        merged = scattered.merge(
-            [
-                {
-                    "rows": rows,
-                    "pair": (rows * 2, {"deep": rows[:, None]}),
-                    "mean": rows.double().mean(),
-                    "number": float(len(rows)),
-                    "ragged": [torch.ones(int(row)) for row in rows],
-                    "boxes": self.Boxes([torch.ones(int(row)) for row in rows], rows),
-                    "name": "same",
-                    "count": len(rows),
-                    "of_replica": torch.ones(7 + len(rows)),
-                    "nothing": None,
-                }
-                for rows in batches
-            ]
-        )
-        assert merged["rows"].tolist() == list(range(8))
-        assert merged["pair"][0].tolist() == list(range(0, 16, 2))
-        assert merged["pair"][1]["deep"].tolist() == [[row] for row in range(8)]
-        assert merged["mean"].item() == pytest.approx(3.5)
-        assert merged["number"] == pytest.approx((9 + 9 + 4) / 8)
-        assert [len(item) for item in merged["ragged"]] == list(range(8))
-        assert [len(item) for item in merged["boxes"].boxes] == list(range(8))
-        assert merged["boxes"].score.tolist() == list(range(8))
-        assert merged["name"] == "same"
-        assert sorted(merged["count"]) == [2, 3, 3]
-        assert [len(item) for item in merged["of_replica"]] == [7 + len(rows) for rows in batches]
-        assert merged["nothing"] is None
 
 
 class TestErrors:

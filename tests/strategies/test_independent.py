@@ -11,17 +11,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
-from lightning_memmap.strategies import (
-    IndependentStrategy,
-    MemberResult,
-    MemberResults,
-    read_results,
-)
+from lightning_memmap.strategies import IndependentStrategy, read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
@@ -234,37 +228,3 @@ def test_remote_directory_is_refused(tmp_path: Path, member: int) -> None:
     )
     with pytest.raises(ValueError, match="default_root_dir='memory://x'"):
         remote.fit(Regression(), make_data(tmp_path))
-
-
-# Results
-
-
-def result(member: int, status: str = "done", **values: Any) -> MemberResult:
-    return MemberResult(member, "fit", 1, status, **values)
-
-
-def test_table_has_a_row_for_each_member_and_their_mean() -> None:
-    results = MemberResults(
-        "fit",
-        (
-            result(0, metrics={"loss": 1.0}),
-            result(1, metrics={"loss": 2.0, "other": 5.0}),
-            result(2, "failed", error="ValueError: [red]no"),
-        ),
-    )
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(results.table())
-    lines = [line.split() for line in capture.get().splitlines() if line.strip()]
-    assert lines[0] == ["Members:", "fit"]
-    assert lines[1][-2:] == ["loss", "other"]
-    assert [line[0] for line in lines[3:6]] == ["0", "1", "2"]
-    assert lines[4][-2:] == ["2", "5"]
-    assert lines[6:8] == [["mean", "1.5", "5"], ["std", "0.7071"]]
-    assert lines[8] == ["member", "2:", "ValueError:", "[red]no"]
-    assert [one.member for one in results.done] == [0, 1]
-
-
-def test_results_that_are_not_there_are_missed(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no member has recorded a fit"):
-        read_results(tmp_path)

@@ -1,9 +1,7 @@
 """What is particular to ``memmap_model_parallel``: stages, and what moves."""
 
-import itertools
-import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.strategies import LocalModelParallelStrategy
-from lightning_memmap.strategies.model_parallel import even_cut, find_stages, move_stages
+from lightning_memmap.strategies.model_parallel import find_stages, move_stages
 from tests.models import make_trainer, weights
 from tests.rows import CPU
-from tests.strategies.test_dp import (
-    VAL,
-    Base,
-    Lbfgs,
-    fit_one,
-    make_data,
-)
+from tests.strategies.test_dp import VAL, Base, Lbfgs, fit_one, make_data
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You called `self.log.*but have no logger configured"
@@ -304,22 +296,6 @@ class TestPlaces:
         strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         for parameter in module.parameters():
             assert optimizer.state[parameter]["sum"].device == parameter.device
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_even_cut_has_the_smallest_largest_stage(seed: int) -> None:
-    dice = random.Random(seed)
-    loads = [dice.choice([0, 1, 5, 20, 100]) for _ in range(dice.randint(1, 9))]
-    num_stages = dice.randint(1, len(loads))
-
-    def largest(bounds: Sequence[int]) -> int:
-        return max(sum(loads[a:b]) for a, b in itertools.pairwise(bounds))
-
-    found = even_cut(loads, num_stages)
-    assert (found[0], found[-1], len(found)) == (0, len(loads), num_stages + 1)
-    assert found == sorted(set(found))
-    cuts = itertools.combinations(range(1, len(loads)), num_stages - 1)
-    assert largest(found) == min(largest((0, *cut, len(loads))) for cut in cuts)
 
 
 def tie_stages(module: Base) -> None:

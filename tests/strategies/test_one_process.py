@@ -96,11 +96,7 @@ class Normed(Regression):
 
 @pytest.mark.parametrize(
     ("make", "is_whole"),
-    [
-        (SuperBatchStrategy, True),
-        (LocalModelParallelStrategy, True),
-        (DataParallelStrategy, False),
-    ],
+    [(SuperBatchStrategy, True), (LocalModelParallelStrategy, True), (DataParallelStrategy, False)],
     ids=["super-batch", "stages", "replicas"],
 )
 def test_sync_batchnorm_is_refused_where_a_step_is_computed_in_parts(

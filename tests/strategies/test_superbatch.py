@@ -181,7 +181,7 @@ class SeesMarks(Rows):
 
 
 @pytest.mark.parametrize(("data", "marks"), [(Marked, [[4]] * 3), (MemmapDataModule, [[0]] * 3)])
-def test_superbatch_transfer_hook_of_the_data_module_runs(
+def test_transfer_hook_of_the_data_module_runs_if_it_has_one(
     tmp_path: Path, data: type[MemmapDataModule], marks: list[list[int]]
 ) -> None:
     module = SeesMarks()

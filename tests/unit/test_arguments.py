@@ -18,6 +18,7 @@ from lightning_memmap.cli import main
 from lightning_memmap.sampling import Sampler
 from lightning_memmap.strategies import SuperBatchStrategy
 from tests.command_line import CommandLine
+from tests.preloaded import run
 
 pytestmark = [
     # LightningCLI uses names that jsonargparse has changed.
@@ -512,3 +513,14 @@ def test_number_out_of_range_is_named(
     assert command(*arguments, "--config", command.config()) == 2
     assert command.err.startswith(f"error: {words}")
     assert command.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_error_of_several_processes_is_a_line_of_each_with_its_rank(command: Command) -> None:
+    options = {"strategy": "memmap_pipeline", "devices": 2, "sync_batchnorm": True}
+    file = command.config("trainer", **options)
+    done = run("-m", "lightning_memmap", "fit", "--config", file)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert errors
+    assert all(re.match(r"\[rank[01]\]: error: sync_batchnorm=True", line) for line in errors)

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import STRATEGIES
-from tests.models import CombinedData, Points, Regression, make_trainer, weights
+from tests.models import CombinedData, Points, Regression, TwoOptimizers, make_trainer, weights
 
 #: The last two steps of an epoch have 12 and 11 rows, which 2 processes do not divide.
 ROWS = 151
@@ -194,3 +194,13 @@ def count_up(out: Path, strategy: str, devices: int) -> dict[str, Any]:
     make_trainer(out, strategy=strategy, devices=devices).fit(module, data)
     buffers = module.known, module.unknown, module.assigned
     return {"counts": [buffer.item() for buffer in buffers]}
+
+
+def leave_parameters_out(out: Path, strategy: str) -> dict[str, Any]:
+    """Train where each step uses some of the parameters. The error that it ends with."""
+    data = MemmapDataModule(Points(60), store_dir=out / "stores", batch_size=4)
+    try:
+        make_trainer(out, strategy=strategy, devices=2).fit(TwoOptimizers(), data)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {}

@@ -34,12 +34,7 @@ def timed_rank(
 def check_rank(rank: int = 0, size: int = 1, moved: int = 0, **values: Any) -> Rank:
     """What one process of a check run writes."""
     state = {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}}
-    found = {
-        "losses": LOSSES,
-        "state_bytes": state,
-        "moved_bytes": moved,
-        "hashes": [1] * STEPS,
-    }
+    found = {"losses": LOSSES, "state_bytes": state, "moved_bytes": moved, "hashes": [1] * STEPS}
     return Rank(rank, size, rank, GLOBAL_BATCH, **{**found, **values})
 
 
@@ -123,12 +118,7 @@ DATA: dict[str, Any] = {
     "batch_size": 16,
     "transform_is_random": False,
 }
-MODEL: dict[str, Any] = {
-    "model_class": "examples.Net",
-    "num_parameters": 1000,
-    "parameter_bytes": 4000,
-    "batch_norms": [],
-}
+MODEL: dict[str, Any] = {"model_class": "examples.Net", "num_parameters": 1000, "batch_norms": []}
 
 
 def make_report(*variants: VariantResult, **values: Any) -> Report:

@@ -13,15 +13,9 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
 from lightning_memmap.compare.metrics import Rank
 from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
-from lightning_memmap.compare.prepare import expected_hashes, prepare
+from lightning_memmap.compare.prepare import prepare, prepare_store
 from lightning_memmap.compare.runner import read_ranks
-from lightning_memmap.compare.worker import (
-    train,
-    train_variant,
-    trainer_options,
-)
-from lightning_memmap.sampling.schedule import BatchSchedule
-from lightning_memmap.store import open_store
+from lightning_memmap.compare.worker import train, train_variant, trainer_options
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
 
@@ -155,9 +149,7 @@ def result_of(folder: Path) -> CheckResult:
 
 
 def check_all_parity(
-    checks: dict[str, CheckResult],
-    expected: Sequence[int],
-    tolerance: float = 1e-4,
+    checks: dict[str, CheckResult], expected: Sequence[int], tolerance: float = 1e-4
 ) -> dict[str, Parity]:
     """The parity of each check run with the first of them."""
     found = {name: CheckedRun.of(check.ranks, check.folder) for name, check in checks.items()}
@@ -169,9 +161,5 @@ def check_all_parity(
 
 def check_runs_parity(path: Path, runs: dict[str, CheckResult]) -> dict[str, Parity]:
     """The parity of runs with the first of them, whose store is the right one."""
-    store = open_store(path / "stores" / "train")
-    data = MemmapDataModule(store_dir=path / "stores")
-    schedule = BatchSchedule(store.num_rows, DEVICES * BATCH_SIZE, store.num_shards, drop_last=True)
-    return check_all_parity(
-        runs, expected_hashes(store, data.train_sampler(store), schedule, STEPS, {})
-    )
+    data = MemmapDataModule(store_dir=path / "stores", batch_size=BATCH_SIZE)
+    return check_all_parity(runs, prepare_store(data, DEVICES, STEPS)[1])

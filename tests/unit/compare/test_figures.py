@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_memmap.compare.metrics import (
-    METRICS,
-    PARTS,
-    SECONDS,
-    Metric,
-    Rank,
-)
+from lightning_memmap.compare.metrics import METRICS, PARTS, SECONDS, Metric, Rank
 from lightning_memmap.compare.report import figure_table, parity_table, print_report
 from tests.unit.compare.reports import (
     DATA,

@@ -117,7 +117,7 @@ def shared(folder: Path, config: object) -> Any:
     return shared_config(str(file))
 
 
-def test_shared_config_keeps_what_all_arms_can_have(tmp_path: Path) -> None:
+def test_shared_config_keeps_what_all_variants_can_have(tmp_path: Path) -> None:
     config = {
         "seed_everything": 5,
         "model": {"class_path": "a.B"},

@@ -14,11 +14,7 @@ EXPECTED = [11, 22, 33]
 BEFORE = {"weight": torch.zeros(4), "steps": torch.tensor(0)}
 AFTER = {"weight": torch.tensor([3.0, 0.0, 4.0, 0.0]), "steps": torch.tensor(3)}
 CHECK = CheckedRun(
-    hashes=EXPECTED,
-    losses=[2.0, 1.0, 0.5],
-    initial=BEFORE,
-    final=AFTER,
-    parameters=["weight"],
+    hashes=EXPECTED, losses=[2.0, 1.0, 0.5], initial=BEFORE, final=AFTER, parameters=["weight"]
 )
 
 

@@ -89,9 +89,7 @@ def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report])
     assert "BatchNorm1d: a step's rows are normalised in 2" in note
 
 
-def test_run_without_its_weights_costs_no_other(
-    compare: Callable[[str, Fault], Report],
-) -> None:
+def test_run_without_its_weights_costs_no_other(compare: Callable[[str, Fault], Report]) -> None:
     def fault(spec: RunSpec, what: str) -> None:
         if spec.variant == "auto" and spec.kind == "check" and what == "result":
             (Path(spec.out) / "final.pt").unlink()

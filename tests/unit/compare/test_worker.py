@@ -8,6 +8,7 @@ import pytest
 
 from lightning_memmap.compare.metrics import METRICS, figures_of
 from lightning_memmap.compare.parity import Parity
+from tests.models import Regression
 from tests.unit.compare import runs
 from tests.unit.compare.runs import (
     PARAMETERS,
@@ -20,6 +21,7 @@ from tests.unit.compare.runs import (
     run,
     timed_rank,
 )
+from tests.unit.compare.test_faults import Taught
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,9 +65,15 @@ def test_random_transform_without_another_is_left_out_of_a_check(tmp_path: Path)
     assert all(parity.holds for parity in parities.values())
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "auto+ideal", "memmap_superbatch+ideal"])
-def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> None:
-    sections = config(tmp_path)
+@pytest.mark.parametrize(
+    ("variant", "model"),
+    [
+        *((each, Regression) for each in (*VARIANTS, "auto+ideal", "memmap_superbatch+ideal")),
+        ("auto", Taught),
+    ],
+)
+def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str, model: type) -> None:
+    sections = config(tmp_path, f"{model.__module__}.{model.__name__}")
     facts_of(sections)
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6
@@ -74,8 +82,7 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str) -> N
     on_cpu = {each.key for each in METRICS.values() if each.run == "timed" and each.collect}
     assert on_cpu - {"device_peak_bytes"} <= set(figures)
     assert min(figures.values()) >= 0
-    assert figures["forward_s"] > 0
-    assert figures["backward_s"] > 0
+    assert min(figures[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
     assert str(os.getpid()) in rank.processes
     assert rank.first_batch_s > 0
 
