@@ -203,8 +203,8 @@ def _parts_of(value: Any) -> dict[str, Any]:
         kept = inspect.getattr_static(value, name, None)
         if isinstance(kept, types.MemberDescriptorType):
             kept = getattr(value, name, None)
-        is_empty = isinstance(kept, (list, dict, set, deque)) and not kept
-        if name.startswith("_") and (is_empty or not isinstance(kept, _SETTLED_TYPES)):
+        is_cache = isinstance(kept, (list, dict, set, deque)) and (not kept or name == "_cache")
+        if name.startswith("_") and (is_cache or not isinstance(kept, _SETTLED_TYPES)):
             continue  # A file, or a cache, that is still to be opened or filled.
         parts[f"attribute {name}"] = kept
         if isinstance(kept, (str, os.PathLike)) and (state := _file_state(kept)):

@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import deque
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,14 @@ def test_fingerprint_is_not_changed_by_what_reading_leaves_behind(tmp_path: Path
         vars(read)["_length"] = 7
         assert change(unread, read) is None
         assert change(read, unread) is None
+
+
+def test_fingerprint_is_not_changed_by_what_an_index_of_pandas_has_looked_up() -> None:
+    index = import_module("pandas").Index
+    unread, read = (Holder(columns=index([5, 7])) for _ in range(2))
+    assert read.columns.get_loc(7) == 1  # type: ignore[attr-defined]
+    assert change(unread, read) is None
+    assert change(unread, Holder(columns=index([5, 8]))) == "attribute columns changed"
 
 
 def test_fingerprint_of_anything_odd_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
