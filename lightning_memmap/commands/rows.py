@@ -37,6 +37,8 @@ class RowsOptions:
         epoch: The epoch, counted from 0.
         step: The step of the epoch, counted from 0.
         devices: Data devices of all processes; by default those of the config's Trainer.
+        find: Rows as they are listed, such as ``17,4``: print the steps of the epoch that have one
+            of them, as ``skip_steps`` counts them.
         json: Print JSON instead of a table.
         show: Write a page with the fields of each row, images too, to this HTML file.
 
@@ -48,6 +50,7 @@ class RowsOptions:
     epoch: int = 0
     step: int = 0
     devices: int | None = None
+    find: str | None = None
     json: bool = False
     show: str | None = None
 
@@ -56,17 +59,16 @@ class RowsOptions:
         check_integer("step", self.step, 0)
         if self.devices is not None:
             check_integer("devices", self.devices, 1)
-        if self.show is not None and self.json:
-            raise ValueError(f"show={self.show!r} with json=True: give one of the two")
+        if self.show is not None and (self.json or self.find is not None):
+            other = "json=True" if self.json else f"find={self.find!r}"
+            raise ValueError(f"show={self.show!r} with {other}: give one of the two")
 
 
 def step_rows(
     data: MemmapDataModule, order: Sampler, topology: DataTopology, epoch: int, step: int
 ) -> dict[str, Any]:
     """The rows of a step of an epoch, whether it is left out or not, and of each data device."""
-    count = topology.num_data_devices
-    size = data.batch_size * count
-    schedule = BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
+    count, schedule = topology.num_data_devices, _schedule(data, order, topology)
     if step >= len(schedule):
         raise ValueError(f"step={step}: epoch {epoch} has the steps 0 to {len(schedule) - 1}")
     first, last = schedule.bounds(step)
@@ -91,6 +93,23 @@ def step_rows(
     }
 
 
+def steps_with(
+    data: MemmapDataModule, order: Sampler, topology: DataTopology, epoch: int, names: list[str]
+) -> list[int]:
+    """The steps of an epoch that have one of these rows, counted over all epochs."""
+    schedule, wanted, found = _schedule(data, order, topology), {*names}, list[int]()
+    for step in range(len(schedule)):
+        rows = order.dataset_rows(epoch, range(*schedule.bounds(step)))
+        if not wanted.isdisjoint(map(_name, order.pool.rows.names(rows))):
+            found.append(epoch * len(schedule) + step)
+    return found
+
+
+def _schedule(data: MemmapDataModule, order: Sampler, topology: DataTopology) -> BatchSchedule:
+    size = data.batch_size * topology.num_data_devices
+    return BatchSchedule(order.num_positions, size, order.num_shards, data.drop_last)
+
+
 def rows(args: list[str]) -> int:
     """Run the command with these arguments."""
     parser = BriefParser(prog="lightning-memmap rows", description=_DESCRIPTION)
@@ -109,6 +128,14 @@ def rows(args: list[str]) -> int:
                 f" {question.config}` or `lightning-memmap store build`"
             ) from error
         order = data.train_sampler(store, topology)
+        if question.find is not None:
+            names = question.find.replace(" ", "").split(",")
+            found = steps_with(data, order, topology, question.epoch, names)
+            where = f"the steps {found} of the run" if found else "no step"
+            answer = {"epoch": question.epoch, "rows": names, "run_steps": found}
+            line = f"epoch {question.epoch}: rows {question.find} are in {where}"
+            print(json_format.dumps(answer) if question.json else line)
+            return 0
         step = step_rows(data, order, topology, question.epoch, question.step)
         if question.show is not None:
             _write_page(Path(question.show), store, order, step)

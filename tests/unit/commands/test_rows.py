@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule, build_store
 from tests.command_line import CommandLine
+from tests.datasets import Series
 from tests.models import Points, Regression, make_trainer
 from tests.rows import NumberedRows, image_of, joined
 
@@ -119,6 +120,32 @@ def test_steps_that_are_left_out_are_shown_as_such(command: Command, tmp_path: P
     found = command.step("--epoch", 1, "--step", 1)
     assert (found["run_step"], found["is_skipped"]) == (16, True)
     assert found["rows"] == whole.seen["train"][16]
+
+
+def test_rows_are_found_in_the_steps_that_have_them(command: Command) -> None:
+    command.write()
+    options = "--devices", 3, "--epoch", 2
+    found, num_steps = command.step(*options, "--find", "17,4")["run_steps"], ROWS // (3 * BATCH)
+    assert 1 <= len(found) <= 2
+    for step in range(num_steps):
+        rows = command.step(*options, "--step", step)["rows"]
+        assert (not {17, 4}.isdisjoint(rows)) == (2 * num_steps + step in found)
+    assert command(*options, "--find", "17,4") == 0
+    assert f"epoch 2: rows 17,4 are in the steps {found} of the run" in command.out
+    assert command(*options, "--find", "17,4", "--show", "rows.html") == 2
+    assert "show='rows.html' with find='17,4'" in command.err
+    assert command(*options, "--find", str(ROWS)) == 0
+    assert f"rows {ROWS} are in no step" in command.out
+
+
+def test_windows_are_found_by_the_names_that_are_listed(command: Command, tmp_path: Path) -> None:
+    build_store(Series([30] * 8), tmp_path / "series" / "train", progress=False)
+    form = {"form": "windows", "length": 8, "stride": 3}
+    windows = {"value": form, "time": form}
+    command.write(store_dir=str(tmp_path / "series"), variable=windows)
+    rows = command.step("--devices", 1, "--step", 2)["rows"]
+    name = ":".join(map(str, rows[0]))
+    assert command.step("--devices", 1, "--find", name)["run_steps"] == [2]
 
 
 def test_table_names_rows_by_device(command: Command) -> None:
