@@ -175,13 +175,18 @@ def _check_alike(
 ) -> None:
     """Check that the results of all rows can be collated without loss."""
     named = [dict(named_leaves(result)) for result in results]
+    within = tuple(f"{name}{mark}" for name in lists for mark in ".[")
     for row, leaves in enumerate(named):
         for name, leaf in leaves.items():
             if leaf is None:
                 raise _none_error(function, row, name)
     check_alike(
         [
-            {name: kind_of(leaf) for name, leaf in leaves.items() if not name.startswith((*lists,))}
+            {
+                name: kind_of(leaf)
+                for name, leaf in leaves.items()
+                if name not in lists and not name.startswith(within)
+            }
             for leaves in named
         ],
         "the per-sample callable",

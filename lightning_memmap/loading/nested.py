@@ -37,7 +37,7 @@ def remade(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
     """A container like this one around other children; like this row, around those of many."""
     made: Any = type(value)
     if isinstance(value, (list, tuple)):
-        return made(*children) if hasattr(value, "_fields") else made(children)
+        return made(*children) if hasattr(value, "_fields") else _checked(made(children), children)
     is_mapping = isinstance(value, Mapping)
     names = value.keys() if is_mapping else [field.name for field in dataclasses.fields(value)]
     named = dict(zip(names, children, strict=True))
@@ -48,12 +48,26 @@ def remade(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
         return found if is_mapping else made.from_tensordict(found)
     if is_mapping:
         factory = [value.default_factory] if isinstance(value, defaultdict) else []
-        return made(*factory, named)
+        return _checked(made(*factory, named), children)
     # Frozen ones too.
     filled = copy.copy(value)
     for name, child in named.items():
         object.__setattr__(filled, name, child)
+    # What was computed from the fields before, such as a `functools.cached_property`, is of these.
+    for name, kept in [*getattr(filled, "__dict__", {}).items()]:
+        if name not in named and any(isinstance(leaf, Tensor) for _, leaf in named_leaves(kept)):
+            object.__delattr__(filled, name)
     return filled
+
+
+def _checked(made: Any, children: Sequence[Any]) -> Any:
+    """A container that was made of children, once it is seen to have them."""
+    if len(made) != len(children):
+        raise TypeError(
+            f"a {type(made).__name__} in a batch: made of its items alone, it has {len(made)} of"
+            f" {len(children)}: use a dict, a list, or a class whose first argument is the items"
+        )
+    return made
 
 
 def named_leaves(

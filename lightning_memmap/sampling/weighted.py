@@ -95,7 +95,7 @@ class Weighted(Described, SamplerFactory):
                 )
         else:
             given = one_by_row("Weighted: weights", self.weights, fields.num_rows)
-            if not (np.issubdtype(given.dtype, np.number) or given.dtype == np.bool_):
+            if given.dtype.kind not in "buif":
                 raise TypeError(f"Weighted: weights of {given.dtype}: give numbers")
             found = given[rows]
         weights: NDArray[np.float64] = found.astype(np.float64)

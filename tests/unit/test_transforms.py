@@ -1,5 +1,6 @@
 """Adapters that make batch transforms of per-sample callables."""
 
+import dataclasses
 import random
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -17,6 +18,12 @@ from lightning_memmap.transforms import PerSample
 from tests.rows import CPU, image_of, make_loader
 
 Pair = namedtuple("Pair", ["image", "label"])
+
+
+@dataclasses.dataclass
+class Texts:
+    text: Any
+    text2: Any
 
 
 class Flip:
@@ -80,6 +87,15 @@ class TestSamples:
         assert getattr(found, "batch_size", None) == getattr(batch, "batch_size", None)
         for one, other in zip(leaves(found), leaves(batch), strict=True):
             assert torch.equal(one, other)
+
+    def test_field_whose_name_begins_with_that_of_a_list_is_checked(self) -> None:
+        def more(sample: Any) -> Any:
+            sample.text2 = sample.text2.long() if sample.text == "b" else sample.text2
+            return sample
+
+        batch = Texts(RowList(["a", "b"]), torch.ones(2))
+        with pytest.raises(ValueError, match=r"int64 tensor.* at \.text2 for row 1"):
+            PerSample(more)(batch)
 
     def test_tensordicts_of_rows_are_one_with_the_rows_in_front(self) -> None:
         found = PerSample(lambda row: TensorDict({"a": row}, [2]))(torch.ones(3, 2))

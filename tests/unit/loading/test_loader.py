@@ -374,6 +374,31 @@ class TestStructure:
             assert found.batch_size == expected.batch_size
             assert (found.clone() == expected).all()
 
+    def test_container_that_its_items_do_not_make_is_refused(self, tmp_path: Path) -> None:
+        class Titled(dict[str, Any]):
+            def __init__(self, title: Any, items: Any = ()) -> None:
+                super().__init__(items)
+
+        with pytest.raises(TypeError, match=r"a Titled in a batch: .* it has 0 of 1"):
+            load_pairs(Pairs(), tmp_path, 2, lambda batch: Titled("mine", {"a": batch[0]}))
+
+    def test_what_a_dataclass_has_computed_is_computed_again(self, tmp_path: Path) -> None:
+        @dataclasses.dataclass
+        class Doubling:
+            number: Tensor
+
+            @functools.cached_property
+            def double(self) -> Tensor:
+                return self.number * 2
+
+        def transform(batch: Any) -> Any:
+            made = Doubling(batch[1])
+            assert len(made.double) == len(batch[1])
+            return made
+
+        found = load_pairs(Pairs(), tmp_path, 2, transform)[0]
+        assert torch.equal(found.double, found.number * 2)
+
 
 def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> list[Any]:
     store = build_store(dataset, path / "store", num_shards=4, progress=False)

@@ -239,6 +239,7 @@ GOLDEN_UNEVEN += [74234, 45171]
         ([1.0], {"num_samples": 0}, "num_samples=0: at least 1"),
         ([1.0], {"num_samples": 1.5}, r"num_samples=1\.5: give an integer"),
         (["a", "b"], {}, "weights of <U1: give numbers"),
+        ([1j, 2.0], {}, "weights of complex128: give numbers"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(
