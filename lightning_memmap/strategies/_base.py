@@ -3,6 +3,8 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +33,7 @@ from lightning_memmap.placement.topology import (
     data_parallel_rank,
     local_processes,
 )
+from lightning_memmap.process_group import broadcast_all
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 
@@ -353,6 +356,8 @@ _ELSEWHERE = "train with memmap_superbatch_ddp, memmap_superbatch or ddp"
 class SplitModule(RowWeighted):
     """For strategies that split the module: raises for what needs the whole of it."""
 
+    #: The processes with the same buffers as this one; None for all.
+    copies: dist.ProcessGroup | None = None
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
         StochasticWeightAveraging,
         WeightAveraging,
@@ -373,6 +378,27 @@ class SplitModule(RowWeighted):
                     f"{name}: {type(child).__name__} with sparse=True, and {self.strategy_name}"
                     " cannot average sparse gradients over processes; make it with sparse=False"
                 )
+
+    def share_buffers(self) -> None:
+        """Give all copies the buffers of the first, as DDP does before a step."""
+        local = (buffer for buffer in self.module.buffers() if not buffer.is_meta)
+        broadcast_all(local, self.copies)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+
+        @contextmanager
+        def step(is_training: bool = False) -> Iterator[None]:
+            # What FSDP2 gathers, and the buffers that pipelines keep, are used in training too.
+            with torch.inference_mode(False), torch.set_grad_enabled(is_training):
+                self.share_buffers()
+                with plugin.forward_context():
+                    yield
+
+        plugin.train_step_context = partial(step, True)
+        plugin.val_step_context = plugin.test_step_context = plugin.predict_step_context = step
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

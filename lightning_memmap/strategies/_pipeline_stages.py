@@ -185,6 +185,8 @@ class StagePipeline:
     def __post_init__(self) -> None:
         #: By shapes and what is frozen, a schedule and the rows of its micro-batches.
         self._runs: dict[Hashable, tuple[Any, int]] = {}
+        #: Known after the first training step of each schedule that is made.
+        self._loss_dtype: torch.dtype | None = None
         #: The mean loss of a micro-batch, of its number and output.
         self._loss: Callable[[int, Any], Tensor] | None = None
         self._has_last = self.num_stages - 1 in self.stages
@@ -196,7 +198,7 @@ class StagePipeline:
     def train(
         self, args: Sequence[Tensor], num_rows: int, batch: Any, loss: Callable[[Any, Any], Tensor]
     ) -> Tensor:
-        """Forward and backward pass of a batch, whose gradients are added; its loss in float64."""
+        """Forward and backward pass of a batch, whose gradients are added; its loss."""
         schedule, length = self._run(args, num_rows)
         places = _consecutive(num_rows, self.num_microbatches)
         losses: list[Tensor] = []
@@ -223,19 +225,21 @@ class StagePipeline:
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         total = sum((each.detach() for each in losses), zero)
         dist.broadcast(total, self._last, group=self.group)
-        return total
+        if self._loss_dtype is None:
+            found = [losses[0].dtype if losses else None]
+            dist.broadcast_object_list(found, self._last, self.group, self.device)
+            self._loss_dtype = found[0]
+        return total.to(self._loss_dtype)
 
     def evaluate(self, args: Sequence[Tensor], num_rows: int) -> Any:
         """The output of the last stage on every process, without gradients."""
         schedule, length = self._run(args, num_rows)
         places = _consecutive(num_rows, self.num_microbatches)
-        # The schedule reuses its buffers, which must not be tensors of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            output = schedule.eval(*self._padded(args, places, length), target=self._numbers)
-            if self._has_last and num_rows < length * len(places):
-                rows = [n * length + row for n, own in enumerate(places) for row in range(len(own))]
-                output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
-            return broadcast_nested(output, self._last, self.group, self.device)
+        output = schedule.eval(*self._padded(args, places, length), target=self._numbers)
+        if self._has_last and num_rows < length * len(places):
+            rows = [n * length + row for n, own in enumerate(places) for row in range(len(own))]
+            output = apply_to_collection(output, Tensor, lambda leaf: leaf[rows])
+        return broadcast_nested(output, self._last, self.group, self.device)
 
     def _padded(self, args: Sequence[Tensor], places: list[range], length: int) -> list[Tensor]:
         """The rows of all micro-batches one after the other, on the first process."""
@@ -262,6 +266,7 @@ class StagePipeline:
         return self._runs[key]
 
     def _make(self) -> Any:
+        self._loss_dtype = None
         stages = [
             _ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
             for index, stage in sorted(self.stages.items())
@@ -325,13 +330,6 @@ def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
 
 
 # What processes exchange outside of a schedule
-
-
-def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcast tensors in place from the first process of a group to the others."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in tensors:
-        broadcast(tensor, source, group)
 
 
 def broadcast_nested(

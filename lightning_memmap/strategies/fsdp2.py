@@ -1,7 +1,6 @@
 """``memmap_fsdp2``: FSDP2 without a ``configure_model`` to write."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -205,20 +204,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         self.setup_precision_plugin()
 
     @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        plugin: Any = self.precision_plugin
-
-        @contextmanager
-        def evaluation() -> Iterator[None]:
-            # What FSDP2 gathers for the first time in inference mode could not be trained later.
-            with torch.inference_mode(False), torch.no_grad(), plugin.forward_context():
-                yield
-
-        plugin.val_step_context = plugin.test_step_context = evaluation
-        plugin.predict_step_context = evaluation
-
-    @override
     def model_to_device(self) -> None:
         if not self._cpu_offload:
             super().model_to_device()
@@ -254,6 +239,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Of a folder, any process may write them.
+        self.share_buffers()
         if self._is_save_sharded:
             return super().lightning_module_state_dict()
         return self._gathered(self.module.state_dict())

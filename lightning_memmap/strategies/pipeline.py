@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 import lightning as L
@@ -20,12 +21,12 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
+from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
 from lightning_memmap.strategies._pipeline_stages import (
     SCHEDULES,
     StagePipeline,
     average_gradients,
-    broadcast_tensors,
     check_schedule,
     cut_module,
     gathered,
@@ -181,8 +182,9 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         stages = cut_module(module, size, interleaved, self.precision_plugin.forward_context)
         self.precision_plugin.convert_module(module)
         local = keep_local(module, stages, self._ranks[1], size, self.root_device)
-        tensors = [tensor for stage in local.values() for tensor in module_tensors(stage)]
-        broadcast_tensors(tensors, self._group_of("dp"))
+        self.copies = self._group_of("dp")
+        for tensor in chain.from_iterable(map(module_tensors, local.values())):
+            broadcast(tensor, dist.get_global_rank(self.copies, 0), self.copies)
         self._pipeline = StagePipeline(
             module,
             local,
@@ -252,13 +254,6 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     # Steps
 
-    @override
-    def on_validation_start(self) -> None:
-        # Each pipeline has the running statistics of its own rows: all evaluate with the first's.
-        buffers = [tensor for tensor in self.module.buffers() if not tensor.is_meta]
-        broadcast_tensors(buffers, self._group_of("dp"))
-        super().on_validation_start()
-
     def _forward(self, *args: Any) -> Any:
         """What ``self(inputs)`` of the module calls."""
         # Lightning notes here which method of the module it calls.
@@ -283,7 +278,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         with gradients_apart(local) as grads:
             mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
         self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        return loss_of(mean.to(self.module.dtype), grads)
+        return loss_of(mean, grads)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
-from lightning_memmap.process_group import broadcast
+from lightning_memmap.process_group import broadcast, broadcast_all
 from lightning_memmap.strategies._base import RowWeighted
 
 #: What NCCL can send only as bytes.
@@ -53,8 +53,6 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
-        #: The names of the buffers that DDP does not send.
-        self._apart: list[str] = []
         super().__init__(prefetch=prefetch, **kwargs)
 
     @override
@@ -114,13 +112,6 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         return devices if self._root_holds_data else devices[1:]
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # As DDP does with all other buffers.
-        for name in self._apart:
-            broadcast(self.module.get_buffer(name), 0)
-        return super().training_step(*args, **kwargs)
-
-    @override
     def configure_ddp(self) -> None:
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
@@ -131,9 +122,14 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             for tensor in apart.values():
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
-            if self._ddp_kwargs.get("broadcast_buffers", True):
-                self._apart = [name for name, _ in module.named_buffers() if name in apart]
         super().configure_ddp()
+        names = [name for name, _ in module.named_buffers() if name in apart]
+        if names and self._ddp_kwargs.get("broadcast_buffers", True):
+            # As DDP does with all other buffers.
+            wrapper: Any = self.model
+            wrapper.register_forward_pre_hook(
+                lambda *_: broadcast_all(map(module.get_buffer, names))
+            )
         if has_streams(self.root_device):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights
             # that DDP broadcasts there.

@@ -188,6 +188,15 @@ def test_folder_resumes_before_the_first_gradient_of_a_parameter(two: Runs) -> N
     assert not torch.equal(whole["late.bias"], torch.tensor([0.1]))
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_buffers_are_those_of_the_first_process(two: Runs, kind: str) -> None:
+    resumed = two.state(f"counted from {kind}")
+    # A resumed process begins with those of the checkpoint.
+    for name, value in two.state("counted, file").items():
+        assert torch.equal(resumed[name], value), name
+    assert two.reports("counted") == [resumed["rows"].item()] * 2
+
+
 def test_missing_weights_are_an_error_unless_loading_is_not_strict(two: Runs) -> None:
     for found in two.reports("missing"):
         assert 'Missing key(s) in state_dict: "net.2.weight"' in found["True"]

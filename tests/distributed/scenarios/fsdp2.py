@@ -135,6 +135,20 @@ class Normed(Regression):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
 
 
+class Counting(Regression):
+    """Weighs its loss by what each process has counted, in buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int16))
+        self.register_buffer("rows", torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.rows = 0.9 * self.rows + batch["row"].sum()
+        return self.step(batch, "train") * (1 + 10 / self.rows.float()).sum()
+
+
 class Momentum(Regression):
     """An optimizer with parameters in another order than the module's, and one without a state."""
 
@@ -348,6 +362,17 @@ def checkpoints(out: Path, blocks: dict[str, Any]) -> dict[str, Any]:
         saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
         fit(out, name, make, trainer_options=saver)
         fit(out, f"{name} resumed", make, checkpoint=out / name / "step=4.ckpt")
+    for name, options in (("file", {}), ("folder", {"save_distributed_checkpoint": True})):
+        saver = {"callbacks": [save_first(out, name)], "enable_checkpointing": True}
+        fit(out, f"counted, {name}", Counting, trainer_options=saver, **options)
+        checkpoint = out / name / "step=4.ckpt"
+        counted = fit(out, f"counted from {name}", Counting, checkpoint=checkpoint)
+    # As if each had counted other rows last.
+    counted.rows += torch.distributed.get_rank()
+    data = MemmapDataModule(val_dataset=Points(12), store_dir=out / "stores", batch_size=6)
+    counted.trainer.limit_val_batches = 1.0
+    counted.trainer.validate(counted, data, verbose=False)
+    found["counted"] = counted.rows.item()
     return found
 
 
