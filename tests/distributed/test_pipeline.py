@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.harness import launch, mean_losses
 from tests.distributed.reports import Reports
-from tests.distributed.scenarios.pipeline import CASES, RESUMED, TEST, Staged, run
+from tests.distributed.scenarios.pipeline import CASES, RESUMED, TEST, Staged, Summing, run
 from tests.models import weights
 
 # The resumed runs save nothing.
@@ -205,3 +205,9 @@ def test_smaller_batches_need_no_schedule_and_outputs_are_not_kept(tmp_path: Pat
 def test_large_float16_gradients_of_two_pipelines_stay_finite(tmp_path: Path) -> None:
     for rank in launch("pipeline.steep", tmp_path, processes=2):
         assert all(weight.isfinite().all() for weight in rank["weights"])
+
+
+def test_two_pipelines_have_the_buffers_of_the_first(tmp_path: Path) -> None:
+    ranks = launch("pipeline.summing", tmp_path, processes=2)
+    found, resumed = (Reports(tmp_path, ranks, Summing).weights(n) for n in ("whole", "resumed"))
+    assert torch.equal(found, resumed)

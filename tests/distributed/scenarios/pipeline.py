@@ -104,11 +104,11 @@ class Fused(Staged):
 
 
 class Double(Staged):
-    """Is in float64 by its own doing: the default dtype stays float32."""
+    """Has layers in float64: the default dtype and that of the module stay float32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.double()
+        self.net.double()
 
     def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
         loss = super().step({**batch, "x": batch["x"].double(), "y": batch["y"].double()}, stage)
@@ -318,6 +318,30 @@ def steep(out: Path) -> dict[str, Any]:
     module = Steep()
     trainer.fit(module, data)
     return {"weights": [p.detach().clone() for p in module.parameters()]}
+
+
+class Summing(Sgd):
+    """Weighs its loss by a sum over what its process has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_buffer("rows", torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.net[0].rows *= 0.9
+        self.net[0].rows += batch["row"].sum()
+        return self.step(batch, "train")
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(output, batch) * (1 + 10 / self.net[0].rows.float()).sum()
+
+
+def summing(out: Path) -> dict[str, Any]:
+    """Trains two pipelines of one process each, and resumes."""
+    runs = Runs(out, {"data_parallel_size": 2}, 2)
+    saver = ModelCheckpoint(out / "saved", "{step}", every_n_train_steps=3, save_top_k=-1)
+    runs.fit(Case(Summing), "whole", callbacks=[saver], enable_checkpointing=True)
+    return runs.fit(Case(Summing), "resumed", checkpoint=out / "saved" / "step=3.ckpt")
 
 
 class Tied(Staged):
