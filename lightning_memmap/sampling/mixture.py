@@ -29,8 +29,10 @@ from lightning_memmap.sampling.sampler import (
     kept,
 )
 
-#: The fractions of its multiples are spread evenly, however many of them follow one another.
+#: The fractions of its multiples are spread evenly, however many of them follow one another; and
+#: as a fraction of 2 ** 64.
 _GOLDEN = (5**0.5 - 1) / 2
+_TURN = np.uint64(_GOLDEN * 2**64)
 
 
 @dataclass(eq=False, repr=False)
@@ -40,7 +42,8 @@ class Mixture(Described, SamplerFactory):
     In each epoch, a set has exactly its share of the positions, and a row of it comes as often as
     ``num_samples * share / rows of the set`` says, rounded up or down so that this is the mean over
     epochs. All steps have about the same shares, since they are those of the shards. Each shard
-    reads its piece of a set on and on, and an epoch goes on where the last one ended.
+    reads its piece of a set on and on, and an epoch goes on where the last one ended: over 60
+    epochs, the rows of a set come equally often, up to four.
 
     Args:
         shares: The share of each set by the name that it has in ``train_dataset``, not negative.
@@ -234,9 +237,10 @@ class MixtureSampler(Sampler):
 
     # A shard reads its piece of a set round after round, and an epoch goes on where the last one
     # ended. The first and the last row of a piece may be in other shards too: they come as often as
-    # points at a distance of one, from a random offset on, lie on their part of the line of
-    # positions (see weighted.py). So each row of a set comes as often as the positions of the set,
-    # divided by its rows, rounded up or down.
+    # points at a distance of one, from an offset on, lie on their part of the line of positions
+    # (see weighted.py). So each row of a set comes as often as the positions of the set, divided by
+    # its rows, rounded up or down. The offset moves on by the golden ratio from epoch to epoch, so
+    # that over several, too, no part has many points more than another.
 
     sets: Sets
 
@@ -257,24 +261,26 @@ class MixtureSampler(Sampler):
     def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
         (_, number, begin, end, first, last, offset), random = self._of_shards(shards)
         sizes, totals = (np.array(e, object)[number] for e in (self.sets.sizes, self.sets.counts))
-        # Point k of a set is at k * size + point, on a line where row r begins at r * count.
-        points = random_bits(self.seed, epoch).random_raw(len(self.sets.sizes))[number] % sizes
+        # Point k of a set is at (k + turn) * size, on a line where row r begins at r * count.
+        turns = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[number, None]
+        turns = turns + _TURN * np.arange(epoch + 1, dtype=np.uint64)
 
-        def points_before(row: Integers) -> Integers:
-            found = (-((points - row * totals) // sizes)).astype(np.int64)
-            clipped: Integers = np.clip(found, begin, end)
-            return clipped
+        def points_before(row: Integers) -> tuple[Integers, Integers]:
+            """Those of this epoch, and of all epochs before it."""
+            whole, rest = row * totals // sizes, row * totals % sizes
+            more = turns < (rest * 2**64 // sizes).astype(np.uint64)[:, None]
+            found, past = whole + more[:, -1], epoch * whole + more[:, :-1].sum(axis=1)
+            return np.clip(found.astype(np.int64), begin, end), past
 
-        inner = points_before(first + 1)
-        edges = np.stack([begin, inner, np.maximum(inner, points_before(last - 1)), end], axis=1)
+        (inner, inner_past), (outer, outer_past) = map(points_before, (first + 1, last - 1))
+        edges = np.stack([begin, inner, np.maximum(inner, outer), end], axis=1)
         # The first row of each piece, all that are in no other shard, and the last one.
         counts, one = np.diff(edges).ravel(), np.ones_like(first)
         between = np.maximum(1, last - first - 2)
         rows = np.stack([offset, offset + 1, offset + last - first - 1], axis=1).ravel()
         nums = np.stack([one, between, one], axis=1).ravel()
         starts = np.zeros((len(first), 3), np.int64)
-        # The epochs before had so many.
-        starts[:, 1] = (random + epoch * between * totals // sizes) % between
+        starts[:, 1] = (random + outer_past - inner_past) % between
         dtype = np.min_scalar_type(self.pool.longest)
         return ranges(*_read_on(rows, nums, starts.ravel(), counts), dtype)
 
