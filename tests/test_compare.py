@@ -159,6 +159,8 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
         (["--steps", "1"], "steps=1"),
         (["--config", "other.yaml"], "--config is given 2 times"),
         (["--out", "tests"], "holds something other than"),
+        (["--out", "README.md"], "out='README.md'"),
+        (["--out", "README.md/runs"], "out='README.md/runs'"),
     ],
 )
 def test_wrong_argument_is_told_before_anything_runs(

@@ -14,7 +14,7 @@ from lightning_memmap.strategies import STRATEGIES
 LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
 #: Those of this pack under which all devices train one model, whose results can be compared.
 _OURS = [name for name, cls, _ in STRATEGIES if getattr(cls, "trains_one_model", True)]
-_NAMES = (*LIGHTNING_STRATEGIES, *_OURS)
+_NAMES = (*LIGHTNING_STRATEGIES, "ddp_find_unused_parameters_true", *_OURS)
 _LOADER = re.compile(r"workers[0-9]+|ideal|memmap|first_epoch")
 
 
@@ -84,8 +84,11 @@ def _parse(name: str) -> Variant:
         workers = "+workers" + (re.sub("[^0-9]", "", loader) or "0")
         ends = ("", "+ideal", "+first_epoch", workers)
         names = [start + end for start in _NAMES for end in ends]
+        problem = f"is unknown{nearest(name, names) or '.'}"
+        if any(strategy == known for known, *_ in STRATEGIES if known not in _OURS):
+            problem = "trains several models."
         raise ValueError(
-            f"variants: {name!r} is unknown{nearest(name, names) or '.'}"
+            f"variants: {name!r} {problem}"
             f" A variant is a strategy ({', '.join(_NAMES)}),"
             " which may be followed by +workersN (its rows come from a DataLoader with N workers),"
             " +first_epoch (its store is built while it trains) or +ideal (one batch replayed)"
@@ -100,14 +103,9 @@ RunKind = Literal["check", "timed"]
 #: Options of the Trainer that a config may set for all variants. The comparison itself sets the
 #: others, which could make variants differ.
 TRAINER_OPTIONS = (
-    "accelerator",
-    "precision",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "sync_batchnorm",
-)
+    "accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic",
+    "benchmark", "sync_batchnorm",
+)  # fmt: skip
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
 #: A rate needs two steps. Most of the first steps of a check run look at one thing more.
 _LEAST = {"devices": 1, "repeats": 1, "warmup_steps": 1, "steps": 2, "check_steps": 4}

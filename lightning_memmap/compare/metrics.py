@@ -58,6 +58,8 @@ class Rank:
     #: Parts of its rows of a step, each of which goes through the module by itself.
     num_parts: int = 1
     parameters: Sequence[str] = ()
+    #: Whether its steps drew random numbers.
+    draws: bool = False
 
     def mean_s(self, *parts: str) -> float:
         """Mean seconds of some parts of a step."""
@@ -189,9 +191,8 @@ METRICS = {
         ),
         Metric(
             "communication_bytes", "communication volume per step", format_bytes,
-            "what each process sends in collectives, the least that a ring needs, and copies"
-            " between devices, as torch's dispatcher sees them in the main thread; between logical"
-            " devices of one memory nothing moves",
+            "what each process sends in collectives, at least, and copies between devices, in the"
+            " main thread; between logical devices of one memory nothing moves",
             lambda rank: rank.moved_bytes, sum, run="check", table="memory",
         ),
         Metric(

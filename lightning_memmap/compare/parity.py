@@ -81,9 +81,8 @@ class HashedTransform(nn.Module):
     def forward(self, batch: Any, generator: torch.Generator) -> Any:
         """Record the hash of the rows, and transform them."""
         self._note(hash_batch(batch))
-        if self._takes_generator:
-            return self.transform(batch, generator=generator)
-        return self.transform(batch)
+        options = {"generator": generator} if self._takes_generator else {}
+        return self.transform(batch, **options)
 
 
 #: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
@@ -118,6 +117,7 @@ class CheckedRun:
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
     parameters: Sequence[str]
+    draws: bool
 
     @classmethod
     def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
@@ -129,6 +129,7 @@ class CheckedRun:
             initial=torch.load(folder / "initial.pt", weights_only=True),
             final=torch.load(folder / "final.pt", weights_only=True),
             parameters=ranks[0].parameters,
+            draws=any(rank.draws for rank in ranks),
         )
 
     @property
@@ -167,12 +168,17 @@ def check_parity(
     loss = _loss_difference(run.losses, reference.losses)
     weight = _weight_difference(run, reference)
     problems += _weight_problems(run, reference, weight, tolerance)
-    if all(map(isnan, (*run.losses, *reference.losses))):
-        notes.append("training_step returns no loss: only weights are compared")
-    elif loss is None:
+    if missing := sum(map(isnan, run.losses)):
+        notes.append(f"no loss, or NaN, in {missing} of {len(run.losses)} steps")
+    if loss is None:
         problems.append("a loss is missing or not finite")
     elif loss > tolerance:
         problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
+    if problems and (run.draws or reference.draws):
+        notes.append(
+            "a step draws random numbers, as F.dropout does, which may be all that differs: here"
+            " modules of dropout are set to 0"
+        )
     return Parity(
         holds=not problems,
         rows=[len(expected) - len(wrong), len(expected)],
@@ -201,10 +207,12 @@ def _weight_problems(
 
 
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
-    if len(losses) != len(reference) or not all(map(isfinite, (*losses, *reference))):
+    # Steps may have no loss, but then the same ones. From a loss of NaN, weights would be NaN.
+    pairs = [pair for pair in zip(losses, reference, strict=False) if not all(map(isnan, pair))]
+    if len(losses) != len(reference) or not all(isfinite(a) and isfinite(b) for a, b in pairs):
         return None
-    largest = max(abs(value) for value in reference) or 1.0
-    return max(abs(a - b) for a, b in zip(losses, reference, strict=True)) / largest
+    largest = max((abs(b) for _, b in pairs), default=0.0) or 1.0
+    return max((abs(a - b) for a, b in pairs), default=0.0) / largest
 
 
 def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float | None:

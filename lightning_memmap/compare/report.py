@@ -168,15 +168,9 @@ def _difference(value: float | None, tolerance: float) -> Text:
 
 def figure_table(report: Report, key: str) -> TitledTable:
     """One of `TABLES`, with a row for each measured variant and no figure that none of them has."""
-    metrics = [
-        metric
-        for metric in METRICS.values()
-        if metric.table == key and any(metric.key in each.figures for each in report.measured)
-    ]
-    rows = [
-        [text(each.variant), *(_cell(metric, each) for metric in metrics)]
-        for each in report.measured
-    ]
+    known = {name for each in report.measured for name in each.figures}
+    metrics = [each for each in METRICS.values() if each.table == key and each.key in known]
+    rows = [[text(each.variant), *(_cell(m, each) for m in metrics)] for each in report.measured]
     notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
     labels = ["variant", *(metric.label for metric in metrics)]
     return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
@@ -199,9 +193,8 @@ def _noise(report: Report) -> Iterator[str]:
     for each in report.measured:
         if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
             yield (
-                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
-                " the machine was slower in some runs than in others, and differences of"
-                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
+                f"{each.variant}: {share:.0%} of its upper bound: differences of {share - 1:.0%}"
+                " are noise here. Repeat with more --steps and --repeats"
             )
 
 

@@ -88,6 +88,43 @@ def test_rows_that_are_cast_on_their_way_to_the_model_are_the_same_rows(
         assert parity.rows == [STEPS, STEPS]
 
 
+class Drawing(Regression):
+    """Draws random numbers where the check does not see that it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(nn.functional.dropout(x, 0.5, self.training))
+        return y
+
+
+def test_random_numbers_of_a_step_are_told_where_it_differs(tmp_path: Path) -> None:
+    variants = ("auto", "memmap_superbatch", "memmap_dp")
+    checks = {variant: check_run(tmp_path, variant, Drawing) for variant in variants}
+    found = check_runs_parity(tmp_path, checks)
+    assert {name: parity.holds for name, parity in found.items()} == {
+        "auto": True,
+        "memmap_superbatch": True,
+        "memmap_dp": False,
+    }
+    assert found["memmap_superbatch"].notes == []
+    assert "random numbers" in found["memmap_dp"].notes[0]
+
+
+class Skipping(Regression):
+    """Has no loss in every second step, which then changes nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_steps_that_a_model_skips_are_equal(tmp_path: Path) -> None:
+    variants = ("auto", "auto+workers0", "memmap_superbatch")
+    checks = {variant: check_run(tmp_path, variant, Skipping) for variant in variants}
+    for parity in check_runs_parity(tmp_path, checks).values():
+        assert parity.problems == []
+        assert f"in {STEPS // 2} of {STEPS} steps" in parity.notes[0]
+
+
 @dataclass
 class Picture:
     """A sample that ``default_collate`` takes no part of but the numbers."""

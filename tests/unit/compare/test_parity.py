@@ -14,7 +14,12 @@ EXPECTED = [11, 22, 33]
 BEFORE = {"weight": torch.zeros(4), "steps": torch.tensor(0)}
 AFTER = {"weight": torch.tensor([3.0, 0.0, 4.0, 0.0]), "steps": torch.tensor(3)}
 CHECK = CheckedRun(
-    hashes=EXPECTED, losses=[2.0, 1.0, 0.5], initial=BEFORE, final=AFTER, parameters=["weight"]
+    hashes=EXPECTED,
+    losses=[2.0, 1.0, 0.5],
+    initial=BEFORE,
+    final=AFTER,
+    parameters=["weight"],
+    draws=False,
 )
 
 
@@ -80,6 +85,15 @@ def test_model_that_tells_no_loss_is_judged_by_its_weights() -> None:
     assert "no loss" in parity.notes[0]
     other = replace(silent, final={**AFTER, "weight": AFTER["weight"] + 1})
     assert check_parity(other, silent, EXPECTED, 1e-3).holds is False
+
+
+def test_steps_without_a_loss_are_the_same_ones() -> None:
+    skipping = replace(CHECK, losses=[2.0, nan, 0.5])
+    parity = check_parity(skipping, skipping, EXPECTED, 1e-3)
+    assert (parity.holds, parity.loss_difference) == (True, 0)
+    assert "in 1 of 3 steps" in parity.notes[0]
+    other = replace(skipping, losses=[2.0, nan, 0.6])
+    assert check_parity(other, skipping, EXPECTED, 1e-3).loss_difference == pytest.approx(0.05)
 
 
 def test_loss_of_a_global_batch_is_the_mean_of_its_parts() -> None:

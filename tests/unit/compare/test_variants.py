@@ -38,6 +38,11 @@ def test_parse_of_an_unknown_variant_says_what_is_known(text: str) -> None:
         parse_variants(text)
 
 
+def test_strategy_that_trains_several_models_is_no_variant() -> None:
+    with pytest.raises(ValueError, match="'memmap_independent' trains several models"):
+        parse_variants("auto,memmap_independent")
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [("auto,ddp,auto", "auto"), ("ddp,ddp+memmap", "ddp"), ("all,auto+ideal", "auto\\+ideal")],
