@@ -28,6 +28,7 @@ from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_dataset
@@ -194,7 +195,8 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
-            self.built[split] = self._source(split, growing)
+            if dataset is not None:
+                self.built[split] = self._source(split, growing)
             return growing
         try:
             store = (
@@ -258,14 +260,17 @@ class SplitStores:
 
     def _is_its_own(self, split: str, store: Store) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
-        built, source = self.built.get(split), self._source(split, store)
-        return built is not None and built[0] is source[0] and built[1:] == source[1:]
+        if (built := self.built.get(split)) is None:
+            return False
+        source = self._source(split, store)
+        return built[0] is source[0] and built[1:] == source[1:]
 
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the build of the store."""
-        options = self.options
-        given = options.num_shards, options.fingerprint_of(split)
-        return self.datasets[split], *given, store.manifest.generation
+        """A dataset, its identity, the shards asked for, and the build of the store."""
+        dataset, options = self.datasets[split], self.options
+        # As it is now: it may have been changed in place.
+        identity = options.fingerprint_of(split) or Fingerprint.of(dataset)
+        return dataset, identity, options.num_shards, store.manifest.generation
 
     @property
     def _selecting(self) -> str:

@@ -1,5 +1,6 @@
 """The data module: its hooks with a Trainer and without one."""
 
+import copy
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -176,6 +177,22 @@ class TestStores:
         data = set_up(make_data(tmp_path, train_dataset=Points(40, 5), overwrite=True))
         assert sorted(rows(data.train_dataloader())) == list(range(5, 45))
         assert open_store(tmp_path / "stores" / "train").num_rows == 40
+
+    @pytest.mark.parametrize(
+        "again", [lambda data: data, copy.deepcopy, lambda d: d.with_options()]
+    )
+    def test_dataset_that_was_changed_since_is_compared_with_its_store(
+        self, tmp_path: Path, again: Callable[[MemmapDataModule], MemmapDataModule]
+    ) -> None:
+        points = Points(60)
+        data = set_up(make_data(tmp_path, train_dataset=points))
+        points.row = points.row.clone()
+        again(data).prepare_data()
+        points.row[31] = 5
+        with pytest.raises(DatasetError, match=r"train: row 31 .*built from another dataset"):
+            again(data).prepare_data()
+        replaced = set_up(again(data.with_options(overwrite=True)))
+        assert sorted(rows(replaced.train_dataloader())) == sorted(points.row.tolist())
 
     def test_overwrite_builds_once_for_several_stages(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, overwrite=True)
