@@ -25,7 +25,7 @@ from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import Asked, build
-from lightning_memmap.store.building import rows_of_unfinished
+from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
 from lightning_memmap.store.identity import Fingerprint
@@ -249,12 +249,11 @@ class SplitStores:
             except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
                 return error
         elif self.datasets[stored] is None and not is_store(path):
-            found = "no store"
-            if (rows := rows_of_unfinished(path)) is not None:
-                found = f"{rows[0]:,} of {rows[1]:,} rows of a store that is not finished"
+            there = unfinished_build(path)
             return StoreNotFoundError(
-                f"{argument_of(stored)}=None and {found} at {path}: give the dataset, or a"
-                f" store_dir that holds a store named {stored!r}{nearest_file(path)}"
+                f"{argument_of(stored)}=None and no store at {path}"
+                f"{f' ({there})' if there else ''}: give the dataset, or a store_dir that holds a"
+                f" store named {stored!r}{nearest_file(path)}"
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
