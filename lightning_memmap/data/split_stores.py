@@ -237,7 +237,13 @@ class SplitStores:
         selection = self.options.selection(split)
         if selection is None:
             return None
-        return selection.subset(split, self._index(selection), store)
+        try:
+            index = self._index(selection)
+        except ValueError:
+            if store.supply is None:
+                selection.subset(split, 0, store)  # What is wrong with any of them is said first.
+            raise
+        return selection.subset(split, index, store)
 
     def missing(self, split: str) -> StoreNotFoundError:
         """What is said of a split that has no rows."""
