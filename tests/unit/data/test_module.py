@@ -19,6 +19,7 @@ from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundE
 from lightning_memmap.loading import Padded
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import topology
+from lightning_memmap.sampling import KFold
 from lightning_memmap.sampling.schedule import default_window
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
@@ -257,7 +258,8 @@ class TestWithTrainer:
         def printed() -> int:
             return capsys.readouterr().out.count("Placement of shards")
 
-        data, module = make_data(tmp_path), Regression()
+        # Of sizes that no other test in this process has.
+        data, module = make_data(tmp_path, train_dataset=Points(59)), Regression()
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
         trainer.fit(module, datamodule=data)
         assert printed() == 1
@@ -272,6 +274,12 @@ class TestWithTrainer:
         other = make_trainer(tmp_path, strategy="memmap_superbatch", devices=3)
         other.test(module, datamodule=data, verbose=False)
         assert printed() == 1
+        for fold in range(5):
+            folds = KFold(5, seed=fold)
+            set_up(
+                make_data(tmp_path / "folds", val_dataset=None, subset=folds, member=fold), "fit"
+            )
+            assert printed() == (fold == 0)
 
 
 class Wide(torch.utils.data.Dataset[Any]):
