@@ -390,7 +390,9 @@ def unfinished_build(store: Path) -> str | None:
     for generation, key in found.items():
         with suppress(OSError, ValueError, StoreError):  # It is another user's, or damaged.
             draft, num_done = read_draft(generation, key), 0
-            for journal in generation.glob(f"{JOURNAL}*"):
+            if not (journals := [*generation.glob(f"{JOURNAL}*")]):
+                continue  # An unfinished pull has none.
+            for journal in journals:
                 count = min(journal.stat().st_size, draft.num_rows)
                 num_done += np.count_nonzero(_marks(generation, journal.name, 0, count) == KEPT)
             there = f"{num_done:,} of {draft.num_rows:,} rows are there: its build"
