@@ -163,7 +163,9 @@ def _collated(results: list[Any], lists: Collection[str], name: str = "") -> Any
     if name in lists:
         return RowList(results)
     if (first := opened(results[0])) is None:
-        return default_collate(results)
+        found = default_collate(results)
+        # Of texts it makes a list.
+        return RowList(found) if isinstance(results[0], (str, bytes)) else found
     rows: list[Any] = [*map(opened, results)]
     columns = [_collated([row[key] for row in rows], lists, name + key) for key in first]
     # As in `default_collate`.

@@ -27,8 +27,8 @@ from lightning_memmap.store import (
     push_store,
     verify_store,
 )
-from lightning_memmap.store.building import rows_of_unfinished
-from lightning_memmap.store.directory import KEY, unknown_files
+from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.directory import unknown_files
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
@@ -266,16 +266,16 @@ def places_in(path: str) -> dict[str, Path | StoreUrl]:
     return {name: directory / name for name in names}
 
 
-def unfinished_in(path: str) -> dict[str, tuple[int, int]]:
-    """The stores at a path or below it that are being built, or were: rows there, and all rows."""
+def unfinished_in(path: str) -> dict[str, str]:
+    """The stores at a path or below it that are being built, or were, and what is there of them."""
     place = place_of(path)
     if isinstance(place, StoreUrl):
         return {}
     directory = Path(os.path.realpath(place))
-    keys = (directory.glob(f"{below}g-*/{KEY}") for below in ("", "*/", "*/*/"))
+    keys = (directory.glob(f"{below}g-*/*.json") for below in ("", "*/", "*/*/"))
     stores = sorted({key.parents[1] for each in keys for key in each})
-    found = {str(store): rows_of_unfinished(store) for store in stores}
-    return {store: rows for store, rows in found.items() if rows is not None}
+    found = {str(store): unfinished_build(store) for store in stores}
+    return {store: there for store, there in found.items() if there is not None}
 
 
 def stores_in(path: str) -> dict[str, Store]:
@@ -289,11 +289,8 @@ def stores_in(path: str) -> dict[str, Store]:
 
 def stores_or_errors(path: str) -> dict[str, Store | MemmapError | OSError]:
     """Like `stores_in`, with an error in place of a store below the path that cannot be read."""
-    for unfinished, (num_done, num_rows) in unfinished_in(path).items():
-        _print(
-            f"{unfinished}: {num_done:,} of {num_rows:,} rows are there: its build is not finished,"
-            " and goes on with them when it is run again"
-        )
+    for unfinished, there in unfinished_in(path).items():
+        _print(f"{unfinished}: {there}")
     found: dict[str, Store | MemmapError | OSError] = {}
     for name, place in places_in(path).items():
         try:

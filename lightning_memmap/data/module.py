@@ -36,7 +36,7 @@ from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.super_batch import Collate
 from lightning_memmap.loading.variable_batch import FormedCollate
-from lightning_memmap.placement.plan import Placement, Residency, SplitPlacement, placement_table
+from lightning_memmap.placement.plan import Placement, Residency, placement_table
 from lightning_memmap.placement.topology import DataTopology, free_bytes, topology_of
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
@@ -70,6 +70,8 @@ _SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
+#: By split, where its shards are by the table that this process has printed last.
+_printed: dict[str, tuple[Any, ...]] = {}
 
 
 class MemmapDataModule(OptionAttributes, L.LightningDataModule):
@@ -200,7 +202,6 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         super().__init__()
         self.options = DataOptions(**{name: given[name] for name in OPTIONS})
         self._set_up: SetUp | None = None
-        self._printed: dict[str, tuple[DataTopology, SplitPlacement]] = {}
         #: By split, what this data module has stored or recognised: see `SplitStores`.
         self._built: dict[str, tuple[Any, ...]] = {}
         self._has_warned = False
@@ -583,11 +584,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         return list(loaders.values())
 
     def _print_placement(self, placement: Placement) -> None:
-        found = {split: (placement.topology, plan) for split, plan in placement.splits.items()}
-        # Nothing is printed for a stage whose splits lie where the last table shows them.
-        if found.items() - self._printed.items():
+        found = {
+            split: (plan.window, *plan.held(placement.topology, split))
+            for split, plan in placement.splits.items()
+        }
+        # Nothing is printed of splits that lie as the last table shows them, such as the next fold.
+        if found.items() - _printed.items():
             rank_zero_only(Console().print)(placement_table(placement))
-        self._printed |= found
+        _printed.update(found)
         # And once, that the mapped shards do not fit into memory.
         free = free_bytes(torch.device("cpu"))
         mapped = sum(

@@ -117,7 +117,7 @@ class DataOptions:
             check_given(each)
 
     def _check_build(self) -> None:
-        if self.build not in ("first", "while_training"):
+        if not isinstance(self.build, str) or self.build not in ("first", "while_training"):
             raise ValueError(f"build={self.build!r}: choose first or while_training")
         if self.build == "first":
             return

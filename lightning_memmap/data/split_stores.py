@@ -25,9 +25,10 @@ from lightning_memmap.sampling.selection import Selection
 from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store import Store, open_store
 from lightning_memmap.store.build import Asked, build
-from lightning_memmap.store.building import rows_of_unfinished
+from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
+from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_dataset
@@ -194,7 +195,8 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
-            self.built[split] = self._source(split, growing)
+            if dataset is not None:
+                self.built[split] = self._source(split, growing)
             return growing
         try:
             store = (
@@ -235,7 +237,13 @@ class SplitStores:
         selection = self.options.selection(split)
         if selection is None:
             return None
-        return selection.subset(split, self._index(selection), store)
+        try:
+            index = self._index(selection)
+        except ValueError:
+            if store.supply is None:
+                selection.subset(split, 0, store)  # What is wrong with any of them is said first.
+            raise
+        return selection.subset(split, index, store)
 
     def missing(self, split: str) -> StoreNotFoundError:
         """What is said of a split that has no rows."""
@@ -247,25 +255,27 @@ class SplitStores:
             except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
                 return error
         elif self.datasets[stored] is None and not is_store(path):
-            found = "no store"
-            if (rows := rows_of_unfinished(path)) is not None:
-                found = f"{rows[0]:,} of {rows[1]:,} rows of a store that is not finished"
+            there = unfinished_build(path)
             return StoreNotFoundError(
-                f"{argument_of(stored)}=None and {found} at {path}: give the dataset, or a"
-                f" store_dir that holds a store named {stored!r}{nearest_file(path)}"
+                f"{argument_of(stored)}=None and no store at {path}"
+                f"{f' ({there})' if there else ''}: give the dataset, or a store_dir that holds a"
+                f" store named {stored!r}{nearest_file(path)}"
             )
         return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
 
     def _is_its_own(self, split: str, store: Store) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
-        built, source = self.built.get(split), self._source(split, store)
-        return built is not None and built[0] is source[0] and built[1:] == source[1:]
+        if (built := self.built.get(split)) is None:
+            return False
+        source = self._source(split, store)
+        return built[0] is source[0] and built[1:] == source[1:]
 
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the build of the store."""
-        options = self.options
-        given = options.num_shards, options.fingerprint_of(split)
-        return self.datasets[split], *given, store.manifest.generation
+        """A dataset, its identity, the shards asked for, and the build of the store."""
+        dataset, options = self.datasets[split], self.options
+        # As it is now: it may have been changed in place.
+        identity = options.fingerprint_of(split) or Fingerprint.of(dataset)
+        return dataset, identity, options.num_shards, store.manifest.generation
 
     @property
     def _selecting(self) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ def opened(value: Any) -> dict[str, Any] | None:
     """The children of a container, by how they are reached; None of a leaf."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": child for key, child in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, RowList):
+    if isinstance(value, (list, tuple, deque)) and not isinstance(value, RowList):
         return {f"[{index}]": child for index, child in enumerate(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Tensor)):
         names = (field.name for field in dataclasses.fields(value))
@@ -36,6 +36,8 @@ def opened(value: Any) -> dict[str, Any] | None:
 def remade(value: Any, children: Sequence[Any], is_row: bool = False) -> Any:
     """A container like this one around other children; like this row, around those of many."""
     made: Any = type(value)
+    if isinstance(value, deque):
+        return made(children, value.maxlen)
     if isinstance(value, (list, tuple)):
         return made(*children) if hasattr(value, "_fields") else _checked(made(children), children)
     is_mapping = isinstance(value, Mapping)

@@ -178,7 +178,7 @@ def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[
     for index, leaves in enumerate(named):
         rows = len(range((index - first) % len(batches), num_rows, len(batches)))
         for name, leaf in leaves.items():
-            _check_leaf(name, leaf, rows, f"data device {index}")
+            _check_leaf(name, leaf, rows, index, len(batches))
     check_alike(
         [{f"batch{n}": kind_of(leaf, True) for n, leaf in leaves.items()} for leaves in named],
         "transform: it",
@@ -190,17 +190,28 @@ def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[
     return [[leaves[name] for name in named[0]] for leaves in named]
 
 
-def _check_leaf(name: str, leaf: Any, num_rows: int, place: str) -> None:
+def _check_leaf(name: str, leaf: Any, num_rows: int, index: int, num_devices: int) -> None:
     """Check that what a transform returned is a tensor with a row for each row of its batch."""
     if not isinstance(leaf, Tensor | RowList):
         raise TypeError(
             f"transform: it returned {with_article(type(leaf).__name__)} at batch{name}; return"
-            " tensors, in any nesting of dicts, lists, tuples and dataclasses"
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses; for texts, or what"
+            " else has one value for each row, return RowList(values), from"
+            " lightning_memmap.loading"
         )
+    # The batch of a single device stays as it is, and may be sparse.
+    if isinstance(leaf, Tensor) and (num_devices > 1 or leaf.is_nested):
+        kind, layout = ("nested ", torch.jagged) if leaf.is_nested else ("", torch.strided)
+        if leaf.layout != layout:
+            raise TypeError(
+                f"transform: it returned a {kind}tensor of layout {leaf.layout} at batch{name},"
+                f" whose rows cannot be assembled: make it one of {layout}, or of the assembled"
+                " rows with transform=OnSuperBatch(...), from lightning_memmap.transforms"
+            )
     if (isinstance(leaf, Tensor) and leaf.ndim == 0) or len(leaf) != num_rows:
         found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} rows"
         raise ValueError(
             f"transform: it returned a tensor of {found} for a batch of"
-            f" {num_rows} rows on {place}; the first dimension of every tensor must be the rows of"
-            " the batch"
+            f" {num_rows} rows on data device {index}; the first dimension of every tensor must be"
+            " the rows of the batch"
         )

@@ -139,7 +139,7 @@ class Placement:
 
 def check_residency(residency: str) -> None:
     """Check the residency that a user asks for."""
-    if residency not in _RESIDENCIES:
+    if not isinstance(residency, str) or residency not in _RESIDENCIES:
         raise ValueError(f"residency={residency!r}: choose one of {', '.join(_RESIDENCIES)}")
 
 

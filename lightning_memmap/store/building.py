@@ -384,13 +384,24 @@ def read_draft(generation: Path, key: str) -> Manifest:
     return replace(found, items={}, generation=generation.name)
 
 
-def rows_of_unfinished(store: Path) -> tuple[int, int] | None:
-    """How many rows of an unfinished build are on the disk, and of how many; None without one."""
-    for generation in StoreDirectory(store).unfinished(KEY):
-        with suppress(OSError, StoreError):  # It is another user's, or damaged.
-            num_rows = read_draft(generation, KEY).num_rows
-            marks = _marks(generation, JOURNAL, 0, num_rows)
-            return int(np.count_nonzero(marks == KEPT)), num_rows
+def unfinished_build(store: Path) -> str | None:
+    """How much of an unfinished build is on the disk, and how it goes on; None without one."""
+    found = {each: key for key in (PARTS, KEY) for each in StoreDirectory(store).unfinished(key)}
+    for generation, key in found.items():
+        with suppress(OSError, ValueError, StoreError):  # It is another user's, or damaged.
+            draft, num_done = read_draft(generation, key), 0
+            if not (journals := [*generation.glob(f"{JOURNAL}*")]):
+                continue  # An unfinished pull has none.
+            for journal in journals:
+                count = min(journal.stat().st_size, draft.num_rows)
+                num_done += np.count_nonzero(_marks(generation, journal.name, 0, count) == KEPT)
+            there = f"{num_done:,} of {draft.num_rows:,} rows are there: its build"
+            if key == KEY:
+                return f"{there} is not finished, and goes on with them when it is run again"
+            return (
+                f"{there} in {int(draft.source.get(NUM_PARTS, 1))} parts is not finished: once all"
+                f" are written, run `lightning-memmap store build {store} --finish`"
+            )
     return None
 
 

@@ -94,9 +94,18 @@ class TestParts:
     def test_parts_are_built_and_finished(
         self, command: Command, tmp_path: Path, store_path: Path
     ) -> None:
-        made = tmp_path / "made"
+        made = tmp_path / "train"
         for index in (2, 0):
             assert command("build", made, *POINTS, "--part", f"{index}/3") == 0
+        told = f"40 of 60 rows are there: its build in 3 parts is not finished: .*{made} --finish"
+        assert command("info", made) == 0
+        assert re.search(told, command.out)
+        with pytest.raises(StoreNotFoundError, match=told):
+            open_store(made)
+        data = MemmapDataModule(store_dir=tmp_path)
+        data.setup("fit")
+        with pytest.raises(StoreNotFoundError, match=r"train_dataset=None.* \(40 of 60"):
+            data.train_dataloader()
         assert command("build", made, "--finish") == 2
         assert "part 1 is missing. Run these parts again" in command.err
         assert command("build", made, *POINTS, "--part", "1/3") == 0

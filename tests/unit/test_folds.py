@@ -136,6 +136,7 @@ def test_folds_that_cannot_be_are_refused(
     ("options", "words"),
     [
         ({"subset": KFold(2)}, "seed=0): which member is it? Train with strategy="),
+        ({"subset": KFold(2, group="nope")}, "field 'nope': the store at"),
         (
             {"subset": Parts(2), "member": 2},
             "member=2 with subset=Parts(num_parts=2): choose 0 to 1",

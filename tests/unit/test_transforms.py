@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_memmap.loading import RowList
+from lightning_memmap.loading.super_batch import Collator
 from lightning_memmap.loading.transform import DeviceTransform
 from lightning_memmap.store import Store
 from lightning_memmap.transforms import PerSample
@@ -96,6 +97,18 @@ class TestSamples:
         batch = Texts(RowList(["a", "b"]), torch.ones(2))
         with pytest.raises(ValueError, match=r"int64 tensor.* at \.text2 for row 1"):
             PerSample(more)(batch)
+
+    def test_texts_under_new_keys_are_lists_with_one_for_each_row(self) -> None:
+        def told(sample: Any) -> Any:
+            row = int(sample["row"])
+            return {**sample, "name": f"row {row}", "pair": (str(row), b"bytes")}
+
+        batches = [PerSample(told)({"row": torch.tensor(rows)}) for rows in ([0, 2], [1])]
+        for count, names in ((1, ["row 0", "row 2"]), (2, ["row 0", "row 1", "row 2"])):
+            found = Collator(lambda leaves: leaves).assemble(batches[:count], 0, len(names), CPU)
+            assert found["name"] == names
+            assert isinstance(found["name"], RowList)
+            assert found["pair"][1] == [b"bytes"] * len(names)
 
     def test_tensordicts_of_rows_are_one_with_the_rows_in_front(self) -> None:
         found = PerSample(lambda row: TensorDict({"a": row}, [2]))(torch.ones(3, 2))

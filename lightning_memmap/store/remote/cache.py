@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
+from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
@@ -83,7 +84,14 @@ def open_store(path: str | Path) -> Store:
         ValueError: No library knows the protocol of the URL.
     """
     place = place_of(path)
-    return RemoteStore(place) if isinstance(place, StoreUrl) else open_directory(place)
+    if isinstance(place, StoreUrl):
+        return RemoteStore(place)
+    try:
+        return open_directory(place)
+    except StoreNotFoundError as error:
+        if (there := unfinished_build(place)) is None:
+            raise
+        raise StoreNotFoundError(f"no store at {place}: {there}") from error
 
 
 def verify_store(

@@ -1,5 +1,6 @@
 """The data module: its hooks with a Trainer and without one."""
 
+import copy
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundE
 from lightning_memmap.loading import Padded
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import topology
+from lightning_memmap.sampling import KFold
 from lightning_memmap.sampling.schedule import default_window
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
@@ -177,6 +179,22 @@ class TestStores:
         assert sorted(rows(data.train_dataloader())) == list(range(5, 45))
         assert open_store(tmp_path / "stores" / "train").num_rows == 40
 
+    @pytest.mark.parametrize(
+        "again", [lambda data: data, copy.deepcopy, lambda d: d.with_options()]
+    )
+    def test_dataset_that_was_changed_since_is_compared_with_its_store(
+        self, tmp_path: Path, again: Callable[[MemmapDataModule], MemmapDataModule]
+    ) -> None:
+        points = Points(60)
+        data = set_up(make_data(tmp_path, train_dataset=points))
+        points.row = points.row.clone()
+        again(data).prepare_data()
+        points.row[31] = 5
+        with pytest.raises(DatasetError, match=r"train: row 31 .*built from another dataset"):
+            again(data).prepare_data()
+        replaced = set_up(again(data.with_options(overwrite=True)))
+        assert sorted(rows(replaced.train_dataloader())) == sorted(points.row.tolist())
+
     def test_overwrite_builds_once_for_several_stages(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, overwrite=True)
         manifest = tmp_path / "stores" / "val" / "manifest.json"
@@ -240,7 +258,8 @@ class TestWithTrainer:
         def printed() -> int:
             return capsys.readouterr().out.count("Placement of shards")
 
-        data, module = make_data(tmp_path), Regression()
+        # Of sizes that no other test in this process has.
+        data, module = make_data(tmp_path, train_dataset=Points(59)), Regression()
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
         trainer.fit(module, datamodule=data)
         assert printed() == 1
@@ -255,6 +274,12 @@ class TestWithTrainer:
         other = make_trainer(tmp_path, strategy="memmap_superbatch", devices=3)
         other.test(module, datamodule=data, verbose=False)
         assert printed() == 1
+        for fold in range(5):
+            folds = KFold(5, seed=fold)
+            set_up(
+                make_data(tmp_path / "folds", val_dataset=None, subset=folds, member=fold), "fit"
+            )
+            assert printed() == (fold == 0)
 
 
 class Wide(torch.utils.data.Dataset[Any]):

@@ -31,7 +31,7 @@ from lightning_memmap.store import ImageFolder, TokenStream
 NO_COUNTS = (2**70, -1, math.nan, math.inf, 1.5, True, "3", torch.tensor(3), [], {}, b"3", object())
 VALUES = (
     *NO_COUNTS, 0, 3, np.int64(3), np.uint8(1), np.float32(0.5), np.bool_(True), None, (), "", len,
-    int, {1: 2}, {"train": []},
+    int, {1: 2}, {"train": []}, np.arange(3), torch.zeros(2), [np.zeros(2)],
 )  # fmt: skip
 
 

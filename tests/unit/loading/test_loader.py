@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections import ChainMap, Counter, OrderedDict, defaultdict, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -346,6 +346,7 @@ class TestStructure:
         [
             lambda vector, number: defaultdict(list, a=vector, b=number),
             lambda vector, number: OrderedDict(b=number, a=vector),
+            lambda vector, number: deque([vector, number], maxlen=2),
             lambda vector, number: Slotted(vector, number),
             lambda vector, number: Mutable(vector, Slotted(number, [vector])),
             lambda vector, number: MappingProxyType({"a": vector, "b": number}),
@@ -356,7 +357,15 @@ class TestStructure:
             ),
         ],
         ids=[
-            *("defaultdict", "OrderedDict", "slots", "nested dataclasses", "proxy", "chain"),
+            *(
+                "defaultdict",
+                "OrderedDict",
+                "deque",
+                "slots",
+                "nested dataclasses",
+                "proxy",
+                "chain",
+            ),
             *("tensorclass", "tensorclass in a TensorDict"),
         ],
     )
@@ -369,6 +378,7 @@ class TestStructure:
         found = load_pairs(dataset, tmp_path, 2, transform)[0]
         expected = make(*load_pairs(dataset, tmp_path, 2, None)[0])
         assert type(found) is type(expected)
+        assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None)
         torch.testing.assert_close(list(tensors_in(found)), list(tensors_in(expected)))
         if is_tensor_collection(found):
             assert found.batch_size == expected.batch_size

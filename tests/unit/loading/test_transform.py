@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.nested import nested_tensor
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -234,6 +235,7 @@ class TestOutput:
         with pytest.raises(ValueError, match=r"transform: it returned .*data device 1"):
             next(iter(loader)).to(CPU)
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
     @pytest.mark.parametrize("num_devices", [1, 2])
     @pytest.mark.parametrize(
         ("transform", "words"),
@@ -241,6 +243,8 @@ class TestOutput:
             (lambda batch: batch["row"][1:], r"shape \(3,\) for a batch of 4 rows"),
             (lambda batch: batch["row"].sum(), r"shape \(\) for a batch of 4 rows"),
             (lambda batch: {"image": batch["image"].numpy()}, "ndarray"),
+            (lambda batch: {"text": ["a"] * len(batch["row"])}, r"str at batch\['text'\].*RowList"),
+            (lambda batch: nested_tensor([*batch["image"]]), r"layout torch\.strided at batch"),
         ],
     )
     def test_transform_that_returns_no_rows_is_refused(
@@ -249,6 +253,23 @@ class TestOutput:
         loader = make_loader(numbered_store(97, 24), num_devices, transform=transform)
         with pytest.raises((TypeError, ValueError), match=f"transform: it returned .*{words}"):
             next(iter(loader)).to(CPU)
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+    def test_sparse_tensor_stays_as_it_is_or_is_refused_by_its_layout(
+        self, numbered_store: Stores, sparse: Callable[[Tensor], Tensor]
+    ) -> None:
+        def transform(batch: Any) -> Any:
+            return {"row": sparse(batch["row"][:, None])}
+
+        store = numbered_store(97, 24)
+        alone = next(iter(make_loader(store, transform=transform))).to(CPU)["row"]
+        whole = next(iter(make_loader(store, 2, 2, transform=OnSuperBatch(transform)))).to(CPU)
+        assert alone.layout == whole["row"].layout == sparse(torch.eye(1)).layout
+        assert torch.equal(alone.to_dense(), whole["row"].to_dense())
+        message = rf"layout {alone.layout} at batch\['row'\].*OnSuperBatch"
+        with pytest.raises(TypeError, match=message):
+            next(iter(make_loader(store, 2, transform=transform))).to(CPU)
 
     def test_transform_that_takes_no_batch_is_told_apart_from_one_that_fails(
         self, numbered_store: Stores

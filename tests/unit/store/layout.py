@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 
@@ -28,6 +29,12 @@ def building_path(path: Path) -> Path:
     """The generation of the one unfinished build of one process."""
     (found,) = StoreDirectory(path).unfinished(KEY)
     return found
+
+
+def rows_there(path: Path) -> int:
+    """How many rows of an unfinished build are on the disk."""
+    there = unfinished_build(path)
+    return 0 if there is None else int(there.split()[0].replace(",", ""))
 
 
 def parts_path(path: Path) -> Path:

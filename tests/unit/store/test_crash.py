@@ -16,13 +16,12 @@ from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store import directory as directory_module
 from lightning_memmap.store import workers as workers_module
-from lightning_memmap.store.building import rows_of_unfinished
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.samples import probe_rows
 from lightning_memmap.store.workers import Workers
 from tests.datasets import Logged, Numbered, holds
 from tests.unit.store.build_server import BuildServer, Deadly, Gated, build_and_check, killed
-from tests.unit.store.layout import building_path, names_in
+from tests.unit.store.layout import building_path, names_in, rows_there
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +161,7 @@ def test_build_resumed_after_a_kill_reads_only_what_is_missing(
     directory, log = tmp_path / "resume", tmp_path / "log"
     shutil.copytree(begun, directory)
     # The last of the whole ranges may not have been on the disk yet.
-    done, _ = rows_of_unfinished(directory / "s") or (0, 0)
+    done = rows_there(directory / "s")
     last = DEADLY_ROW // RANGE_ROWS * RANGE_ROWS
     assert done in (last - RANGE_ROWS, last)
     new = Logged(Numbered(NUM_ROWS, NEW), log)

@@ -17,11 +17,12 @@ from lightning_memmap.errors import DatasetError
 from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_part, build_store, finish_store, open_store
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import rows_of_unfinished
+from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import KEY, StoreDirectory, is_store
 from lightning_memmap.store.growing import BackgroundBuild, GrowingStore, open_growing
 from lightning_memmap.store.joined import JoinedStore
 from tests.datasets import Numbered, NumberedSet, Replaced, Slow, holds
+from tests.unit.store.layout import rows_there
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def test_store_whose_builder_was_killed_after_the_commit_is_whole(
                 sleep(0.001)
     assert (open_store(path).files / KEY).exists()
     assert opened(path).supply is None
-    assert rows_of_unfinished(path) is None
+    assert unfinished_build(path) is None
     StoreDirectory(path).discard()
     assert holds(open_store(path), Numbered(50))
     # The next one that changes something there removes what is left of the build.
@@ -123,7 +124,7 @@ def test_growing_store_is_pickled_while_it_grows_and_opened_when_it_is_whole(
 def test_share_goes_on_where_an_interrupted_build_stopped(tmp_path: Path) -> None:
     path = tmp_path / "train"
     leave_unfinished(path)
-    done, num_rows = rows_of_unfinished(path) or (0, 0)
+    done, num_rows = rows_there(path), 100
     assert 0 < done < num_rows
     with growing(path, Slow(Numbered(100), 0.005, every=1)) as store:
         shares = [store.serving.share]

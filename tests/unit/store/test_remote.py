@@ -43,6 +43,7 @@ from lightning_memmap.strategies import SuperBatchStrategy
 from tests.datasets import Mixed, Numbered, holds
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import size_of
+from tests.unit.store.layout import building_path
 from tests.unit.store.s3_server import CuttingProxy, free_port, s3_server
 from tests.unit.store.signing import encode_signed
 
@@ -581,6 +582,16 @@ def test_push_to_a_directory_of_stores_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="far is a directory of stores, such as 'train'"):
         push_store(store.path, (tmp_path / "far").as_uri(), progress=False)
     assert os.listdir(tmp_path / "far") == ["train"]
+
+
+def test_pull_that_was_interrupted_is_not_taken_for_a_build(tmp_path: Path) -> None:
+    far = build_store(Numbered(50), tmp_path / "far", progress=False)
+    (far.files / "x.memmap").unlink()
+    with pytest.raises(StoreError):
+        pull_store(far.path.as_uri(), tmp_path / "s", progress=False)
+    assert building_path(tmp_path / "s")
+    with pytest.raises(StoreNotFoundError, match="build it by giving the dataset"):
+        open_store(tmp_path / "s")
 
 
 def test_pull_of_another_store_needs_overwrite(url: str, tmp_path: Path) -> None:
