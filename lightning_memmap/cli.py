@@ -7,6 +7,7 @@ pack registered. ``store`` works on stores: ``build``, ``append``, ``info``, ``v
 ``rows`` lists the rows of any step, and ``doctor`` says what will work on this machine.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -111,6 +112,8 @@ def _run(args: Sequence[str] | None) -> None:
         print(_HELP, file=sys.stdout if given else sys.stderr)
         sys.exit(0 if given else 2)
     if given[0] in commands:
+        # Without what a Trainer says of devices and of other packages.
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         sys.exit(commands[given[0]](given[1:]))
     if not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
         near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))

@@ -41,8 +41,6 @@ class RunCLI(LightningCLI):
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
-            # No checkpoint is written.
-            load_from_checkpoint_support=False,
             parser_class=TrainingParser,
             parser_kwargs={"exit_on_error": False},
         )

@@ -148,8 +148,11 @@ def test_windows_are_found_by_the_names_that_are_listed(command: Command, tmp_pa
     assert command.step("--devices", 1, "--find", name)["run_steps"] == [2]
 
 
-def test_table_names_rows_by_device(command: Command) -> None:
+def test_table_names_rows_by_device(command: Command, caplog: pytest.LogCaptureFixture) -> None:
     command.write(shuffle=False)
+    with caplog.at_level("INFO"):
+        assert command() == 0
+    assert caplog.text == ""
     assert command("--devices", 2) == 0
     assert "epoch 0, step 0: positions 0 to 11 of 90, SequentialSampler" in command.out
     assert "0 2 4 6 8 10" in command.out

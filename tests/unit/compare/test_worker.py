@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_memmap.compare.metrics import METRICS, figures_of
 from lightning_memmap.compare.parity import Parity
+from lightning_memmap.compare.prepare import ModelAndData
 from tests.models import Regression
 from tests.unit.compare import runs
 from tests.unit.compare.runs import (
@@ -44,6 +46,23 @@ def compare(
         variant: run(make_spec(path, "check", variant, sections, **options)) for variant in variants
     }
     return check_all_parity(checks, facts["expected"]), facts
+
+
+class Derived(Regression):
+    """Saves what it is made with."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_are_those_of_a_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = config(tmp_path, f"{__name__}.Derived")
+    monkeypatch.setattr("sys.argv", ["fit"])
+    made = LightningCLI(args={**sections, "trainer": {"logger": False}}, run=False)
+    assert dict(ModelAndData(sections).model.hparams) == dict(made.model.hparams)
 
 
 def test_random_transform_and_dropout_are_taken_out_of_a_check(tmp_path: Path) -> None:
