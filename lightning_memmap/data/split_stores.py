@@ -28,11 +28,11 @@ from lightning_memmap.store.build import Asked, build
 from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import is_store, stores_within
 from lightning_memmap.store.growing import open_growing
-from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.joined import JoinedStore
 from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
+from lightning_memmap.store.sources.stream import is_stream
 from lightning_memmap.store.sources.token_stream import TokenStream
 
 
@@ -129,7 +129,11 @@ class SplitStores:
             return None
         path = self.directory / split
         with suppress(MemmapError):
-            if self._is_its_own(split, open_store(path)):
+            store = open_store(path)
+            if self._is_its_own(split, store):
+                if not is_stream(dataset):
+                    # It may have been changed in place.
+                    self._check(split, store)
                 return None
         self._check_place(split)
         if not length_hint(dataset, 1):
@@ -195,8 +199,7 @@ class SplitStores:
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
-            if dataset is not None:
-                self.built[split] = self._source(split, growing)
+            self.built[split] = self._source(split, growing)
             return growing
         try:
             store = (
@@ -219,9 +222,14 @@ class SplitStores:
                 f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
             ) from None
         if dataset is not None and not self._is_its_own(split, store):
-            fingerprint = self.options.fingerprint_of(split)
-            check_dataset(store, dataset, fingerprint, num_workers=self.options.num_workers)
+            self._check(split, store)
         return store
+
+    def _check(self, split: str, store: Store) -> None:
+        """Check that a store may be of its dataset."""
+        options, dataset = self.options, self.datasets[split]
+        given = options.fingerprint_of(split)
+        check_dataset(store, dataset, given, num_workers=options.num_workers)
 
     def by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:
         """The stores that the opened one of a split consists of, by their splits."""
@@ -265,17 +273,14 @@ class SplitStores:
 
     def _is_its_own(self, split: str, store: Store) -> bool:
         """Whether the store of a split is there as this data module has last left it."""
-        if (built := self.built.get(split)) is None:
-            return False
-        source = self._source(split, store)
-        return built[0] is source[0] and built[1:] == source[1:]
+        built, source = self.built.get(split), self._source(split, store)
+        return built is not None and built[0] is source[0] and built[1:] == source[1:]
 
     def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, its identity, the shards asked for, and the build of the store."""
-        dataset, options = self.datasets[split], self.options
-        # As it is now: it may have been changed in place.
-        identity = options.fingerprint_of(split) or Fingerprint.of(dataset)
-        return dataset, identity, options.num_shards, store.manifest.generation
+        """A dataset, the options that its store depends on, and the build of the store."""
+        options = self.options
+        given = options.num_shards, options.fingerprint_of(split)
+        return self.datasets[split], *given, store.manifest.generation
 
     @property
     def _selecting(self) -> str:

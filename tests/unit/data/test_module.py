@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import Subset
 
 from lightning_memmap import MemmapDataModule, build_store, host_memory, open_store
 from lightning_memmap.errors import DatasetError, PlacementError, StoreNotFoundError
@@ -21,10 +22,24 @@ from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import topology
 from lightning_memmap.sampling import KFold
 from lightning_memmap.sampling.schedule import default_window
+from lightning_memmap.store.samples import NUM_PROBES
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
 
 TRAIN, VAL, TEST, PREDICT = Points(60), Points(20, 100), Points(25, 200), Points(30, 300)
+
+
+class Caching(Points):
+    """Keeps the rows that were read, and counts."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self.kept: dict[int, Any] = {}
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.kept.setdefault(index, super().__getitem__(index))
 
 
 def make_data(path: Path, **options: Any) -> MemmapDataModule:
@@ -189,11 +204,25 @@ class TestStores:
         data = set_up(make_data(tmp_path, train_dataset=points))
         points.row = points.row.clone()
         again(data).prepare_data()
-        points.row[31] = 5
-        with pytest.raises(DatasetError, match=r"train: row 31 .*built from another dataset"):
+        points.row += 5
+        with pytest.raises(DatasetError, match=r"train: row 0 .*built from another dataset"):
             again(data).prepare_data()
         replaced = set_up(again(data.with_options(overwrite=True)))
         assert sorted(rows(replaced.train_dataloader())) == sorted(points.row.tolist())
+
+    def test_dataset_that_keeps_what_it_reads_is_no_other_one(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        points = Caching(60)
+        train, val = Subset(points, range(40)), Subset(points, range(40, 60))
+        data = make_data(tmp_path, train_dataset=train, val_dataset=val)
+        set_up(data)
+        points.reads = 0
+        assert points[50]["row"] == 50
+        set_up(data)
+        # Not all rows, as of a dataset that may be another one.
+        assert points.reads <= 1 + 2 * NUM_PROBES
+        assert caplog.text == ""
 
     def test_overwrite_builds_once_for_several_stages(self, tmp_path: Path) -> None:
         data = make_data(tmp_path, overwrite=True)
