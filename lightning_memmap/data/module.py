@@ -381,8 +381,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             self._builds.append(
                 BackgroundBuild(growing, self.num_workers, planner.first_rows, planner.step_rows)
             )
-        for part in [part for part in asked if part not in growing]:
-            stores.build(part, asked[part])
+        stores.build({part: each for part, each in asked.items() if part not in growing})
 
     def setup(self, stage: str | None = None) -> None:
         """Open the stores, plan the placement, and make the shards resident.

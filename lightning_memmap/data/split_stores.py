@@ -160,11 +160,16 @@ class SplitStores:
             )
         return True
 
-    def build(self, split: str, asked: Asked) -> None:
-        """Build the store of a split, or find it built."""
-        with naming(split):
-            store = build(asked, overwrite=self.options.overwrite)
-        self.built[split] = self._source(split, store)
+    def build(self, asked: Mapping[str, Asked]) -> None:
+        """Build the stores of splits, or find them built."""
+        for split, each in asked.items():
+            with naming(split):
+                # Before a row of any is read: they may share a dataset that keeps its rows.
+                _ = each.fingerprint or each.identity
+        for split, each in asked.items():
+            with naming(split):
+                store = build(each, overwrite=self.options.overwrite)
+            self.built[split] = self._source(split, store)
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
         """Open the stores that have the rows of splits, of which some may have none."""

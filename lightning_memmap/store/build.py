@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any
@@ -141,7 +141,7 @@ def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = No
         # Parts are begun one after the other; all else is done by several processes at once.
         if part is None and (store := built_meanwhile()) is not None:
             return store
-        identity = asked.identity()
+        identity = asked.identity
         if asked.is_stream:
             with asked.show("reading", None, 0) as advance:
                 spool = Spool(dataset, directory.path, advance, asked.forms)
@@ -326,7 +326,7 @@ def append_store(
             f"{with_article(type(dataset).__name__)}: only a map-style dataset can be appended;"
             " build a store of its own of it, and append that"
         )
-    directory, show, identity = asked.directory, asked.show, asked.identity()
+    directory, show, identity = asked.directory, asked.show, asked.identity
     open_directory(directory.path)  # Before a lock is made where there is nothing.
     with directory.locked():
         store = open_directory(directory.path)
@@ -399,8 +399,10 @@ class Asked:
         """What shows the progress."""
         return partial(show_progress, hidden=not self.progress)
 
+    @cached_property
     def identity(self) -> Fingerprint:
-        """The identity of the dataset, before a row is read, which it may cache."""
+        """The identity of the dataset when first asked for: before a row is read, which it may
+        keep."""
         if not self.is_stream:
             check_length(self.dataset)
         return Fingerprint.of(self.dataset, self.fingerprint)
@@ -471,8 +473,14 @@ def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:
             f"num_shards={asked.num_shards}: the store at {directory.path} has {store.num_shards}"
             f" shards; build it again with overwrite=True, or give num_shards={store.num_shards}"
         )
-    workers, show = asked.num_workers, asked.show
-    found = recognise(store, asked.dataset, asked.fingerprint, num_workers=workers, progress=show)
+    found = recognise(
+        store,
+        asked.dataset,
+        asked.fingerprint,
+        lambda: asked.identity,
+        num_workers=asked.num_workers,
+        progress=asked.show,
+    )
     if os.access(directory.path, os.W_OK) and (found is not None or directory.has_left):
         lock = nullcontext() if is_locked else directory.locked(wait=False)
         # Who has the lock, or may not write there, leaves it as it is.

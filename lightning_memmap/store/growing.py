@@ -356,7 +356,7 @@ class BackgroundBuild:
             self._workers.start()
             first.update(plan(planned))
             ahead.update(self._read_ahead(first))
-            identities.update((name, each.identity()) for name, each in asked.items())
+            identities.update((name, each.identity) for name, each in asked.items())
 
         self._workers.run(
             partial(_Each, probers), tasks(), lambda task, found: probes.update({task[0]: found})

@@ -47,6 +47,7 @@ def recognise(
     store: Store,
     dataset: Any,
     given: str | None,
+    identify: Callable[[], Fingerprint],
     *,
     num_workers: int = 0,
     progress: ShowProgress,
@@ -55,14 +56,14 @@ def recognise(
     stored = store.manifest.fingerprint
     is_decided = given is not None and stored is not None and stored.given is not None
     # Before a row is read: a dataset may cache rows, which would change its identity.
-    fingerprint = None if is_decided else Fingerprint.of(dataset, given)
+    identity = None if is_decided else identify()
     check_dataset(store, dataset, given, num_workers=num_workers)
-    if fingerprint is None:
+    if identity is None:
         return None
     if stored is not None:
-        changed = stored.difference(fingerprint)
+        changed = stored.difference(identity)
         # It is recorded only if all rows are equal: those that the user's fingerprint stood for.
-        fingerprint = replace(fingerprint, given=given or stored.given)
+        identity = replace(identity, given=given or stored.given)
     else:
         changed = None if given is None else "the store has no fingerprint yet"
     if changed is None:
@@ -75,7 +76,7 @@ def recognise(
         _how_often(store.path, given),
     )
     _compare_all(store, dataset, num_workers, progress)
-    return None if fingerprint == stored else fingerprint
+    return None if identity == stored else identity
 
 
 def _how_often(path: Path, given: str | None) -> str:

@@ -213,15 +213,23 @@ class TestStores:
     def test_dataset_that_keeps_what_it_reads_is_no_other_one(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        points = Caching(60)
-        train, val = Subset(points, range(40)), Subset(points, range(40, 60))
-        data = make_data(tmp_path, train_dataset=train, val_dataset=val)
+        def make() -> tuple[Caching, MemmapDataModule]:
+            points = Caching(60)
+            train, val = Subset(points, range(40)), Subset(points, range(40, 60))
+            return points, make_data(tmp_path, train_dataset=train, val_dataset=val)
+
+        points, data = make()
         set_up(data)
         points.reads = 0
         assert points[50]["row"] == 50
-        set_up(data)
-        # Not all rows, as of a dataset that may be another one.
-        assert points.reads <= 1 + 2 * NUM_PROBES
+        # Not all rows are read, as of a dataset that may be another one; nor by other processes.
+        for (read, again), stage in (
+            ((points, data), "fit"),
+            (make(), "fit"),
+            (make(), "validate"),
+        ):
+            set_up(again, stage)
+            assert read.reads <= 1 + 2 * NUM_PROBES
         assert caplog.text == ""
 
     def test_overwrite_builds_once_for_several_stages(self, tmp_path: Path) -> None:
