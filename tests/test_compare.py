@@ -158,6 +158,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
         (["--repeats", "0"], "repeats=0"),
         (["--steps", "1"], "steps=1"),
         (["--config", "other.yaml"], "--config is given 2 times"),
+        (["--model.lr", "0.1"], "--model.lr would change the config"),
         (["--out", "tests"], "holds something other than"),
         (["--out", "README.md"], "out='README.md'"),
         (["--out", "README.md/runs"], "out='README.md/runs'"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error, refuse_several_configs
+from lightning_memmap.arguments import BriefParser, print_error, refuse_overrides
 from lightning_memmap.compare.config import ComparisonOptions
 from lightning_memmap.compare.report import print_report, render_html
 from lightning_memmap.compare.runner import Comparison
@@ -25,7 +25,7 @@ def compare(args: list[str]) -> int:
     parser.add_class_arguments(ComparisonOptions, as_group=False)
     console = Console(highlight=False)
     try:
-        refuse_several_configs(args)
+        refuse_overrides(args)
         options = ComparisonOptions(**parser.parse_args(args).as_dict())
         command = shlex.join(["lightning-memmap", "compare", *args])
         # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
