@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,8 +39,8 @@ _NOISE = re.compile(
     r"Does not val|Subtypes|Errors:|Given value|Subclass types|a class path|a dict with"
     r"|Expected a path but|.*NoneType'>"
 )
-#: Arguments of a fit that stand for a part of its config.
-_OVERRIDE = re.compile(r"--(seed_everything|model|data|trainer|optimizer|lr_scheduler)\b")
+#: Arguments of a fit that are its config, or a part of it.
+_OF_CONFIG = re.compile(r"--(config|seed_everything|model|data|trainer|optimizer|lr_scheduler)\b")
 #: What a type says that knows nothing of a value.
 _ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)|give the class_path")
 _CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
@@ -104,16 +104,13 @@ class TrainingParser(BriefParser, LightningArgumentParser):
     """The parser of LightningCLI, with errors of a line or two."""
 
 
-def refuse_overrides(args: Sequence[str]) -> None:
+def refuse_overrides(args: Iterable[str]) -> None:
     """Check the arguments of a command that reads one config, as it is."""
-    count = sum(arg.partition("=")[0] == "--config" for arg in args)
-    wrong = [f"--config is given {count} times"] * (count > 1)
-    wrong += [f"{arg} would change the config" for arg in args if _OVERRIDE.match(arg)]
-    if wrong:
+    given = [arg for arg in args if _OF_CONFIG.match(arg)]
+    if len(given) > 1:
         raise ValueError(
-            f"{wrong[0]}, and one file is read as it is: merge files, and what changes them, with"
-            " lightning-memmap fit --config ONE --config OTHER --model.lr 0.1 --print_config"
-            " > merged.yaml"
+            f"{' and '.join(given)}: one file is read, as it is; merge them with lightning-memmap"
+            " fit --config ONE --config OTHER --model.lr 0.1 --print_config > merged.yaml"
         )
 
 
