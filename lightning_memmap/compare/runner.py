@@ -140,14 +140,11 @@ class Comparison:
     def _prepare(self) -> tuple[Report, list[int]]:
         """Build the store, learn what all variants need, and remove an earlier comparison."""
         options, out, started_s = self._options, self._runs.parent, monotonic()
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"out={options.out!r}: {error}: choose another folder") from error
+        there = next(each for each in (out, *out.parents) if each.exists())
         is_ours = (out / "report.json").exists() or self._runs.is_dir()
-        if any(out.iterdir()) and not is_ours:
+        if not there.is_dir() or (there == out and any(out.iterdir()) and not is_ours):
             raise ValueError(
-                f"out={options.out!r} holds something other than a comparison: choose"
+                f"out={options.out!r} is, or holds, something other than a comparison: choose"
                 " another folder"
             )
         is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
