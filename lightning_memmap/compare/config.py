@@ -170,6 +170,7 @@ class RunSpec:
     variant: str
     devices: int
     global_batch: int
+    num_shards: int
     warmup_steps: int
     steps: int
     transform_is_random: bool

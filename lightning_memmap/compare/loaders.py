@@ -215,7 +215,6 @@ def loaded_data(
             raise ValueError(f"{variant.name}: without a train_dataset there is nothing to build")
         return data.with_options(
             store_dir=Path(out) / STORES,
-            num_shards=data.train_sampler(data.open_train_store()).num_shards,
             num_workers=data.num_workers or 2,
             val_dataset=None,
             build="while_training",

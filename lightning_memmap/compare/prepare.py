@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, norm
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.loading.transform import BatchTransform, DeviceTransform
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule
 from lightning_memmap.schema.forms import Form, read_forms
@@ -48,7 +50,8 @@ class RunCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
         # Lightning's own would warn that this process has arguments too.
-        self.config = parser.parse_config(args)
+        # A copy: values of dicts and lists are parsed in place.
+        self.config = parser.parse_config(deepcopy(args))
 
 
 class ModelAndData(RunCLI):
@@ -83,7 +86,7 @@ def prepare_store(
     store_s = perf_counter() - started_s
     store = data.open_train_store()
     global_batch = data.batch_size * devices
-    order = data.train_sampler(store)
+    order = data.train_sampler(store, DataTopology((CPU,) * devices))
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(

@@ -184,6 +184,7 @@ class Comparison:
             variant=variant.name,
             devices=options.devices,
             global_batch=settings["global_batch"],
+            num_shards=self._report.data["num_shards"],
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._report.data["transform_is_random"],

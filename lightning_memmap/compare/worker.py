@@ -89,7 +89,8 @@ def train_variant(
     """Train and measure with the objects of the config, which are changed for this run."""
     (variant,) = parse_variants(spec.variant)
     batch_size = batch_size_of(trainer, spec.global_batch, spec.devices)
-    data = data.with_options(batch_size=batch_size)
+    # Of any number of devices, all have the order of that of the comparison.
+    data = data.with_options(batch_size=batch_size, num_shards=spec.num_shards)
     is_check = spec.kind == "check"
     if variant.loader == "ideal":
         _map_loader(trainer.strategy, replayed)

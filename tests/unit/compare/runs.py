@@ -26,7 +26,7 @@ class CheckResult(NamedTuple):
     ranks: list[Rank]
 
 
-DEVICES, BATCH_SIZE, ROWS, STEPS = 2, 8, 100, 6
+DEVICES, BATCH_SIZE, ROWS, STEPS, NUM_SHARDS = 2, 8, 100, 6, 24
 #: Bytes of a row: a number, eight floats and one.
 ROW_BYTES = 8 + 32 + 4
 PARAMETERS = 8 * 16 + 16 + 16 + 1
@@ -101,6 +101,7 @@ def make_spec(
         variant=variant,
         devices=DEVICES,
         global_batch=DEVICES * BATCH_SIZE,
+        num_shards=NUM_SHARDS,
         out=str(out),
         **values,
     )

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def make_spec(path: Path) -> RunSpec:
     return RunSpec(
         kind="timed", config={}, trainer={}, variant="auto", devices=1, global_batch=8,
-        warmup_steps=1, steps=2, transform_is_random=False,
+        num_shards=24, warmup_steps=1, steps=2, transform_is_random=False,
         out=str(path / "run"),
     )  # fmt: skip
 

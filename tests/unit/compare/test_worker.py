@@ -1,5 +1,6 @@
 """Runs of variants, in this process: what they measure and what they find."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,32 @@ def compare(
         variant: run(make_spec(path, "check", variant, sections, **options)) for variant in variants
     }
     return check_all_parity(checks, facts["expected"]), facts
+
+
+@pytest.mark.filterwarnings("ignore:the train rows are in 24 shards")
+def test_devices_that_do_not_divide_the_shards_have_the_order_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "DEVICES", 5)
+    monkeypatch.setattr(runs, "NUM_SHARDS", 25)
+    parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), config(tmp_path))
+    assert facts["data"]["num_shards"] == 25
+    assert not any(parity.problems for parity in parities.values())
+
+
+def test_batches_of_one_set_each_are_those_of_the_devices(tmp_path: Path) -> None:
+    dataset = {"class_path": "tests.models.Points", "init_args": {"num_rows": 90}}
+    shares = {"init_args": {"shares": {"a": 0.7, "b": 0.3}, "by_batch": True}}
+    sections = config(
+        tmp_path,
+        train_dataset={"a": dataset, "b": dataset},
+        sampler={"class_path": "lightning_memmap.sampling.Mixture", **shares},
+    )
+    before = json.dumps(sections)
+    parities, _ = compare(tmp_path, VARIANTS, sections)
+    assert not any(parity.problems for parity in parities.values())
+    # It goes to the processes of each run.
+    assert json.dumps(sections) == before
 
 
 class Derived(Regression):
