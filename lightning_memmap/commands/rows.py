@@ -81,12 +81,8 @@ def step_rows(
         "last": last,
         "rows": found,
         "devices": [
-            {
-                "device": device,
-                "rank": device % topology.size,
-                "rows": found[(device - first) % count :: count],
-            }
-            for device in range(count)
+            {"device": d, "rank": d % topology.size, "rows": found[(d - first) % count :: count]}
+            for d in range(count)
         ],
         "run_step": run_step,
         "is_skipped": any(begin <= run_step < end for begin, end in steps_to_skip(data.skip_steps)),
@@ -98,6 +94,12 @@ def steps_with(
 ) -> list[int]:
     """The steps of an epoch that have one of these rows, counted over all epochs."""
     schedule, wanted, found = _schedule(data, order, topology), {*names}, list[int]()
+    unknown, known = {*names}, list[str]()
+    for shard in range(order.pool.num_shards):
+        known = [*map(_name, order.pool.rows.names(order.pool.rows_of(shard)))] or known
+        unknown.difference_update(known)
+    if unknown:
+        raise ValueError(f"find: {min(unknown)!r} is no training row, such as {known[0]!r}")
     for step in range(len(schedule)):
         rows = order.dataset_rows(epoch, range(*schedule.bounds(step)))
         if not wanted.isdisjoint(map(_name, order.pool.rows.names(rows))):

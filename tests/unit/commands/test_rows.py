@@ -134,8 +134,18 @@ def test_rows_are_found_in_the_steps_that_have_them(command: Command) -> None:
     assert f"epoch 2: rows 17,4 are in the steps {found} of the run" in command.out
     assert command(*options, "--find", "17,4", "--show", "rows.html") == 2
     assert "show='rows.html' with find='17,4'" in command.err
-    assert command(*options, "--find", str(ROWS)) == 0
-    assert f"rows {ROWS} are in no step" in command.out
+    for name in (str(ROWS), "x", "a:1", "-1"):
+        assert command(*options, f"--find=2,{name}") == 2
+        assert f"find: {name!r} is no training row" in command.err
+
+
+def test_rows_that_are_dropped_are_found_in_no_step(command: Command) -> None:
+    command.write(drop_last=True)
+    steps = [command.step("--devices", 4, "--step", step)["rows"] for step in range(3)]
+    dropped = {*range(ROWS)}.difference(*steps)
+    assert len(dropped) == ROWS % (4 * BATCH)
+    assert command("--devices", 4, "--find", min(dropped)) == 0
+    assert f"rows {min(dropped)} are in no step" in command.out
 
 
 def test_windows_are_found_by_the_names_that_are_listed(command: Command, tmp_path: Path) -> None:
