@@ -185,12 +185,6 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
     return dict(sizes)
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """The states of torch's random numbers on the CPU and on a device."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return [torch.get_rng_state(), *([module.get_rng_state(device)] if module else [])]
-
-
 class MovementRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Counts the bytes that operators move while it is active, in this thread and its backward."""
 
@@ -328,8 +322,6 @@ class CheckCallback(RunCallback):
         self._movement, self._open = MovementRecorder(), ExitStack()  # type: ignore[no-untyped-call]
         self._moved_row_bytes = 0
         self._state_bytes: dict[str, dict[str, int]] = {}
-        self._generators: list[Tensor] = []
-        self._draws = False
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -346,7 +338,6 @@ class CheckCallback(RunCallback):
             self._moved_row_bytes = self._bytes_moved_by_loader(trainer, batch)
         if step == _MOVEMENT_STEP:
             self._open.enter_context(self._movement)
-        self._generators = _generators(trainer.strategy.root_device)
 
     @override
     def on_before_optimizer_step(
@@ -356,11 +347,9 @@ class CheckCallback(RunCallback):
             self._state_bytes = model_bytes(trainer.optimizers)
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_train_batch_end(trainer, *args, **kwargs)
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
         self._open.close()
-        after = _generators(trainer.strategy.root_device)
-        self._draws |= not all(map(torch.equal, self._generators, after))
 
     @override
     def seen(self, trainer: L.Trainer) -> dict[str, Any]:
@@ -376,7 +365,6 @@ class CheckCallback(RunCallback):
             "state_bytes": self._state_bytes,
             "moved_bytes": self._movement.num_bytes + self._moved_row_bytes,
             "hashes": [sum(hashes[at : at + per_step]) % MODULUS for at in starts],
-            "draws": self._draws,
             "parameters": [name for name, _ in trainer.lightning_module.named_parameters()],
         }
 

@@ -58,8 +58,6 @@ class Rank:
     #: Parts of its rows of a step, each of which goes through the module by itself.
     num_parts: int = 1
     parameters: Sequence[str] = ()
-    #: Whether its steps drew random numbers.
-    draws: bool = False
 
     def mean_s(self, *parts: str) -> float:
         """Mean seconds of some parts of a step."""

@@ -117,7 +117,8 @@ class CheckedRun:
     initial: Mapping[str, Tensor]
     final: Mapping[str, Tensor]
     parameters: Sequence[str]
-    draws: bool
+    #: Parts of a step's rows that go through the module by themselves.
+    num_parts: int
 
     @classmethod
     def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
@@ -129,7 +130,7 @@ class CheckedRun:
             initial=torch.load(folder / "initial.pt", weights_only=True),
             final=torch.load(folder / "final.pt", weights_only=True),
             parameters=ranks[0].parameters,
-            draws=any(rank.draws for rank in ranks),
+            num_parts=sum(share.num_parts for share in shares),
         )
 
     @property
@@ -174,10 +175,10 @@ def check_parity(
         problems.append("a loss is missing or not finite")
     elif loss > tolerance:
         problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
-    if problems and (run.draws or reference.draws):
+    if problems and run.num_parts > 1 and not notes:
         notes.append(
-            "a step draws random numbers, as F.dropout does, which may be all that differs: here"
-            " modules of dropout are set to 0"
+            f"a step's rows go through the model in {run.num_parts} parts: a loss that is no mean"
+            " over rows, or that relates them, and random numbers, as of F.dropout, are others then"
         )
     return Parity(
         holds=not problems,

@@ -29,7 +29,7 @@ from lightning_memmap.compare.config import (
 )
 from lightning_memmap.compare.loaders import STORES
 from lightning_memmap.compare.measure import IS_READY
-from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of, shares_of
+from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of
 from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
 from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
@@ -247,7 +247,7 @@ class Comparison:
             self._reference or checked,
             self._expected,
             report.settings["tolerance"],
-            notes=self._notes(sum(share[0].num_parts for share in shares_of(ranks))),
+            notes=self._notes(checked.num_parts),
         )
         result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
         if self._reference is None:

@@ -19,7 +19,7 @@ CHECK = CheckedRun(
     initial=BEFORE,
     final=AFTER,
     parameters=["weight"],
-    draws=False,
+    num_parts=1,
 )
 
 
