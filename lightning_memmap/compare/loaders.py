@@ -213,6 +213,13 @@ def loaded_data(
     if variant.loader == "first_epoch":
         if data.datasets["train"] is None:
             raise ValueError(f"{variant.name}: without a train_dataset there is nothing to build")
+        as_stored = data.with_options(num_shards=None)
+        built = as_stored.train_sampler(as_stored.open_train_store()).num_shards
+        if built != data.num_shards:
+            raise ValueError(
+                f"{variant.name}: the rows of a store are striped again where devices do not divide"
+                f" its {built} shards, but not while it is built: choose --devices that divide them"
+            )
         return data.with_options(
             store_dir=Path(out) / STORES,
             num_workers=data.num_workers or 2,

@@ -57,6 +57,8 @@ def test_devices_that_do_not_divide_the_shards_have_the_order_of_one(
     monkeypatch.setattr(runs, "NUM_SHARDS", 25)
     parities, facts = compare(tmp_path, (*VARIANTS, "memmap_dp"), config(tmp_path))
     assert facts["data"]["num_shards"] == 25
+    with pytest.raises(ValueError, match=r"first_epoch: .* 24 shards"):
+        run(make_spec(tmp_path, "check", "memmap_superbatch+first_epoch", config(tmp_path)))
     assert not any(parity.problems for parity in parities.values())
 
 
