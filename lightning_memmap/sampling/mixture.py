@@ -262,14 +262,17 @@ class MixtureSampler(Sampler):
         (_, number, begin, end, first, last, offset), random = self._of_shards(shards)
         sizes, totals = (np.array(e, object)[number] for e in (self.sets.sizes, self.sets.counts))
         # Point k of a set is at (k + turn) * size, on a line where row r begins at r * count.
-        turns = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[number, None]
+        turns = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
         turns = turns + _TURN * np.arange(epoch + 1, dtype=np.uint64)
+        before = [np.sort(each) for each in turns[:, :-1]]
 
         def points_before(row: Integers) -> tuple[Integers, Integers]:
             """Those of this epoch, and of all epochs before it."""
             whole, rest = row * totals // sizes, row * totals % sizes
-            more = turns < (rest * 2**64 // sizes).astype(np.uint64)[:, None]
-            found, past = whole + more[:, -1], epoch * whole + more[:, :-1].sum(axis=1)
+            part = (rest * 2**64 // sizes).astype(np.uint64)
+            found, past = whole + (turns[number, -1] < part), epoch * whole
+            for which, each in enumerate(before):
+                past[number == which] += each.searchsorted(part[number == which])
             return np.clip(found.astype(np.int64), begin, end), past
 
         (inner, inner_past), (outer, outer_past) = map(points_before, (first + 1, last - 1))

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -388,17 +387,20 @@ class SplitModule(RowWeighted):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
+        trainer: Any = self.module.trainer
+        evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
+            # What FSDP2 gathers, and the tensors that pipelines keep, are used in training too.
+            loop.inference_mode = False
 
         @contextmanager
-        def step(is_training: bool = False) -> Iterator[None]:
-            # What FSDP2 gathers, and the buffers that pipelines keep, are used in training too.
-            with torch.inference_mode(False), torch.set_grad_enabled(is_training):
-                self.share_buffers()
-                with plugin.forward_context():
-                    yield
+        def step() -> Iterator[None]:
+            self.share_buffers()
+            with plugin.forward_context():
+                yield
 
-        plugin.train_step_context = partial(step, True)
-        plugin.val_step_context = plugin.test_step_context = plugin.predict_step_context = step
+        plugin.train_step_context = plugin.val_step_context = step
+        plugin.test_step_context = plugin.predict_step_context = step
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
