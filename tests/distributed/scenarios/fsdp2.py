@@ -154,6 +154,8 @@ class Counting(Regression):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.batches += 1
+        # What is gathered in it could not be trained later.
+        assert not torch.is_inference_mode_enabled()
         super().validation_step(batch, batch_idx)
 
 
