@@ -189,8 +189,9 @@ METRICS = {
         ),
         Metric(
             "communication_bytes", "communication volume per step", format_bytes,
-            "what each process sends in collectives, at least, and copies between devices, in the"
-            " main thread; between logical devices of one memory nothing moves",
+            "what each process sends in collectives, the least that a ring needs, and copies"
+            " between devices, as torch's dispatcher sees them in the main thread; between logical"
+            " devices of one memory nothing moves",
             lambda rank: rank.moved_bytes, sum, run="check", table="memory",
         ),
         Metric(

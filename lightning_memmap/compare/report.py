@@ -193,8 +193,9 @@ def _noise(report: Report) -> Iterator[str]:
     for each in report.measured:
         if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
             yield (
-                f"{each.variant}: {share:.0%} of its upper bound: differences of {share - 1:.0%}"
-                " are noise here. Repeat with more --steps and --repeats"
+                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
+                " the machine was slower in some runs than in others, and differences of"
+                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
             )
 
 
