@@ -13,8 +13,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain, count
 
 import lightning as L
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
@@ -51,12 +53,25 @@ lightning-memmap COMMAND --help describes a command. A first run:
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the config beside the logs of a run, and never in the folder of the user."""
+    """Saves the config beside the logs of a run, and never in place of another file.
+
+    Some loggers write to the folder of the user, who may have a ``config.yaml`` there.
+    """
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
+        if not trainer.loggers:
+            return
+        if not self.already_saved and trainer.log_dir is not None:  # On all ranks: a broadcast.
+            self.config_filename = _free_name(trainer.log_dir, self.config_filename)
+        super().setup(trainer, pl_module, stage)
+
+
+def _free_name(directory: str, name: str) -> str:
+    """Return a file name that is free in a directory: ``config.yaml``, ``config-2.yaml``, ..."""
+    system, (stem, suffix) = get_filesystem(directory), os.path.splitext(name)
+    names = chain([name], (f"{stem}-{number}{suffix}" for number in count(2)))
+    return next(each for each in names if not system.exists(os.path.join(directory, each)))
 
 
 class TrainingCLI(LightningCLI):

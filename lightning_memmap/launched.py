@@ -28,14 +28,17 @@ class Launched(subprocess.Popen[bytes]):
         command: Sequence[str],
         output: Path,
         *,
+        head: bytes = b"",
         env: Mapping[str, str] = os.environ,
         stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
     ) -> None:
         self.output = output
+        self._head_bytes = len(head)
         self._has_group = start_new_session
         output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("wb") as file:
+        with output.open("wb", buffering=0) as file:
+            file.write(head)
             super().__init__(
                 command,
                 stdin=stdin,
@@ -48,6 +51,7 @@ class Launched(subprocess.Popen[bytes]):
     def tail(self, num_lines: int = 12) -> list[str]:
         """The last lines that it printed, without empty ones."""
         with self.output.open(encoding="utf-8", errors="replace") as file:
+            file.seek(self._head_bytes)
             return list(deque((line.strip() for line in file if line.strip()), num_lines))
 
     def how_it_ended(self, num_lines: int = 1) -> str:

@@ -1,7 +1,9 @@
 """Tables for the terminal, which pages of HTML show too. All of their text is safe to print."""
 
+import secrets
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -12,6 +14,10 @@ from rich.text import Text
 
 from lightning_memmap.sizes import format_bytes
 
+#: Names this package in the head of each of its pages.
+_GENERATOR = '<meta name="generator" content="lightning_memmap">'
+#: Bytes at the beginning of a page that have its head.
+_HEAD_BYTES = 1024
 #: How a text is meant: as good, bad or uncertain news.
 GOOD, BAD, UNSURE = "green", "bold red", "yellow"
 
@@ -78,4 +84,41 @@ def render_page(template: str, **values: Any) -> str:
     pages.filters["bytes"] = format_bytes
     # Classes of the style sheet, by the style of a text.
     pages.filters["mood"] = {"": "", GOOD: "good", BAD: "bad", UNSURE: "unsure"}.__getitem__
-    return pages.get_template(template).render(**values)
+    return pages.get_template(template).render(**values, generator=_GENERATOR)
+
+
+def is_our_page(path: Path) -> bool:
+    """Return whether a file is a page that this package has written."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return _GENERATOR.encode() in file.read(_HEAD_BYTES)
+
+
+def check_page(argument: str, path: Path) -> None:
+    """Check that a page may be written to a path.
+
+    Raises:
+        ValueError: Something other than a page of this package is there.
+    """
+    if path.is_dir():
+        raise ValueError(
+            f"{argument}={str(path)!r} is a directory: name the HTML file, such as"
+            f" {path / 'page.html'}"
+        )
+    if (path.is_symlink() or path.exists()) and not is_our_page(path):
+        raise ValueError(
+            f"{argument}={str(path)!r} exists, and is not a page of this command, so it is not"
+            " replaced: name another file, or remove it"
+        )
+
+
+def write_at_once(path: Path, data: bytes) -> None:
+    """Write a file that is complete or absent; it replaces the file that is there."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

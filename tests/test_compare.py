@@ -159,7 +159,7 @@ def test_failed_variant_is_told_and_an_interrupt_keeps_what_is_finished(
         (["--steps", "1"], "steps=1"),
         (["--config", "other.yaml"], "--config and --config"),
         (["--model.lr", "0.1"], "--config and --model.lr"),
-        (["--out", "tests"], "holds, something other than"),
+        (["--out", "tests"], "out='tests'"),
         (["--out", "README.md"], "out='README.md'"),
         (["--out", "README.md/runs"], "out='README.md/runs'"),
     ],

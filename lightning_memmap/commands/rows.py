@@ -19,7 +19,7 @@ from lightning_memmap.placement.topology import DataTopology, topology_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import BatchSchedule, steps_to_skip
 from lightning_memmap.store import Store
-from lightning_memmap.tables import make_table, render_page, text
+from lightning_memmap.tables import check_page, make_table, render_page, text, write_at_once
 
 _DESCRIPTION = """List the rows of the global batch of any step, device by device. The order of rows
 is computed: no data is loaded."""
@@ -120,6 +120,8 @@ def rows(args: list[str]) -> int:
     try:
         refuse_overrides(args)
         question = RowsOptions(**parser.parse_args(args).as_dict())
+        if question.show is not None:
+            check_page("show", Path(question.show))
         data, topology = _data_of(question)
         try:
             store = data.open_train_store()
@@ -184,7 +186,7 @@ def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) 
     title = f"Epoch {step['epoch']}, step {step['step']}"
     path.parent.mkdir(parents=True, exist_ok=True)
     section = Section(title, [_title(order, step), store.location], samples)
-    path.write_text(render_page("samples.html", sections=[section]), encoding="utf-8")
+    write_at_once(path, render_page("samples.html", sections=[section]).encode())
 
 
 def _data_of(question: RowsOptions) -> tuple[MemmapDataModule, DataTopology]:

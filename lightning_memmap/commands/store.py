@@ -33,7 +33,14 @@ from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
-from lightning_memmap.tables import make_table, printable, render_page, text
+from lightning_memmap.tables import (
+    check_page,
+    make_table,
+    printable,
+    render_page,
+    text,
+    write_at_once,
+)
 
 #: The most letters of the names of classes.
 _MAX_CLASSES_TEXT = 160
@@ -196,14 +203,11 @@ def _show(path: str, *, out: str = "store.html") -> int:
 
     Args:
         path: Directory of a store, or of one store per split.
-        out: The HTML file.
+        out: The HTML file. A page that this command has written before is replaced.
     """
-    if Path(out).is_dir():
-        raise ValueError(
-            f"out={out!r} is a directory: name the HTML file, such as {out}/store.html"
-        )
+    check_page("out", Path(out))
     sections = [section_of(name, store) for name, store in stores_in(path).items()]
-    Path(out).write_text(render_page("samples.html", sections=sections), encoding="utf-8")
+    write_at_once(Path(out), render_page("samples.html", sections=sections).encode())
     _print(out)
     return 0
 

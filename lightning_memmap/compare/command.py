@@ -8,10 +8,12 @@ from rich.console import Console
 
 from lightning_memmap.arguments import BriefParser, print_error, refuse_overrides
 from lightning_memmap.compare.config import ComparisonOptions
+from lightning_memmap.compare.folder import PAGE, REPORT
 from lightning_memmap.compare.report import print_report, render_html
 from lightning_memmap.compare.runner import Comparison
 from lightning_memmap.errors import MemmapError
 from lightning_memmap.launched import on_sigterm
+from lightning_memmap.tables import write_at_once
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
 agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
@@ -37,16 +39,16 @@ def compare(args: list[str]) -> int:
     code, out = report.exit_code, Path(options.out)
     try:
         # At once, so that no later error can lose hours of work.
-        report.write(out / "report.json")
+        report.write(out / REPORT)
     except OSError as error:
         print_error(error)
         code = 2
     print_report(report, console)
     if code != 2:
-        console.print(f"\n{out / 'report.json'}", soft_wrap=True)
+        console.print(f"\n{out / REPORT}", soft_wrap=True)
     try:
-        (out / "report.html").write_text(render_html(report), encoding="utf-8")
-        console.print(str(out / "report.html"), soft_wrap=True)
+        write_at_once(out / PAGE, render_html(report).encode())
+        console.print(str(out / PAGE), soft_wrap=True)
     except (OSError, ValueError) as error:
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
     return code

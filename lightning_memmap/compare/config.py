@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_memmap.arguments import read_config
+from lightning_memmap.compare.folder import RUN_SCHEMA, SPEC
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
@@ -175,10 +176,12 @@ class RunSpec:
     steps: int
     transform_is_random: bool
     out: str
+    #: Marks the folder as one of a comparison.
+    schema: str = RUN_SCHEMA
 
     def write(self) -> Path:
         """Write this into its folder, which is made where it is missing."""
-        path = Path(self.out) / "spec.json"
+        path = Path(self.out) / SPEC
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path

@@ -12,9 +12,19 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from lightning_memmap.compare.folder import REPORT_SCHEMA
 from lightning_memmap.compare.metrics import METRICS, NO_LOAD, PARTS, SPEED, STATE, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
-from lightning_memmap.tables import BAD, GOOD, UNSURE, TitledTable, make_table, render_page, text
+from lightning_memmap.tables import (
+    BAD,
+    GOOD,
+    UNSURE,
+    TitledTable,
+    make_table,
+    render_page,
+    text,
+    write_at_once,
+)
 
 Status = Literal["ok", "refused", "failed", "pending"]
 
@@ -55,7 +65,7 @@ class Report:
     variants: list[VariantResult]
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
-    schema: str = "lightning_memmap.compare"
+    schema: str = REPORT_SCHEMA
     #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
     schema_version: int = 2
 
@@ -90,9 +100,7 @@ class Report:
             "metrics": {key: f"{each.label}: {each.meaning}" for key, each in METRICS.items()},
             **asdict(self),
         }
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(values), indent=1))
-        partial.replace(path)
+        write_at_once(path, msgspec.json.format(msgspec.json.encode(values), indent=1))
 
 
 _UNKNOWN = text("-")

@@ -27,6 +27,7 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
+from lightning_memmap.compare.folder import VARIANTS, ComparisonFolder
 from lightning_memmap.compare.loaders import STORES
 from lightning_memmap.compare.measure import IS_READY
 from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of
@@ -113,7 +114,8 @@ class Comparison:
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
         self._options, self._console, self._command = options, console, command
         self._config, self._trainer, self._left_out = shared_config(options.config)
-        self._runs = Path(options.out).resolve() / "variants"
+        self._folder = ComparisonFolder(Path(options.out))
+        self._runs = self._folder.path.resolve() / VARIANTS
         self._results = {
             each: VariantResult(each.name) for each in parse_variants(options.variants)
         }
@@ -139,14 +141,8 @@ class Comparison:
 
     def _prepare(self) -> tuple[Report, list[int]]:
         """Build the store, learn what all variants need, and remove an earlier comparison."""
-        options, out, started_s = self._options, self._runs.parent, monotonic()
-        there = next(each for each in (out, *out.parents) if each.exists())
-        is_ours = (out / "report.json").exists() or self._runs.is_dir()
-        if not there.is_dir() or (there == out and any(out.iterdir()) and not is_ours):
-            raise ValueError(
-                f"out={options.out!r} is, or holds, something other than a comparison: choose"
-                " another folder"
-            )
+        options, started_s = self._options, monotonic()
+        self._folder.check()
         is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
         precision = str(self._trainer.get("precision", "32-true"))
         given = options.tolerance
@@ -168,9 +164,7 @@ class Comparison:
             left_out=self._left_out,
             **facts,
         )
-        shutil.rmtree(self._runs, ignore_errors=True)
-        for name in ("report.json", "report.html"):
-            (out / name).unlink(missing_ok=True)
+        self._folder.clear()
         self._note_run("store, model and data", "done", started_s)
         return report, expected
 

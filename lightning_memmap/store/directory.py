@@ -22,8 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_memmap.errors import MemmapError, StoreError
-from lightning_memmap.store.files import SAFE_FLAGS, TEMPORARY, open_plain, sync_path
-from lightning_memmap.store.manifest import GENERATION, MANIFEST, Manifest, OtherVersionError
+from lightning_memmap.store.files import (
+    SAFE_FLAGS,
+    TEMPORARY,
+    open_plain,
+    read_plain,
+    sync_path,
+    unreadable,
+)
+from lightning_memmap.store.manifest import (
+    FORMAT,
+    GENERATION,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    OtherVersionError,
+)
 
 #: What an unfinished build is of, in its generation: that of one process, and that of parts.
 KEY, PARTS = "build.json", "parts.json"
@@ -60,7 +74,10 @@ def stores_within(directory: Path) -> list[str]:
 
 def check_free(directory: Path, argument: str) -> None:
     """Check that a place has a store, what builds leave of one, or nothing."""
-    if not os.path.lexists(directory) or is_store(directory):
+    if not os.path.lexists(directory):
+        return
+    if is_store(directory):
+        _check_ours(directory, argument)
         return
     names = os.listdir(directory) if directory.is_dir() else [""]
     # Another process may have finished the store a moment ago.
@@ -75,6 +92,21 @@ def check_free(directory: Path, argument: str) -> None:
     raise StoreError(
         f"{directory} exists and is not a store: choose another {argument}, or remove it"
     )
+
+
+def _check_ours(directory: Path, argument: str) -> None:
+    """Check that the manifest in a directory is that of a store: others use the name, too."""
+    if any(GENERATION.fullmatch(name) for name in os.listdir(directory)):
+        return  # A damaged manifest may be replaced.
+    path = directory / MANIFEST
+    try:
+        data = read_plain(path, MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if FORMAT.encode() not in data:
+        raise StoreError(
+            f"{path} is not the manifest of a store, and is not replaced: choose another {argument}"
+        )
 
 
 @dataclass(frozen=True)

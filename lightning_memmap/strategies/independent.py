@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -28,12 +29,16 @@ from typing_extensions import override
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.strategies._base import OneNode
-from lightning_memmap.tables import BAD, TitledTable, make_table, text
+from lightning_memmap.tables import BAD, TitledTable, make_table, text, write_at_once
 
 #: Which member a process trains. A user who sets it trains this one alone.
 MEMBER_VARIABLE = "LIGHTNING_MEMMAP_MEMBER"
 _DIRECTORY_VARIABLE = "LIGHTNING_MEMMAP_MEMBERS_DIRECTORY"
 _POLL_S = 0.1
+#: What a member writes: its results by stage and call, and, but for member 0, what it prints.
+_RESULTS, _OUTPUT = re.compile(r"results-(fit|validate|test|predict)-\d+\.json"), "output.log"
+#: The first line of such an output, which marks it as one.
+_OUTPUT_HEAD = b"Output of a member of memmap_independent\n"
 
 
 #: What `MemberResult.status` may be.
@@ -173,10 +178,48 @@ def _folder_of(member: int | str) -> str:
 
 
 def _read(path: Path) -> MemberResult | None:
+    """Read what a member recorded; None where there is no such file, or it is another one."""
     try:
         return MemberResult(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return None
+
+
+def _old_results(root: Path, num_members: int) -> list[Path]:
+    """Check that members will overwrite nothing but files of members.
+
+    Args:
+        root: Directory of the members' folders.
+        num_members: The number of members.
+
+    Returns:
+        The results of earlier programs.
+
+    Raises:
+        ValueError: Another file has the name of one that a member writes.
+    """
+    results = list[Path]()
+    folders = {_folder_of(member) for member in range(num_members)}
+    for path in sorted(root.glob(f"{_folder_of('*')}/*")):
+        if _RESULTS.fullmatch(path.name):
+            is_ours = _read(path) is not None
+        elif path.name == _OUTPUT and path.parent.name != _folder_of(0):
+            with open(path, "rb") as file:
+                is_ours = file.read(len(_OUTPUT_HEAD)) == _OUTPUT_HEAD
+        else:
+            continue
+        if is_ours and path.name != _OUTPUT:
+            results.append(path)
+        if not is_ours and path.parent.name in folders:
+            raise _foreign_file(path)
+    return results
+
+
+def _foreign_file(path: Path) -> ValueError:
+    return ValueError(
+        f"default_root_dir={str(path.parent.parent)!r}: {path} was not written by"
+        " memmap_independent, and would be replaced: move it, or choose another default_root_dir"
+    )
 
 
 class IndependentStrategy(OneNode):
@@ -386,22 +429,23 @@ class _Members(_SubprocessScriptLauncher):
 
     def _record(self, result: MemberResult) -> None:
         path = self._file(self.member)
+        if path.exists() and _read(path) is None:
+            raise _foreign_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_at_once(path, json.dumps(asdict(result), indent=1).encode())
 
     def _start(self, root: Path) -> None:
         """Start the other members, unless this program has done so."""
         if not self._others:
             _Members._first_root = root
-            for path in root.glob(f"{_folder_of('*')}/results-*.json"):
+            for path in _old_results(root, self._num_members):
                 path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
                 self._others[member] = Launched(
                     _basic_subprocess_cmd(),
                     self._output(member),
+                    head=_OUTPUT_HEAD,
                     env={**os.environ, **variables},
                     # Ctrl-C reaches all members.
                     start_new_session=False,
@@ -465,7 +509,7 @@ class _Members(_SubprocessScriptLauncher):
 
     def _output(self, member: int | str) -> Path:
         assert self.root is not None
-        return self.root / _folder_of(member) / "output.log"
+        return self.root / _folder_of(member) / _OUTPUT
 
 
 def _member_of_this_process() -> int | None:

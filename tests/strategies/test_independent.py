@@ -1,7 +1,10 @@
 """One member of an independent run, in this process: as a lone run, and what is refused."""
 
+import json
 import re
 import warnings
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,12 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, read_results
-from lightning_memmap.strategies.independent import MEMBER_VARIABLE
+from lightning_memmap.strategies.independent import (
+    MEMBER_VARIABLE,
+    MemberResult,
+    _Members,
+    _old_results,
+)
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
 
@@ -228,3 +236,37 @@ def test_remote_directory_is_refused(tmp_path: Path, member: int) -> None:
     )
     with pytest.raises(ValueError, match="default_root_dir='memory://x'"):
         remote.fit(Regression(), make_data(tmp_path))
+
+
+# Files of others
+
+
+@pytest.mark.parametrize(
+    ("name", "member"), [("results-fit-1.json", None), ("results-fit-1.json", 1), ("output.log", 0)]
+)
+def test_file_of_others_is_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: int | None
+) -> None:
+    # Member 0 of two finds it before it starts the other; member 1, and one alone, by itself.
+    monkeypatch.setattr(_Members, "_calls", Counter())
+    if member:
+        monkeypatch.setenv(MEMBER_VARIABLE, str(member))
+    path = tmp_path / f"member_{0 if member is None else 1}" / name
+    path.parent.mkdir()
+    path.write_text("[1, 2]")
+    alone = member is None
+    trainer = make_trainer(tmp_path, strategy="memmap_independent", devices=1 if alone else FOLDS)
+    with pytest.raises(ValueError, match=f"default_root_dir='{tmp_path}'"):
+        trainer.fit(Regression(), make_data(tmp_path, **({"subset": None} if alone else {})))
+    assert path.read_text() == "[1, 2]"
+
+
+def test_old_results_leave_other_files_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "member_3"
+    folder.mkdir()
+    for name in ("results-mine.json", "results-fit-1.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    result = MemberResult(3, "fit", 2, "done")
+    (folder / "results-fit-2.json").write_text(json.dumps(asdict(result)))
+    assert _old_results(tmp_path, num_members=2) == [folder / "results-fit-2.json"]
+    assert read_results(tmp_path).members == (result,)

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
+from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreNotFoundError
 from tests.command_line import CommandLine
 from tests.models import Points
@@ -87,7 +89,20 @@ class TestBuild:
 
     def test_page_is_a_file(self, command: Command, store_path: Path) -> None:
         assert command("show", store_path, "--out", store_path) == 2
-        assert f"{store_path}/store.html" in command.err
+        assert f"out='{store_path}'" in command.err
+
+    def test_page_replaces_a_page_and_nothing_else(
+        self, command: Command, store_path: Path
+    ) -> None:
+        out = store_path.parent / "notes.html"
+        out.write_text("<html>mine</html>")
+        assert command("show", store_path, "--out", out) == 2
+        assert f"out='{out}'" in command.err
+        assert out.read_text() == "<html>mine</html>"
+        out.unlink()
+        for _ in range(2):
+            assert command("show", store_path, "--out", out) == 0
+        assert out.stat().st_size > 1000
 
 
 class TestParts:
@@ -361,3 +376,41 @@ class TestProgram:
         assert command("build", "made", "--dataset", "own_dataset.Squares") == 0
         assert [int(value) for value in open_store("made")] == [0, 1, 4, 9, 16]
         del sys.modules["own_dataset"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_fit_keeps_a_config_that_lies_where_a_logger_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = {"save_dir": ".", "name": "", "version": ""}
+    config = {
+        "seed_everything": False,
+        "model": {"class_path": "tests.models.Regression"},
+        "data": {
+            "class_path": "lightning_memmap.MemmapDataModule",
+            "init_args": {
+                "train_dataset": {
+                    "class_path": "tests.models.Points",
+                    "init_args": {"num_rows": 8},
+                },
+                "store_dir": "stores",
+                "batch_size": 4,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 1,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
+        },
+    }
+    text = yaml.safe_dump(config)
+    Path("config.yaml").write_text(text)
+    for number in (2, 3):
+        main(["fit", "--config", "config.yaml"])
+        assert Path("config.yaml").read_text() == text
+        saved = yaml.safe_load(Path(f"config-{number}.yaml").read_text())
+        assert saved["data"]["init_args"]["batch_size"] == 4

@@ -15,7 +15,13 @@ from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
 from lightning_memmap.store.files import TEMPORARY, read_plain
-from lightning_memmap.store.manifest import GENERATION, MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from lightning_memmap.store.manifest import (
+    FORMAT,
+    GENERATION,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+)
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
 from lightning_memmap.store.remote.files import RemoteFiles
@@ -63,6 +69,11 @@ def push_store(
         # What a push had replaced that was killed before its end.
         _remove_replaced(there, old.generation)
         return
+    if before is not None and FORMAT.encode() not in before:
+        raise StoreError(
+            f"{there.url / MANIFEST} is not the manifest of a store, and is not replaced: choose"
+            " another URL"
+        )
     if before is not None and not overwrite:
         raise StoreError(
             f"there is another store at {url}: replace it with overwrite=True (--overwrite), or"

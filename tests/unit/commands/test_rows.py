@@ -184,6 +184,15 @@ def test_show_writes_a_page_with_the_fields_of_each_row(command: Command, tmp_pa
         assert np.array_equal(found, image_of(torch.tensor(row))[0].numpy())
 
 
+def test_show_replaces_no_file_of_others(command: Command, tmp_path: Path) -> None:
+    command.write()
+    path = tmp_path / "rows.html"
+    path.write_text("mine")
+    assert command("--show", path) == 2
+    assert f"show='{path}'" in command.err
+    assert path.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -126,7 +126,7 @@ def test_report_that_cannot_be_written_is_still_shown(
 ) -> None:
     class Done:
         def __init__(self, *args: object) -> None:
-            (tmp_path / "report.partial").mkdir()
+            (tmp_path / "report.json").mkdir()
 
         def run(self) -> Report:
             return make_report(make_variant("memmap_dp"))
@@ -134,6 +134,58 @@ def test_report_that_cannot_be_written_is_still_shown(
     monkeypatch.setattr(command, "Comparison", Done)
     assert command.compare(["--config", "config.yaml", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr()
-    assert "report.partial" in printed.err
+    assert "report.json" in printed.err
     assert "memmap_dp" in printed.out
     assert "report.json" not in printed.out
+    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.html"}
+
+
+# What is removed
+
+
+REPORT_OF_OTHERS = '{"schema": "coverage", "lines": 12}'
+
+
+def test_comparison_replaces_an_earlier_one(
+    compare: Callable[[str, Fault], Report], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    compare("auto,ddp", lambda *_: None).write(out / "report.json")
+    (out / "notes.txt").write_text("mine")
+    compare("auto", lambda *_: None)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "report.json").exists()
+    assert not (out / "variants/ddp/check").exists()
+    assert (out / "variants/auto/check/spec.json").exists()
+
+
+@pytest.mark.parametrize("with_report", [False, True])
+@pytest.mark.parametrize(
+    "name", ["variants/mine.pt", "variants/auto/check/mine.pt", "report.json", "report.html"]
+)
+def test_file_of_others_is_never_removed(
+    compare: Callable[[str, Fault], Report], tmp_path: Path, name: str, with_report: bool
+) -> None:
+    out = tmp_path / "out"
+    if with_report:
+        compare("auto", lambda *_: None).write(out / "report.json")
+        if name.endswith("check/mine.pt"):
+            (out / "variants/auto/check/spec.json").write_text("{}")
+    path = out / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(REPORT_OF_OTHERS)
+    with pytest.raises(ValueError, match=f"out='{out}'"):
+        compare("auto", lambda *_: None)
+    assert path.read_text() == REPORT_OF_OTHERS
+
+
+def test_folder_that_links_elsewhere_is_never_emptied(
+    compare: Callable[[str, Fault], Report], tmp_path: Path
+) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    compare("auto", lambda *_: None)
+    (out / "variants").rename(elsewhere)
+    (out / "variants").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="out="):
+        compare("auto", lambda *_: None)
+    assert (elsewhere / "auto/check/spec.json").exists()

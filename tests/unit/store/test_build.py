@@ -454,7 +454,7 @@ def test_build_random_dataset_is_refused_and_points_to_transform(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("kind", ["directory", "file", "tensordict"])
+@pytest.mark.parametrize("kind", ["directory", "file", "tensordict", "web app"])
 def test_build_path_that_is_no_store_is_refused_and_untouched(
     tmp_path: Path, kind: str, overwrite: bool
 ) -> None:
@@ -465,9 +465,11 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
         TensorDict({"x": torch.arange(5)}, [5]).memmap(str(path))
     else:
         path.mkdir()
-        (path / "mine.txt").write_text("mine")
+        # Browsers look for a manifest of this name, too.
+        name = "manifest.json" if kind == "web app" else "mine.txt"
+        (path / name).write_text('{"name": "mine"}')
     before = contents(path) if path.is_dir() else path.read_bytes()
-    with pytest.raises(StoreError, match=r"exists and is not a store: choose another `store_dir`"):
+    with pytest.raises(StoreError, match=r"choose another `store_dir`"):
         build(Numbered(10), path, overwrite=overwrite)
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 

@@ -576,6 +576,20 @@ def test_push_over_another_store_needs_overwrite(tmp_path: Path) -> None:
     assert verify_store(tmp_path / "far") == []
 
 
+def test_manifest_of_others_is_never_replaced(tmp_path: Path) -> None:
+    store = build_store(Numbered(50), tmp_path / "here", progress=False)
+    for name in ("far", "near"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text('{"name": "mine"}')
+    with pytest.raises(StoreError, match=r"manifest\.json"):
+        push_store(store.path, (tmp_path / "far").as_uri(), overwrite=True, progress=False)
+    with pytest.raises(StoreError, match=r"manifest\.json"):
+        pull_store(store.path.as_uri(), tmp_path / "near", overwrite=True, progress=False)
+    for name in ("far", "near"):
+        assert os.listdir(tmp_path / name) == ["manifest.json"]
+        assert (tmp_path / name / "manifest.json").read_text() == '{"name": "mine"}'
+
+
 def test_push_to_a_directory_of_stores_is_an_error(tmp_path: Path) -> None:
     store = build_store(Numbered(50), tmp_path / "here", progress=False)
     push_store(store.path, (tmp_path / "far" / "train").as_uri(), progress=False)

@@ -114,12 +114,14 @@ def test_row_outside_the_table_raises(tmp_path: Path, row: int) -> None:
     assert is_empty(tmp_path / "table")
 
 
-def test_place_that_is_taken_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+def test_place_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "table").mkdir()
-    (tmp_path / "table" / "notes.txt").touch()
-    with pytest.raises(StoreError, match="exists and is not a store"):
+    (tmp_path / "table" / name).write_text("{}")
+    with pytest.raises(StoreError, match=str(tmp_path / "table")):
         begin(tmp_path, numbers(1), 20, overwrite=True)
-    (tmp_path / "table" / "notes.txt").unlink()
+    assert (tmp_path / "table" / name).read_text() == "{}"
+    (tmp_path / "table" / name).unlink()
     write(tmp_path, list(range(20)))
     with pytest.raises(StoreError, match="overwrite=True"):
         begin(tmp_path, numbers(1), 20)
