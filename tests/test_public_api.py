@@ -60,25 +60,25 @@ SIGNATURES = {
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
         num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
         shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
-        skip_steps=None, build='first'
+        skip_steps=None, build='first', prefetch=None
     """,
     SuperBatchStrategy: """
-        data_devices=None, prefetch=None, **kwargs
+        data_devices=None, **kwargs
     """,
     DataParallelStrategy: """
-        data_devices=None, prefetch=None, **kwargs
+        data_devices=None, **kwargs
     """,
     LocalModelParallelStrategy: """
         num_microbatches=1, **kwargs
     """,
     SuperBatchDDPStrategy: """
-        data_devices_per_process=1, root_holds_data=True, prefetch=None, **kwargs
+        data_devices_per_process=1, root_holds_data=True, **kwargs
     """,
     FSDP2Strategy: """
         wrap_classes=None, min_unit_parameters=1000000, replicate_size=1,
         reshard_after_forward=None, cpu_offload=False, reduce_dtype=None,
         activation_checkpointing=False,
-        save_distributed_checkpoint=False, prefetch=None, process_group_backend=None,
+        save_distributed_checkpoint=False, process_group_backend=None,
         timeout=datetime.timedelta(seconds=1800)
     """,
     IndependentStrategy: """

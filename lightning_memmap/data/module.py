@@ -158,9 +158,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             at once. In the first epoch, ``num_workers`` processes read the rows in the order in
             which they are needed, and store them; of stores at a URL, the shards are fetched in
             that order. The rows of each batch are the same.
+        prefetch: Steps that are prefetched while one is computed, under any strategy: their
+            fetches, transforms and copies run on side streams of the devices. By default 2 where
+            batches are on a GPU, and 0 on a CPU.
 
     The arguments are attributes too. Setting one takes effect at the next
-    `setup`, or for ``batch_size``, the transforms and the order, with the next loader.
+    `setup`, or for ``batch_size``, ``prefetch``, the transforms and the order, with the next
+    loader.
 
     Raises:
         TypeError: A transform or the sampler cannot be called, a count or the seed is not an
@@ -197,6 +201,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         with_row_numbers: bool = False,
         skip_steps: range | list[int] | None = None,
         build: str = "first",
+        prefetch: int | None = None,
     ) -> None:
         given = locals()
         super().__init__()
@@ -655,6 +660,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             collate=self._collate(split),
             transform=self.transform if split == "train" else self.eval_transform,
             seed=self.seed,
+            prefetch=self.prefetch,
             **options,
         )
         if any(store.supply is not None for store in self.stores.values()):

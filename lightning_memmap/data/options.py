@@ -28,6 +28,7 @@ _COUNTS = {
     "batch_size": (1, "at least 1 row per data device and step"),
     "member": (0, "members are counted from 0"),
     "shuffle_window": (1, "at least 1 row of a shard"),
+    "prefetch": (0, "steps to prefetch, 0 for none"),
 }
 #: Arguments of a DataLoader that a data module does not have, and what takes their place.
 _LOADER_OPTIONS = {
@@ -35,7 +36,7 @@ _LOADER_OPTIONS = {
     " called with the batch",
     "pin_memory": "memory is pinned where a GPU reads it",
     "batch_sampler": "give `batch_size` and a `sampler`, such as Bucketed",
-    "prefetch_factor": "strategies have `prefetch`",
+    "prefetch_factor": "`prefetch` is the number of steps that are prefetched",
     "persistent_workers": "`num_workers` read the dataset once, when it is stored",
 }
 
@@ -81,6 +82,7 @@ class DataOptions:
     with_row_numbers: bool
     skip_steps: range | Sequence[int] | None
     build: str = "first"
+    prefetch: int | None = None
 
     def __post_init__(self) -> None:
         for kind, given in self.datasets.items():

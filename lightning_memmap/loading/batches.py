@@ -22,7 +22,7 @@ class BatchLoader(DataLoader[Any]):
         if isinstance(sampler, DistributedSampler):
             loader = loader.of_process(sampler.rank, sampler.num_replicas)
         #: The loader of the batches.
-        self.loader = loader.assembled(device)
+        self.loader = loader.assembled(device, loader.prefetch_on(device))
         self.device = device
         rows: Any = range(loader.order.num_positions)
         sampler = _EpochNote(rows) if sampler is None else sampler

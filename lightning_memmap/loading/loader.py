@@ -15,7 +15,7 @@ import torch
 from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
-from lightning_memmap.loading.prefetch import prefetched
+from lightning_memmap.loading.prefetch import default_prefetch, prefetched
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
@@ -50,6 +50,7 @@ class SuperBatchLoader:
         progress: TrainerProgress | None = None,
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
+        prefetch: int | None = None,
     ) -> None:
         #: The order of the rows.
         self.order = sampler
@@ -60,8 +61,9 @@ class SuperBatchLoader:
         self._progress = progress
         #: Where batches are assembled, usually the root device; None for super-batches.
         self.device: torch.device | None = None
-        #: Coming steps that are made ready while the consumer has one.
+        #: Steps that are prefetched while the consumer has one, once batches have a place.
         self.prefetch = 0
+        self._prefetch_option = prefetch
         self._epoch = 0
         self._began = self._state_at_start()
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
@@ -165,8 +167,14 @@ class SuperBatchLoader:
         device = topology.assemble_on
         if device is None and self._collator.is_on_super_batch:
             device = topology.data_devices[0]
-        is_placed = (self.device, self.prefetch) == (device, topology.prefetch)
-        return self if is_placed else self.assembled(device, topology.prefetch)
+        prefetch = self.prefetch_on(topology.data_devices[0] if device is None else device)
+        is_placed = (self.device, self.prefetch) == (device, prefetch)
+        return self if is_placed else self.assembled(device, prefetch)
+
+    def prefetch_on(self, device: torch.device) -> int:
+        """Return the steps to prefetch for a consumer on a device."""
+        option = self._prefetch_option
+        return default_prefetch(device) if option is None else option
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes."""

@@ -7,12 +7,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_memmap.loading.device_streams import SideStreams
+from lightning_memmap.loading.device_streams import SideStreams, has_streams
 from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
 #: A step that was enqueued and not yet delivered: its batch, all tensors of it, and events.
 _Ready: TypeAlias = tuple[SuperBatch, Any, list[Tensor], list[Any]]
+
+#: Steps to prefetch for a device that works asynchronously.
+_DEFAULT_STEPS = 2
+
+
+def default_prefetch(device: torch.device) -> int:
+    """Return the steps to prefetch for a consumer on a device, where nothing else is asked for."""
+    return _DEFAULT_STEPS if has_streams(device) else 0
 
 
 def prefetched(

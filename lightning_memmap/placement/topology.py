@@ -24,14 +24,11 @@ class DataTopology:
     rank: int = 0
     size: int = 1
     assemble_on: torch.device | None = None
-    prefetch: int = 0
     num_local_processes: int = 1
 
     def __post_init__(self) -> None:
         if not self.data_devices:
             raise ValueError("data_devices=(): at least one device must hold the data")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch={self.prefetch}: the steps made ready ahead, 0 for none")
 
     @property
     def num_data_devices(self) -> int:

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap.errors import UnsuitableModuleError, check_integer, with_article
+from lightning_memmap.errors import UnsuitableModuleError, with_article
 from lightning_memmap.loading.batches import BatchLoader
-from lightning_memmap.loading.device_streams import has_streams
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.super_batch import SuperBatch, step_rows_of, unasked_step_rows
 from lightning_memmap.loading.variable_rows import Padded
@@ -38,8 +37,6 @@ from lightning_memmap.schema.structure import Masked
 
 #: The methods of a module in which it computes.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Steps that are prepared ahead on a device that works asynchronously.
-_PREFETCH = 2
 
 
 class SuperBatchMixin(Strategy):
@@ -47,12 +44,6 @@ class SuperBatchMixin(Strategy):
 
     strategy_name: str
     _has_transfer_hooks = True
-
-    def __init__(self, *args: Any, prefetch: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if prefetch is not None:
-            check_integer("prefetch", prefetch, 0, "steps to prefetch, 0 for none")
-        self._prefetch = prefetch
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
@@ -74,16 +65,8 @@ class SuperBatchMixin(Strategy):
             rank,
             size,
             assemble_on=self.root_device,
-            prefetch=self.prefetch,
             num_local_processes=local_processes(self),
         )
-
-    @property
-    def prefetch(self) -> int:
-        """Steps that are prefetched while one is computed."""
-        if self._prefetch is None:
-            return _PREFETCH if has_streams(self.root_device) else 0
-        return self._prefetch
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -270,10 +253,9 @@ class OneProcess(SuperBatchMixin, OneNode):
     def __init__(
         self,
         data_devices: Sequence[str | torch.device] | None = None,
-        prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(prefetch=prefetch, **kwargs)
+        super().__init__(**kwargs)
         if data_devices is not None and (isinstance(data_devices, str) or not data_devices):
             raise ValueError(
                 f"data_devices={data_devices!r}: give a list of at least one device, or omit it"

@@ -34,7 +34,6 @@ class DataParallelStrategy(OneProcess):
     Args:
         data_devices: Devices that each hold shards and a replica, repeats allowed; the first must
             be the root device. By default all devices of the Trainer.
-        prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:

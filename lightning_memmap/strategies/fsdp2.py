@@ -74,7 +74,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             instead of keeping activations.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
-        prefetch: As for ``memmap_superbatch``.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
         timeout: As for Lightning's ``ModelParallelStrategy``.
 
@@ -99,7 +98,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = False,
-        prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -126,7 +124,6 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            prefetch=prefetch,
         )
 
     @override

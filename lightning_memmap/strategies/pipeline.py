@@ -57,7 +57,6 @@ class PipelineStrategy(SplitModule, DDPStrategy):
             the stages ``p``, ``p + P``, and so on).
         num_microbatches: Micro-batches of each process's batch. By default twice as many as
             processes per pipeline.
-        prefetch: As for ``memmap_superbatch``.
         timeout: As for Lightning's ``DDPStrategy``. A process stops waiting for another one after
             it, by an error with gloo; NCCL ends the process, without an error that Python could
             catch.
@@ -80,7 +79,6 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         data_parallel_size: int = 1,
         schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
         num_microbatches: int | None = None,
-        prefetch: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
     ) -> None:
@@ -100,9 +98,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         self._averages = True
         # The parameters of this process that losses were computed with since the last average.
         self._trained: dict[nn.Parameter, None] = {}
-        super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, prefetch=prefetch
-        )
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
 
     # Processes
 

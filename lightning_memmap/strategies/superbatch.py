@@ -21,13 +21,11 @@ class SuperBatchStrategy(OneProcess):
     Args:
         data_devices: Devices that hold shards, with or without the root device, repeats allowed. By
             default all devices of the Trainer, the root device first.
-        prefetch: Steps that are prefetched on side streams while one is computed. By default 2
-            where the root device is a GPU, and 0 on a CPU.
         **kwargs: As for Lightning's ``SingleDeviceStrategy``.
 
     Raises:
-        ValueError: A device does not exist, none is given, ``prefetch`` is below 0, the Trainer
-            asks for more than one node, or the program was started in several processes.
+        ValueError: A device does not exist, none is given, the Trainer asks for more than one node,
+            or the program was started in several processes.
     """
 
     strategy_name = "memmap_superbatch"

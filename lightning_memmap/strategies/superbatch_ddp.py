@@ -33,12 +33,11 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
     Args:
         data_devices_per_process: Devices in a group, which must divide ``Trainer(devices=...)``.
         root_holds_data: Whether the root devices hold shards too.
-        prefetch: As for ``memmap_superbatch``.
         **kwargs: As for Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: ``data_devices_per_process`` is below 1, does not divide the devices, or leaves
-            no device to hold data; or ``prefetch`` is below 0.
+            no device to hold data.
     """
 
     strategy_name = "memmap_superbatch_ddp"
@@ -47,13 +46,12 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         self,
         data_devices_per_process: int = 1,
         root_holds_data: bool = True,
-        prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
-        super().__init__(prefetch=prefetch, **kwargs)
+        super().__init__(**kwargs)
 
     @override
     def set_world_ranks(self) -> None:

@@ -41,7 +41,8 @@ def test_groups_of_devices_are_processes_and_train_as_one(
 ) -> None:
     options = {
         "strategy": "memmap_superbatch_ddp",
-        "strategy_options": {"data_devices_per_process": group, "prefetch": prefetch},
+        "strategy_options": {"data_devices_per_process": group},
+        "prefetch": prefetch,
         "devices": 4,
         "batch_size": 4,
         "rows": ROWS,

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
-from lightning_memmap.strategies import SuperBatchStrategy
 from tests.models import Points, Regression, make_trainer, weights
 
 # Where it finds its callback, Lightning looks for a checkpoint that was not asked for.
@@ -117,14 +116,13 @@ def fit(
 ) -> tuple[Interrupted, Any]:
     """A run that saves ``stopped.ckpt`` when it is interrupted."""
     options = dict(RUNS[run])
-    if run == "prefetch":
-        options["strategy"] = SuperBatchStrategy(prefetch=2)
     data = MemmapDataModule(
         Points(40),
         Points(12, 1000),
         store_dir=path / "stores",
         batch_size=8 // options["devices"],
         num_shards=4,
+        prefetch=2 if run == "prefetch" else None,
     )
     trainer = make_trainer(
         path,

@@ -148,7 +148,6 @@ class Check:
         *,
         transform: Any = None,
         shuffle_window: int | None = None,
-        prefetch: int | None = None,
         **options: Any,
     ) -> None:
         """Compare a run with that on the CPU.
@@ -159,12 +158,10 @@ class Check:
             names: The data devices; by default two GPUs, or two logical CPU devices.
             transform: Of the data module.
             shuffle_window: Of the data module.
-            prefetch: Of the strategy; on the CPU, its default.
             options: Of the data module on GPUs. On the CPU its rows are in the mapping.
         """
         data = {"transform": transform, "shuffle_window": shuffle_window}
-        ahead = {} if prefetch is None else {"prefetch": prefetch}
-        found = self._run(path, "gpu", partial(make, **ahead), names, **data, **options)
+        found = self._run(path, "gpu", make, names, **data, **options)
         key = make, len(names), transform, shuffle_window
         if key not in self._on_cpu:
             own = self._path / str(len(self._on_cpu))
@@ -268,7 +265,7 @@ def test_step_waits_for_the_device_only_where_the_program_is_too_far_ahead(
         tmp_path,
         accelerator="gpu",
         devices=2,
-        strategy=SuperBatchStrategy(prefetch=2),
+        strategy=SuperBatchStrategy(),
         callbacks=[Noting()],
     )
     trainer.fit(Net(), datamodule=data)

@@ -48,6 +48,7 @@ class Contract:
         strategy: The registered name.
         runs_in: One process, several processes, or one process per member.
         options: Arguments of the strategy; without any, the Trainer is given the name.
+        data: Arguments of the data module.
         num_batches: Batches that a global batch is divided into: one per data device.
         calls_per_step: How often a process calls the module's ``training_step`` in a step.
     """
@@ -55,6 +56,7 @@ class Contract:
     strategy: str
     runs_in: Literal["one", "several", "members"]
     options: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     num_batches: int = DEVICES
     calls_per_step: int = 1
 
@@ -77,7 +79,7 @@ class Contract:
 CONTRACTS = {
     "memmap_superbatch": Contract("memmap_superbatch", "one"),
     # With prefetched steps, which on a CPU are not the default.
-    "memmap_superbatch+prefetch": Contract("memmap_superbatch", "one", {"prefetch": 3}),
+    "memmap_superbatch+prefetch": Contract("memmap_superbatch", "one", data={"prefetch": 3}),
     "memmap_dp": Contract("memmap_dp", "one", calls_per_step=DEVICES),
     "memmap_model_parallel": Contract("memmap_model_parallel", "one"),
     # DDP must know that an optimizer may freeze the parameters of another.
@@ -183,11 +185,10 @@ def make_run(key: str, path: Path, **options: Any) -> tuple[L.Trainer, MemmapDat
         return make_trainer(path, **options), make_data(path, GLOBAL_BATCH)
     contract = CONTRACTS[key]
     trainer = make_trainer(path, **contract.trainer_options(), **options)
-    return trainer, make_data(path, GLOBAL_BATCH // contract.num_batches)
+    return trainer, make_data(path, GLOBAL_BATCH // contract.num_batches, **contract.data)
 
 
-def make_data(path: Path, batch_size: int) -> MemmapDataModule:
+def make_data(path: Path, batch_size: int, **options: Any) -> MemmapDataModule:
     """The data of all contracts, with a batch size per data device."""
-    return MemmapDataModule(
-        TRAIN, VAL, TEST, TEST, store_dir=path / "stores", batch_size=batch_size
-    )
+    datasets = TRAIN, VAL, TEST, TEST
+    return MemmapDataModule(*datasets, store_dir=path / "stores", batch_size=batch_size, **options)

@@ -802,11 +802,11 @@ def test_prefetched_steps_are_made_ahead_and_are_the_same(
         module = Ahead()
         trainer = make_trainer(
             tmp_path,
-            strategy=DataParallelStrategy(devices, prefetch=prefetch),
+            strategy=DataParallelStrategy(devices),
             precision="64-true",
             max_epochs=1,
         )
-        data = make_data(tmp_path, 8, transform=module.transform)
+        data = make_data(tmp_path, 8, transform=module.transform, prefetch=prefetch)
         trainer.fit(module, datamodule=data)
         assert trainer.global_step == STEPS
         # The transform runs on the batch of each device.
@@ -824,13 +824,13 @@ def test_run_is_resumed_inside_an_epoch_after_the_steps_that_were_trained(
         saver = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = make_trainer(
             tmp_path,
-            strategy=DataParallelStrategy(["cpu", "cpu:1"], prefetch=prefetch),
+            strategy=DataParallelStrategy(["cpu", "cpu:1"]),
             max_epochs=2,
             enable_checkpointing=checkpoint is None,
             callbacks=[saver] if checkpoint is None else [],
         )
         module = Regression()
-        data = make_data(tmp_path, 12)
+        data = make_data(tmp_path, 12, prefetch=prefetch)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
         return module
 

@@ -53,7 +53,6 @@ class TestDevices:
             ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
             ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 does not exist here; .*: cpu"),
             ({"data_devices": ["cpu", "meta"]}, r"meta does not exist here; .*: cpu"),
-            ({"prefetch": -1}, r"prefetch=-1: .*0 for none"),
         ],
     )
     def test_options_that_cannot_be_raise_when_the_trainer_is_made(
@@ -63,12 +62,13 @@ class TestDevices:
             make_trainer(tmp_path, strategy=SuperBatchStrategy(**options))
 
     @pytest.mark.parametrize(("prefetch", "ahead"), [(None, 0), (0, 0), (1, 1), (4, 4)])
-    def test_prefetch_makes_as_many_steps_ahead(
-        self, tmp_path: Path, numbered_store: Any, prefetch: int | None, ahead: int
+    @pytest.mark.parametrize("strategy", ["memmap_superbatch", "auto"])
+    def test_prefetch_of_the_data_module_makes_as_many_steps_ahead(
+        self, tmp_path: Path, strategy: str, prefetch: int | None, ahead: int
     ) -> None:
         made: list[int] = []
 
-        class Counting(Rows):
+        class Counting(Regression):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 assert len(made) == min(9, batch_idx + 1 + ahead)
                 return super().training_step(batch, batch_idx)
@@ -77,10 +77,20 @@ class TestDevices:
             made.append(1)
             return batch
 
-        loader = make_loader(numbered_store(36, 4), 1, 4, transform=transform)
-        trainer = make_trainer(tmp_path, strategy=SuperBatchStrategy(prefetch=prefetch))
-        trainer.fit(Counting(), loader)
+        data = MemmapDataModule(
+            Points(36), store_dir=tmp_path, batch_size=4, transform=transform, prefetch=prefetch
+        )
+        trainer = make_trainer(tmp_path, strategy=strategy)
+        trainer.fit(Counting(), data)
         assert trainer.global_step == 9
+
+    def test_loader_without_a_data_module_prefetches(
+        self, tmp_path: Path, numbered_store: Any
+    ) -> None:
+        loader = make_loader(numbered_store(36, 4), 1, 4, prefetch=2)
+        trainer = make_trainer(tmp_path, strategy="memmap_superbatch")
+        trainer.fit(Rows(), loader)
+        assert trainer.train_dataloader.prefetch == 2
 
     def test_more_devices_than_rows_raise_before_the_first_step(self, tmp_path: Path) -> None:
         data = MemmapDataModule(Points(3), store_dir=tmp_path / "stores")

@@ -324,16 +324,18 @@ def strategy(kind: str, **arguments: Any) -> dict[str, Any]:
 class Broken(SuperBatchStrategy):
     """A strategy with a bug."""
 
-    def __init__(self, prefetch: int | None = None) -> None:
-        raise KeyError(prefetch)
+    def __init__(self, broken: int | None = None) -> None:
+        raise KeyError(broken)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (strategy("SuperBatchStrategy", data_devices=[]), "data_devices=[]"),
-        (strategy("SuperBatchStrategy", prefetch=-1), "prefetch=-1"),
-        ({"class_path": "DataParallelStrategy", "init_args": {"prefetch": -1}}, "prefetch=-1"),
+        (
+            {"class_path": "DataParallelStrategy", "init_args": {"data_devices": []}},
+            "data_devices=[]",
+        ),
         (strategy("PipelineStrategy", data_parallel_size=0), "data_parallel_size=0"),
         (strategy("PipelineStrategy", data_parallel_size=3), "data_parallel_size=3"),
         (strategy("PipelineStrategy", num_microbatches=1), "num_microbatches=1"),

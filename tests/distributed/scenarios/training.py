@@ -54,6 +54,7 @@ def fit_and_test(
     num_nodes: int = 1,
     strategy_options: dict[str, Any] | None = None,
     skip_steps: list[int] | None = None,
+    prefetch: int | None = None,
 ) -> dict[str, Any]:
     """Train for two epochs and test once."""
     data = MemmapDataModule(
@@ -63,6 +64,7 @@ def fit_and_test(
         store_dir=out / "stores",
         batch_size=batch_size,
         skip_steps=skip_steps,
+        prefetch=prefetch,
     )
     trainer = make_trainer(
         out,
