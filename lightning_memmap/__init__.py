@@ -36,4 +36,15 @@ __all__ = [
     "verify_store",
 ]
 
+#: Modules with public names of their own.
+_MODULES = (
+    "callbacks", "compare", "errors", "loading", "sampling", "schema", "store", "strategies",
+    "transforms",
+)  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in _MODULES if name in globals())]
+
+
 register()

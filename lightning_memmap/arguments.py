@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes
-from lightning_memmap.errors import DatasetError, MemmapError, nearest
+from lightning_memmap.errors import DatasetError, MemmapError, nearest, nearest_file
 from lightning_memmap.tables import printable
 
 #: Messages of jsonargparse and Python about a wrong name.
@@ -146,16 +146,6 @@ def print_error(error: BaseException) -> None:
     # In one piece, and with the rank, as torch does with tracebacks: others may print the same.
     rank = f"[rank{dist.get_rank()}]: " if dist.is_available() and dist.is_initialized() else ""
     sys.stderr.write(f"{rank}error: " + "\n".join(map(printable, text.splitlines())) + "\n")
-
-
-def nearest_file(path: str | Path) -> str:
-    """A suggestion for a misspelt path: see `nearest`."""
-    folder, name = Path(path).parent, Path(path).name
-    try:
-        names = {child.name for child in folder.iterdir()} - {name}
-    except OSError:
-        return ""
-    return nearest(name, names, folder.joinpath)
 
 
 def with_suggestion(message: str, parser: ArgumentParser) -> str:

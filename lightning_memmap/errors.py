@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any, cast
 
@@ -42,6 +43,16 @@ def nearest(name: str, names: Iterable[str], shown: Callable[[str], object] = st
     if len(found) != 1:
         found = get_close_matches(given, folded, n=1, cutoff=0.6)
     return f"; did you mean {str(shown(folded[found[0]]))!r}?" if found else ""
+
+
+def nearest_file(path: str | Path) -> str:
+    """Return a suggestion for a misspelt path: see `nearest`."""
+    folder, name = Path(path).parent, Path(path).name
+    try:
+        names = {child.name for child in folder.iterdir()} - {name}
+    except OSError:
+        return ""
+    return nearest(name, names, folder.joinpath)
 
 
 def is_refused_call(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def test_public_names_of_a_module_are_these(module: str) -> None:
         assert hasattr(found, name)
 
 
+@pytest.mark.parametrize("module", NAMES)
+def test_dir_lists_public_names_alone(module: str) -> None:
+    found = {*dir(importlib.import_module(module))} - {"__builtins__"}
+    if module == "lightning_memmap":
+        assert found - {*NAMES[module].split()} <= {
+            *(name.partition(".")[2] for name in NAMES), "errors", "transforms"
+        }  # fmt: skip
+        found &= {*NAMES[module].split()}
+    assert sorted(found) == NAMES[module].split()
+
+
 @pytest.mark.parametrize("made", SIGNATURES, ids=lambda made: made.__name__)
 def test_signature_of_a_class_is_this(made: Any) -> None:
     found = inspect.signature(made)
@@ -146,6 +158,25 @@ def test_import_opens_nothing_and_starts_nothing(tmp_path: Path) -> None:
     done = run("-c", program, *sorted(places), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] set() set() []"
+
+
+@pytest.mark.slow
+def test_import_needs_no_parser_of_commands(tmp_path: Path) -> None:
+    rooms = [name for name in NAMES if name != "lightning_memmap.compare"]
+    program = f"""
+import importlib, sys
+for name in {rooms}:
+    importlib.import_module(name)
+names = ("jsonargparse", "lightning.pytorch.cli", "docstring_parser", "jinja2")
+import lightning
+print(*(name for name in names if name in sys.modules))
+"""
+    # Not from a Python that has imported them already.
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 @pytest.mark.slow

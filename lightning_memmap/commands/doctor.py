@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
-from lightning_memmap.arguments import BriefParser, nearest_file, print_error
-from lightning_memmap.errors import MemmapError, StoreError
+from lightning_memmap.arguments import BriefParser, print_error
+from lightning_memmap.errors import MemmapError, StoreError, nearest_file
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import build_store, verify_store

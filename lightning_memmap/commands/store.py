@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from torch.utils.data import Dataset
 
-from lightning_memmap.arguments import BriefParser, nearest_file, print_error
+from lightning_memmap.arguments import BriefParser, print_error
 from lightning_memmap.commands.store_page import section_of
 from lightning_memmap.commands.store_plan import plan_devices
-from lightning_memmap.errors import MemmapError, StoreNotFoundError
+from lightning_memmap.errors import MemmapError, StoreNotFoundError, nearest_file
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import (
     Store,

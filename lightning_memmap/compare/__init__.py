@@ -3,3 +3,7 @@
 from lightning_memmap.compare.command import compare
 
 __all__ = ["compare"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,7 +9,6 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-from lightning_memmap.arguments import nearest_file
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import (
@@ -18,6 +17,7 @@ from lightning_memmap.errors import (
     StoreNotFoundError,
     naming,
     nearest,
+    nearest_file,
     with_article,
 )
 from lightning_memmap.sampling.rows import Integers, Rows

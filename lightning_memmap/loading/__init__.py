@@ -20,3 +20,7 @@ from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList
 
 __all__ = ["Padded", "RowList", "Scaled"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,3 +13,7 @@ from lightning_memmap.schema.forms import Decode, Form, Jagged, Nullable, Pad, R
 from lightning_memmap.schema.structure import Masked
 
 __all__ = ["Decode", "Form", "Jagged", "Masked", "Nullable", "Pad", "Rows", "Windows"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -25,3 +25,7 @@ __all__ = [
     "push_store",
     "verify_store",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

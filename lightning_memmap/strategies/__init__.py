@@ -32,6 +32,11 @@ __all__ = [
     "register",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _CLASSES: tuple[Any, ...] = (
     SuperBatchStrategy,
     DataParallelStrategy,

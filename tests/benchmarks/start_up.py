@@ -1,13 +1,16 @@
-"""Opening a store again: 10^6 rows in 1,000 shards.
+"""Importing the package, and opening a store again: 10^6 rows in 1,000 shards.
 
     python tests/benchmarks/start_up.py
     python tests/benchmarks/start_up.py --rows 10000000 --shards 24
 
 The store is built once, in a temporary directory. Opening it checks the manifest, the files and
-their sizes, and maps them; the rows are not read.
+their sizes, and maps them; the rows are not read. The package is imported in fresh processes, each
+after `lightning`, whose time is shown beside it.
 """
 
 import argparse
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -39,6 +42,26 @@ def first_batch(path: Path) -> None:
     next(iter(make_loader(store, (cpu,), 1024, "mmap")))
 
 
+#: Prints the seconds of `import lightning`, and those of this package after it.
+_IMPORTS = """
+from time import CLOCK as now
+start = now()
+import lightning
+between = now()
+import lightning_memmap
+print(between - start, now() - between)
+"""
+
+
+def import_times(rounds: int, clock: str) -> dict[str, list[float]]:
+    """Seconds of imports in each of several fresh processes; the first one isn't counted."""
+    name = {"wall": "perf_counter", "cpu": "process_time"}[clock]
+    program = [sys.executable, "-c", _IMPORTS.replace("CLOCK", name)]
+    printed = [subprocess.check_output(program, text=True).split() for _ in range(rounds + 1)]
+    names = "import lightning", "lightning_memmap after it"
+    return {name: [float(each[i]) for each in printed[1:]] for i, name in enumerate(names)}
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -47,6 +70,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     args = parser.parse_args()
+    for name, seconds in import_times(min(args.rounds, 5), args.clock).items():
+        print(f"{name}: {spread(seconds)} s")
     print(f"{machine()}; {args.rows:,} rows of one int64, {args.shards} shards, {args.clock} time")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "store"
