@@ -92,6 +92,15 @@ class JoinedStore(Store):
         pairs = zip(self._names, self.parts, strict=True)
         return JoinedStore(self.path, {name: part.whole for name, part in pairs})
 
+    @cached_property
+    @override
+    def _mapped_again(self) -> Store:
+        paths = ", ".join(part.location for part in self.parts)
+        raise StoreError(
+            "the rows of several stores aren't one tensor: call this on the open_store(path) of"
+            f" one of them ({paths})"
+        )
+
     @property
     @override
     def has_gaps(self) -> bool:

@@ -4,8 +4,9 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.columns import Column, compute_checksums
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
+from lightning_memmap.store.tensordicts import Source, rows_of_shards
 
 
 @dataclass(frozen=True)
@@ -244,20 +246,71 @@ class Store:
         return [(self.files / column.rows_name, 0, size)] if size else []
 
     def as_tensordict(self) -> TensorDict:
-        """Return all rows as a TensorDict of batch size (num_rows,), one mapped tensor per field.
+        """Return all rows as a TensorDict of memory-mapped tensors, nested like a sample.
 
-        The rows are in the order of `tensors`, shard after shard, not in dataset order. The keys
-        are the names of the fields. Only the checked manifest decides what is mapped, whereas
-        ``TensorDict.load_memmap`` trusts what it finds in a directory.
+        The rows are in the order of the files, shard after shard, not in dataset order. Items of a
+        tuple or list have the keys "0", "1" and so on, and a sample that is a single tensor
+        "value". What may be None is ``{"values", "mask"}``. Rows that differ in length are
+        ``{"start", "stop"}``: indices of their items in `items_of`, and "shape", the sizes of their
+        leading dimensions, where several differ. The keys are locked. Only the checked manifest
+        decides what is mapped, whereas ``TensorDict.load_memmap`` trusts what it finds in a
+        directory.
+
+        Writing to a tensor changes neither a file nor what a loader reads: only the pages that are
+        written are copied, for the TensorDicts of this store in this process. A pickled TensorDict
+        has the store's location, not its bytes: another process maps the same files.
 
         Returns:
-            The TensorDict, on the CPU. It shares the memory of the mapping.
+            The TensorDict, on the CPU, of batch size (num_rows,), and ``is_memmap()``.
 
         Raises:
-            StoreError: The rows of a field do not lie in one tensor.
+            StoreError: The store was replaced after it was opened, is damaged, or consists of
+                several stores.
         """
-        names = (field.name for field in self.schema.fields)
-        return TensorDict(dict(zip(names, self.tensors, strict=True)), [self.num_rows])
+        return rows_of_shards(self._mapped_again, range(self.num_shards))
+
+    def shard(self, shard: int) -> TensorDict:
+        """Return the rows of one shard, as `as_tensordict` returns all of them.
+
+        Args:
+            shard: 0 to ``num_shards - 1``. Its row ``j`` is row ``shard + j * num_shards``.
+
+        Returns:
+            The TensorDict, on the CPU, of batch size (rows of the shard,). Of a store at a URL,
+            only this shard is fetched.
+
+        Raises:
+            IndexError: There is no such shard.
+            StoreError: As for `as_tensordict`.
+        """
+        index = operator.index(shard)
+        if not 0 <= index < self.num_shards:
+            raise IndexError(f"shard={shard}: the store has {self.num_shards} shards, from 0")
+        return rows_of_shards(self._mapped_again, range(index, index + 1))
+
+    def items_of(self, field: str) -> Tensor:
+        """Return the items of all rows of a field that differ in length, one row after the other.
+
+        Args:
+            field: Its name, such as "sound" or "objects.box".
+
+        Returns:
+            A memory-mapped tensor of shape (items, *shape of one item), to which the "start" and
+            "stop" of `as_tensordict` are indices. For text these are bytes of UTF-8.
+
+        Raises:
+            ValueError: There is no such field, or all its rows have one shape.
+            StoreError: As for `as_tensordict`.
+        """
+        index = self._index_of(field)
+        if not self.schema.fields[index].num_variable:
+            raise ValueError(f"field {field!r}: all its rows have one shape: see as_tensordict()")
+        return Source(self._mapped_again, index, "items", range(self.num_shards)).view()
+
+    @cached_property
+    def _mapped_again(self) -> "Store":
+        """The store, opened again: nothing else reads the memory of its mapping."""
+        return copy(self.whole).whole
 
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         """Compare all files with their checksums; see `lightning_memmap.store.verify_store`."""

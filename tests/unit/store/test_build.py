@@ -160,7 +160,8 @@ def test_build_nested_samples_come_back_nested(tmp_path: Path) -> None:
     assert [leaf.item() for leaf in sample[""].label] == [False]
     assert sample["two words/é"][".."].item() == 7
     names = {field.name for field in store.schema.fields}
-    assert set(store.as_tensordict().keys()) == names
+    assert set(store.as_tensordict().keys()) == {"a.b", "pair", "3", "", "two words/é"}
+    assert store.as_tensordict()["pair", "label", "0"].shape == (10,)
     assert set(names_in(tmp_path / "s")) == {
         "manifest.json",
         *(f"{name}.memmap" for name in names),

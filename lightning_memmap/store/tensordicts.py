@@ -1,0 +1,207 @@
+"""The rows of a store as a TensorDict of memory-mapped tensors, nested like a sample.
+
+    sample                                       TensorDict of batch size (N,)
+    {"image": (3, 32, 32), "label": 7}           {"image": (N, 3, 32, 32), "label": (N,)}
+    (image, label)                               {"0": ..., "1": ...}
+    {"age": 7 or None}                           {"age": {"values": (N,), "mask": (N,)}}
+    {"sound": (T,)}, where T differs             {"sound": {"start": (N,), "stop": (N,)}}
+
+The items of all rows of ``sound`` are one more mapped tensor, of which row ``i`` is ``start[i]`` to
+``stop[i]``. Nested tensors would have the rows themselves, but reading one of a million rows takes
+them 4 ms or more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import MemoryMappedTensor, TensorDict
+from torch import Tensor
+from typing_extensions import Self, override
+
+from lightning_memmap.schema.structure import Node
+from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows
+
+if TYPE_CHECKING:
+    from lightning_memmap.store.store import Store
+
+#: "rows" of one shape; or, of rows that differ in length, all "items", the first and one past the
+#: last of each row, and the sizes of its leading dimensions where several differ.
+Content = Literal["rows", "items", "start", "stop", "shape"]
+
+
+class Source(NamedTuple):
+    """A tensor of a store, from which every process can open it."""
+
+    store: Store
+    field: int
+    """Its number in the schema."""
+    content: Content
+    shards: range
+    """The shards whose rows are used."""
+
+    @property
+    def rows(self) -> slice:
+        """The file rows of the shards."""
+        bounds = [*self.store.manifest.shards.starts.tolist(), self.store.num_rows]
+        return slice(bounds[self.shards.start], bounds[self.shards.stop])
+
+    def open(self) -> Tensor:
+        """Open the whole tensor, or compute it where no file has it.
+
+        Raises:
+            StoreError: An index is damaged.
+        """
+        name = self.store.schema.fields[self.field].name
+        (column,) = self.store.provide([name], self.shards)
+        if self.content == "rows":
+            return column.tensor
+        assert isinstance(column, ItemRows)
+        if self.content == "items":
+            return column.items
+        if self.content == "start":
+            return torch.from_numpy(_starts(column, self.rows))
+        index = torch.from_numpy(column.index)
+        return index[:, 0] if self.content == "stop" else index[:, 1:]
+
+    def view(self) -> StoredTensor:
+        """Open the tensor, cut to the rows of the shards."""
+        opened = self.open()
+        is_cut = self.content not in ("items", "start")
+        return StoredTensor.of(opened[self.rows] if is_cut else opened, self)
+
+
+def _starts(column: ItemRows, rows: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Check the index of rows, and return the first item of each."""
+    starts = np.empty(rows.stop - rows.start, np.int64)
+    for first in range(rows.start, rows.stop, LOCATED_ROWS):
+        locations = np.arange(first, min(first + LOCATED_ROWS, rows.stop), dtype=np.int64)
+        starts[locations - rows.start] = column.at(locations).starts
+    return starts
+
+
+class StoredTensor(MemoryMappedTensor):
+    """A mapped tensor of a store, or a view of one.
+
+    It is pickled as the store and its place there: another process maps the files again, from the
+    manifest and the descriptors that it has checked. Writing to it changes the memory of this
+    process alone: the mapping is copy-on-write.
+    """
+
+    source: Source
+
+    @classmethod
+    def of(cls, tensor: Tensor, source: Source) -> Self:
+        """Wrap a view of an opened tensor. They share their memory."""
+        found = cls(tensor)
+        found.source = source
+        return found
+
+    @property  # type: ignore[misc]
+    def filename(self) -> str:
+        """The file that is mapped.
+
+        Raises:
+            RuntimeError: No file has these numbers.
+        """
+        store, field, content, _ = self.source
+        if content == "start":
+            raise RuntimeError("the starts of rows are computed from their ends: no file has them")
+        column = store.manifest.columns[field]
+        index, rows = (*column.bounds, column.rows_name)[0], column.rows_name
+        return os.path.realpath(store.files / (index if content in ("stop", "shape") else rows))
+
+    def _wrap(self, found: Any) -> Any:
+        """Wrap a result where it is a view of this tensor."""
+        return self.of(found, self.source) if isinstance(found, MemoryMappedTensor) else found
+
+    @override
+    def __getitem__(self, item: Any) -> Any:
+        return self._wrap(super().__getitem__(item))
+
+    @override
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        return tuple(map(self._wrap, super().unbind(dim)))  # type: ignore[no-untyped-call]
+
+    @override
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+        return tuple(map(self._wrap, super().chunk(chunks, dim)))  # type: ignore[no-untyped-call]
+
+    @override
+    def split(self, split_size: Any, dim: int = 0) -> tuple[Any, ...]:
+        return tuple(map(self._wrap, super().split(split_size, dim)))  # type: ignore[no-untyped-call]
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # A copy has memory of its own, as after `clone`.
+        memo[id(self)] = found = self.clone()
+        return found
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        place = tuple(self.shape), self.stride(), self.storage_offset()
+        return _reopen, (type(self), self.source, *place)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+
+def _reopen(
+    kind: type[StoredTensor],
+    source: Source,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> StoredTensor:
+    return kind.of(source.open().as_strided(shape, stride, offset), source)
+
+
+def rows_of_shards(store: Store, shards: range) -> TensorDict:
+    """Return the rows of consecutive shards, in the order of the files.
+
+    Args:
+        store: A store whose mapping nothing else reads.
+        shards: Which.
+    """
+    bounds = [*store.manifest.shards.starts.tolist(), store.num_rows]
+    num_rows = bounds[shards.stop] - bounds[shards.start]
+    leaves: list[Tensor | TensorDict] = []
+    for index, field in enumerate(store.schema.fields):
+        if not field.num_variable:
+            leaves.append(Source(store, index, "rows", shards).view())
+            continue
+        # The starts first: they check the index.
+        contents: tuple[Content, ...] = ("start", "stop")
+        if field.num_variable > 1:
+            contents = (*contents, "shape")
+        tensors = {name: Source(store, index, name, shards).view() for name in contents}
+        leaves.append(TensorDict(tensors, [num_rows]))
+    nested = _nest(store.schema.structure, leaves, num_rows)
+    if not isinstance(nested, TensorDict):
+        nested = TensorDict({store.schema.fields[0].name: nested}, [num_rows])
+    # Its tensors are mapped already: this copies nothing, and locks the keys.
+    nested.memmap_()
+    return nested
+
+
+def _nest(node: Node, leaves: Sequence[Tensor | TensorDict], num_rows: int) -> Tensor | TensorDict:
+    """Nest one leaf per field like a sample."""
+    if node.is_field:
+        return leaves[0]
+    parts = [
+        _nest(child, leaves[fields.start : fields.stop], num_rows)
+        for _, child, fields in node.parts(range(len(leaves)))
+    ]
+    if node.kind == "records":
+        return parts[0]
+    if node.kind == "optional":
+        return TensorDict(dict(zip(("values", "mask"), parts, strict=True)), [num_rows])
+    batch_size = torch.Size([num_rows])
+    if node.kind == "tensordict" and isinstance(first := leaves[0], Tensor):
+        batch_size = first.shape[: first.ndim - node.feature_dims]
+    return TensorDict(dict(zip(map(str, node.keys), parts, strict=True)), batch_size)
