@@ -14,8 +14,9 @@ them 4 ms or more.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,21 +24,38 @@ from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 from typing_extensions import Self, override
 
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
-from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows
-
-if TYPE_CHECKING:
-    from lightning_memmap.store.store import Store
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.open_columns import LOCATED_ROWS, ItemRows, OpenColumn
 
 #: "rows" of one shape; or, of rows that differ in length, all "items", the first and one past the
 #: last of each row, and the sizes of its leading dimensions where several differ.
 Content = Literal["rows", "items", "start", "stop", "shape"]
 
 
+class MappedStore(Protocol):
+    """An open store, which is pickled as its location."""
+
+    manifest: Manifest
+    files: Path
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all shards."""
+
+    @property
+    def schema(self) -> Schema:
+        """The fields and the nesting of a sample."""
+
+    def provide(self, fields: Collection[str] | None, shards: Collection[int]) -> list[OpenColumn]:
+        """Open the columns of some fields, of which rows of these shards alone are used."""
+
+
 class Source(NamedTuple):
     """A tensor of a store, from which every process can open it."""
 
-    store: Store
+    store: MappedStore
     field: int
     """Its number in the schema."""
     content: Content
@@ -161,7 +179,7 @@ def _reopen(
     return kind.of(source.open().as_strided(shape, stride, offset), source)
 
 
-def rows_of_shards(store: Store, shards: range) -> TensorDict:
+def rows_of_shards(store: MappedStore, shards: range) -> TensorDict:
     """Return the rows of consecutive shards, in the order of the files.
 
     Args:
