@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_memmap._compat.parsers import commands_of, known_classes
+from lightning_memmap._compat.parsers import commands_of, known_classes, option_names
 from lightning_memmap.errors import DatasetError, MemmapError, nearest, nearest_file
 from lightning_memmap.tables import printable
 
@@ -155,7 +155,7 @@ def with_suggestion(message: str, parser: ArgumentParser) -> str:
         return message
     near = ""
     if match := _WRONG_OPTION.search(message):
-        known = [name.lstrip("-") for name in parser._option_string_actions]
+        known = option_names(parser)
         near = nearest(match[1] or match[2], [*known, "init_args"])
     elif match := _WRONG_CHOICE.search(message):
         near = nearest(match[1], re.findall(r"[\w.-]+", match[2]))

@@ -123,6 +123,10 @@ class UnsuitableModuleError(MemmapError, TypeError):
     """A module cannot be trained under a strategy without a change."""
 
 
+class UnsupportedVersionError(MemmapError, RuntimeError):
+    """An installed version of torch or Lightning lacks what something here cannot do without."""
+
+
 class RankMismatchError(MemmapError):
     """The processes of a run differ in something that must be the same on all of them."""
 

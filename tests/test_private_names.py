@@ -1,4 +1,4 @@
-"""No private name of a class is, by chance, one of a base in another package."""
+"""Private names of other packages: used in one place only, and never taken by chance."""
 
 import ast
 import functools
@@ -21,7 +21,6 @@ PUBLIC = {"_", "_fields", "_make", "_replace", "_asdict"}
 ON_PURPOSE = {
     "DataParallelStrategy": {"_forward_redirection"},
     "FSDP2Strategy": {"_data_parallel_size", "_tensor_parallel_size"},
-    "_ScheduledStage": {"_compute_outputs", "_post_metadata_inference_cleanup"},
     "IndependentStrategy": {"_configure_launcher", "_launcher"},
     "OneNode": {"_configure_launcher"},
     "OneProcess": {"_configure_launcher"},
@@ -61,6 +60,29 @@ def test_private_names_of_a_class_are_none_of_its_foreign_bases() -> None:
                         taken -= ON_PURPOSE.get(node.name, set())
                         assert not taken, f"{module}.{node.name}, {base.__qualname__}"
     assert num_bases > 10
+
+
+def test_private_names_of_other_packages_are_used_in_compat_only() -> None:
+    own = set[str]()
+    for tree in trees().values():
+        own |= private_names(tree)
+    for module, tree in trees().items():
+        if module.startswith(f"{PACKAGE}._compat"):
+            continue
+        for node in ast.walk(tree):
+            for name in imported_names(node):
+                if not name.startswith(PACKAGE):
+                    assert not any(map(is_private, name.split("."))), f"{module}: {name}"
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+                pytest.fail(f"{module}:{node.lineno}: {node.attr}")
+
+
+def imported_names(node: ast.AST) -> Iterator[str]:
+    """The modules and names that a statement imports, with their packages."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def private_names(node: ast.AST) -> set[str]:

@@ -5,11 +5,29 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch import callbacks
+from lightning.pytorch.overrides import distributed
 from typing_extensions import override
 
+from lightning_memmap._compat.required import missing
 
-class BatchIndices(_IndexBatchSamplerWrapper):
+#: Callbacks that average weights of the whole module; Lightning has them since 2.6.
+WEIGHT_AVERAGING: tuple[type[L.Callback], ...] = tuple(
+    getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
+)
+#: Without it, prediction writers are given no rows.
+_SAMPLER: Any = getattr(distributed, "_IndexBatchSamplerWrapper", object)
+
+
+def fetched_batch(fetcher: Any, strategy: str) -> Any:
+    """Return the batch that a step with ``dataloader_iter`` took last."""
+    if not hasattr(fetcher, "_batch"):
+        path = f"{type(fetcher).__module__}:{type(fetcher).__name__}._batch"
+        raise missing(strategy, path, "a training_step that takes batch instead of dataloader_iter")
+    return fetcher._batch
+
+
+class BatchIndices(_SAMPLER):  # type: ignore[misc]
     """Where Lightning looks for the rows of a batch, for prediction writers."""
 
     def __init__(self, sampler: Any, rows: Sequence[list[int]]) -> None:

@@ -14,6 +14,11 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
     return {}
 
 
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """List the options of a parser, without dashes."""
+    return [name.lstrip("-") for name in parser._option_string_actions]
+
+
 def known_classes(parser: argparse.ArgumentParser) -> list[str]:
     """List the classes that values of a parser may have, of those that are imported."""
     values = (action for action in parser._actions if hasattr(action, "extra_help"))

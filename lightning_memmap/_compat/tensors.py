@@ -1,19 +1,130 @@
-"""Private names of torch: the memory of tensors, process groups."""
+"""Private names of torch: the memory of tensors, many tensors at once, process groups."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+try:
+    # Its public function takes several times as long.
+    from torch.nested._internal.nested_tensor import NestedTensor as _NestedTensor
+except ImportError:
+    _NestedTensor = torch.nested.nested_tensor_from_jagged  # type: ignore[assignment, misc]
+
+
+_COUNTS = count()
+
+
+def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
+    """Make a nested tensor whose row ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+    return _NestedTensor(values, offsets)
+
 
 def storage_use_count(tensor: Tensor) -> int:
     """Count the tensors and storages, in Python and in C++, that share the memory of a tensor."""
     storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
+    if (use_count := getattr(torch._C, "_storage_Use_Count", None)) is None:
+        # Nobody knows: each count is larger than the one before, so that no memory is used again.
+        return next(_COUNTS)
+    num_owners: int = use_count(storage._cdata)
     # All references to the storage itself share one Python object, which C++ counts once.
-    return count + sys.getrefcount(storage)
+    return num_owners + sys.getrefcount(storage)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors have in common whose memory is the same storage."""
+    return getattr(tensor.untyped_storage(), "_cdata", None) or tensor.untyped_storage().data_ptr()
+
+
+# Many tensors at once: torch has no public names for these.
+
+
+def take_buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one dtype and device, each of about so many bytes."""
+    buckets: dict[Any, list[Tensor]] = {}
+    sizes: dict[Any, int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if kind in buckets and sizes[kind] + tensor.nbytes > max_bytes:
+            yield buckets.pop(kind)
+        if kind not in buckets:
+            buckets[kind], sizes[kind] = [], 0
+        buckets[kind].append(tensor)
+        sizes[kind] += tensor.nbytes
+    yield from buckets.values()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy tensors of one dtype into one, one after the other."""
+    if (at_once := getattr(torch._utils, "_flatten_dense_tensors", None)) is not None:
+        flat: Tensor = at_once(tensors)
+        return flat
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor with the shapes of others, as views."""
+    if (at_once := getattr(torch._utils, "_unflatten_dense_tensors", None)) is not None:
+        return list(at_once(flat, like))
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in place."""
+    _for_each("_foreach_copy_", Tensor.copy_, targets, sources)
+
+
+def add_all(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add to each target its term, in place."""
+    _for_each("_foreach_add_", Tensor.add_, targets, terms)
+
+
+def scale_all(targets: Sequence[Tensor], factor: float) -> None:
+    """Multiply all targets by a number, in place."""
+    _for_each("_foreach_mul_", Tensor.mul_, targets, factor)
+
+
+def _for_each(
+    name: str, method: Callable[..., Any], targets: Sequence[Tensor], others: Any
+) -> None:
+    if (at_once := getattr(torch, name, None)) is not None:
+        at_once(targets, others)
+        return
+    others = others if isinstance(others, Sequence) else [others] * len(targets)
+    for target, other in zip(targets, others, strict=True):
+        method(target, other)
+
+
+def after_backward(function: Callable[[], Any]) -> None:
+    """Call a function at the end of the backward pass that is running."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def local_part(value: Tensor, sharded: Any) -> Tensor:
+    """Return the part of a whole value that this rank has of a DTensor."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError:
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = sharded.device_mesh
+        # Each rank has the whole value: nothing is sent.
+        parts: Any = distribute_tensor(
+            value.to(mesh.device_type), mesh, sharded.placements, src_data_rank=None
+        )
+        part: Tensor = parts.to_local()
+        return part
+    sizes, starts = compute_local_shape_and_global_offset(
+        value.shape, sharded.device_mesh, sharded.placements
+    )
+    return value[
+        tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    ]
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -25,10 +136,11 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 def process_group_size(argument: Any) -> int | None:
     """The size of a process group in an argument of an operator."""
-    if not isinstance(argument, torch._C.ScriptObject):
+    if not isinstance(argument, getattr(torch._C, "ScriptObject", ())):
         return None
     try:
-        return int(torch.distributed.ProcessGroup.unbox(argument).size())
+        group: Any = torch.distributed.ProcessGroup
+        return int(group.unbox(argument).size())
     except RuntimeError:  # Another kind of script object, such as the reduce operation.
         return None
 
@@ -41,5 +153,7 @@ def empty_caches(devices: Iterable[torch.device]) -> None:
     if modules:
         # The public name came later than the private one, which the CPU build lacks.
         public = hasattr(torch.accelerator, "empty_host_cache")
-        empty = torch.accelerator.empty_host_cache if public else torch._C._host_emptyCache
-        empty()
+        found = torch.accelerator if public else torch._C
+        empty = getattr(found, "empty_host_cache" if public else "_host_emptyCache", None)
+        if empty is not None:
+            empty()

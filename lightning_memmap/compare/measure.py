@@ -18,11 +18,10 @@ import psutil
 import torch
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memmap._compat.tensors import dense_parts, process_group_size
+from lightning_memmap._compat.dispatch import TorchDispatchMode, tree_leaves
+from lightning_memmap._compat.tensors import dense_parts, process_group_size, storage_id
 from lightning_memmap.compare.config import RunSpec
 from lightning_memmap.compare.metrics import PARTS, Rank
 from lightning_memmap.compare.parity import MODULUS, batches_of
@@ -178,7 +177,7 @@ def model_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, dict[s
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             for part in dense_parts(local) if isinstance(local, Tensor) else ():
                 # Torch refuses the address of some tensors after a compilation.
-                memory = part.device, part.untyped_storage()._cdata
+                memory = part.device, storage_id(part)
                 if part.device.type != "meta" and memory[1] and memory not in seen:
                     seen.add(memory)
                     sizes[str(part.device)][name] += part.untyped_storage().nbytes()

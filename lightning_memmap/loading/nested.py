@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
+from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.sampling.rows import firsts_of
@@ -217,4 +217,4 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     if device.type == "cpu":
         values = values[: int(ends[-1])]
     offsets = torch.cat([ends.new_zeros(1), ends])
-    return NestedTensor(values, offsets)
+    return jagged_tensor(values, offsets)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
+from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
@@ -216,7 +216,7 @@ class VariableRows:
     def jagged(self) -> Tensor:
         """A nested tensor of the rows."""
         offsets = send(torch.from_numpy(np.append(0, np.cumsum(self.lengths))), self.device)
-        return NestedTensor(self.packed_together(), offsets)
+        return jagged_tensor(self.packed_together(), offsets)
 
     def listed(self) -> RowList:
         """A tensor, or a text, for each row."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap._compat.loops import WEIGHT_AVERAGING, fetched_batch
+from lightning_memmap._compat.required import check_strategy
 from lightning_memmap.errors import UnsuitableModuleError, with_article
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
@@ -39,7 +41,15 @@ from lightning_memmap.schema.structure import Masked
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class SuperBatchMixin(Strategy):
+class Checked(Strategy):
+    """A strategy that starts only where torch and Lightning have what it needs of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_strategy(type(self))
+        super().__init__(*args, **kwargs)
+
+
+class SuperBatchMixin(Checked):
     """Declares that super-batches are assembled on the root device before Lightning sees them."""
 
     strategy_name: str
@@ -179,13 +189,13 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._fetcher is not None:
-            self._weigh(self._fetcher._batch)
+            self._weigh(fetched_batch(self._fetcher, self.strategy_name))
         if self._row_weight != 1:
             closure_loss = closure_loss * self._row_weight
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
 
-class OneNode(SingleDeviceStrategy):
+class OneNode(Checked, SingleDeviceStrategy):
     """A strategy on one machine, one of whose devices is the root device of this process."""
 
     strategy_name: str
@@ -340,9 +350,9 @@ class SplitModule(RowWeighted):
     #: The processes with the same buffers as this one; None for all.
     copies: dist.ProcessGroup | None = None
     unsupported_callbacks: ClassVar[tuple[type[Callback], ...]] = (
-        StochasticWeightAveraging,
-        WeightAveraging,
-        ModelPruning,
+        lightning_callbacks.StochasticWeightAveraging,
+        lightning_callbacks.ModelPruning,
+        *WEIGHT_AVERAGING,
     )
 
     def check_fit(self, trainer: Trainer, averages: bool = True) -> None:

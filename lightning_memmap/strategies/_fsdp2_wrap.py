@@ -9,19 +9,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.init import _has_meta_device_parameters_or_buffers, _materialize
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-
-# There is no public name for the part of a tensor that a rank has.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memmap._compat.modules import has_meta_tensors, materialize
+from lightning_memmap._compat.tensors import local_part
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import STEPS
@@ -62,8 +60,8 @@ def shard_module(
         policies |= dict.fromkeys(filter(_has_parameters, normed), exact)
 
     for each in dict.fromkeys(_post_order(module)):
-        if _has_meta_device_parameters_or_buffers(each, recurse=False):
-            _materialize(each, device)
+        if has_meta_tensors(each):
+            materialize(each, device)
         for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
             # An expanded buffer is written to, and FSDP2 takes no other parameters.
             tensor.data = tensor.data.to(device).contiguous()
@@ -213,11 +211,7 @@ def shard_like(parameter: Any, value: Any) -> Any:
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
     sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    sizes, starts = compute_local_shape_and_global_offset(
-        value.shape, parameter.device_mesh, parameter.placements
-    )
-    own = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    sharded.to_local().copy_(value[own])
+    sharded.to_local().copy_(local_part(value, parameter))
     return sharded
 
 

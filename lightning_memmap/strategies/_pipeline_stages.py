@@ -9,18 +9,18 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
 from torch.optim import Optimizer
 
+from lightning_memmap._compat.modules import apply_to_tensors, materialize_all, set_device_attribute
+from lightning_memmap._compat.pipelining import TracelessStage
+from lightning_memmap._compat.tensors import copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import as_bytes, broadcast
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
@@ -37,8 +37,6 @@ SCHEDULES: dict[str, Any] = {
 _MAX_KEPT = 4
 #: Gradients are averaged over processes in tensors of about this size.
 _BUCKET_BYTES = 25 * 2**20
-#: Many small tensors as few large ones; torch has no public names for these functions.
-_utils: Any = torch._utils
 
 
 def check_schedule(schedule: str, num_microbatches: int, num_processes: int) -> None:
@@ -110,19 +108,19 @@ def keep_local(
     if before is None:
         for stage in local.values():
             # If a tensor of it is on the meta device, all are reset by reset_parameters.
-            _materialize_distributed_module(stage, device)
+            materialize_all(stage, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
         with _same_parameters():
             for index, stage in enumerate(stages):
                 if index not in local:
-                    stage._apply(lambda t: t if id(t) in kept else t.to("meta"))
+                    apply_to_tensors(stage, lambda t: t if id(t) in kept else t.to("meta"))
     module.pipeline_split = split
     for each in (module, *local.values()):
         # What `to` is made of, which would refuse what is on the meta device. What is expanded
         # could not be written to.
-        each._apply(lambda t: t if t.is_meta else t.to(device).contiguous())
+        apply_to_tensors(each, lambda t: t if t.is_meta else t.to(device).contiguous())
     # Lightning has no public way to set the attribute without moving parameters.
-    _update_properties(module, device=device)
+    set_device_attribute(module, device)
     return local
 
 
@@ -291,27 +289,8 @@ def _consecutive(num_rows: int, num_parts: int) -> list[range]:
     return [range(*each) for each in itertools.pairwise(bounds)]
 
 
-class _ScheduledStage(PipelineStage):
-    """A stage whose first call leaves no trace."""
-
-    # To find the shapes of outputs, torch calls each stage once by `_compute_outputs`, all but the
-    # first with uninitialised memory, and cleans up after their backward pass.
-
-    _before: Sequence[Tensor] = ()
-
-    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
-        self._before = [buffer.clone() for buffer in module.buffers()]
-        with torch.no_grad():
-            for arg in () if self.is_first else args:
-                arg.zero_()
-        return super()._compute_outputs(*args, module=module, **kwargs)
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        super()._post_metadata_inference_cleanup()
-        with torch.no_grad():
-            for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
-                buffer.copy_(value)
-        self._before = ()
+class _ScheduledStage(TracelessStage):
+    """A stage that sends tensors of any dtype."""
 
     # NCCL does not know all dtypes. What has gradients is of one that it knows.
 
@@ -362,19 +341,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     size = dist.get_world_size(group)
     if size == 1:
         return
-    for bucket in _utils._take_tensors(parameters, _BUCKET_BYTES):
+    for bucket in take_buckets(parameters, _BUCKET_BYTES):
         missing = [index for index, parameter in enumerate(bucket) if parameter.grad is None]
         # One number per parameter: on how many processes it has a gradient.
         counts = bucket[0].detach().new_ones(len(bucket))
         for index in missing:
             counts[index] = 0
             bucket[index].grad = torch.zeros_like(bucket[index])
-        grads = [parameter.grad for parameter in bucket]
+        grads: list[Any] = [parameter.grad for parameter in bucket]
         # Divided before the sum, which in float16 might be infinite.
-        flat = _utils._flatten_dense_tensors([counts, *grads]).div_(size)
+        flat = flatten([counts, *grads]).div_(size)
         dist.all_reduce(flat, group=group)
-        counts, *means = _utils._unflatten_dense_tensors(flat, [counts, *grads])
-        torch._foreach_copy_(grads, means)
+        counts, *means = unflatten(flat, [counts, *grads])
+        copy_all(grads, means)
         # The program waits for the device only where a gradient is missing.
         for index in missing:
             if counts[index] == 0:

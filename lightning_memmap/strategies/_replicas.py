@@ -9,25 +9,27 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
-from torchmetrics.wrappers import Running
 
+from lightning_memmap._compat.dynamo import (
+    compiler_context,
+    is_compiled,
+    original_backend,
+    original_function,
+)
+from lightning_memmap._compat.metrics import count_from_nothing, merge_metric, unmerged_state
+from lightning_memmap._compat.modules import own_children, own_tensors, set_own_device_attribute
+from lightning_memmap._compat.tensors import add_all, copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.loading.device_streams import current, send, send_together
 from lightning_memmap.strategies._base import STEPS
-from lightning_memmap.strategies.microbatch import PartLog, logged_in, weighted_mean
+from lightning_memmap.strategies.microbatch import PartLog, logged_in
 
 #: Bytes that go from one device to another at a time.
 _BUCKET_BYTES = 64 * 2**20
-#: Many small tensors as few large ones; torch has no public names for these functions.
-_utils: Any = torch._utils
 #: Containers within each other in which references are found. They may hold themselves.
 _MAX_DEPTH = 4
 #: Most attributes are of these types, in which there are none.
@@ -84,7 +86,7 @@ class Replicas(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 for metric, before, counted in zip(self._metrics, earlier, counts, strict=True):
                     if isinstance(metric, Metric):
-                        _merge(metric, before, counted)
+                        merge_metric(metric, before, counted)
         return results
 
     def _turn(self, index: int) -> tuple[list[Any], list[_Attributes]]:
@@ -108,7 +110,7 @@ class Replicas(nn.Module):
             ]
         for metric, counted in zip(self._metrics, metrics, strict=True):
             if isinstance(metric, Metric):
-                _count_from_nothing(counted, device)
+                count_from_nothing(counted, device)
         return [*layers, *self._metrics], [*attributes, *metrics]
 
     def pull(self, *, with_values: bool) -> None:
@@ -117,8 +119,7 @@ class Replicas(nn.Module):
         if not self.copies:
             return
         every = [*self._layers, *self._metrics]
-        registered = (own.values() for e in every for own in (e._parameters, e._buffers))
-        tensors = list(dict.fromkeys(t for own in registered for t in own if t is not None))
+        tensors = list(dict.fromkeys(chain.from_iterable(map(own_tensors, every))))
         kinds = [(id(each), each.shape, each.dtype, each.requires_grad) for each in tensors]
         known = self._layers, [*map(type, self._layers)], kinds
         is_new, self._known = self._known != known, known
@@ -130,10 +131,10 @@ class Replicas(nn.Module):
                     each.renew(self._layers, tensors)
                 each.follow(self._layers, references, is_new)
             for some in _in_buckets(tensors) if with_values else ():
-                flat = _utils._flatten_dense_tensors(some)
+                flat = flatten(some)
                 for device, copy in self.copies.items():
-                    sent = _utils._unflatten_dense_tensors(send(flat, device), some)
-                    torch._foreach_copy_([copy.tensors[each] for each in some], sent)
+                    sent = unflatten(send(flat, device), some)
+                    copy_all([copy.tensors[each] for each in some], sent)
 
     @torch.no_grad()
     def push_gradients(self) -> None:
@@ -157,10 +158,10 @@ class Replicas(nn.Module):
         # A bucket of each device at a time.
         for buckets in zip_longest(*map(_in_buckets, dense), fillvalue=[]):
             given = [some for some in buckets if some]
-            flat = send_together([_utils._flatten_dense_tensors(some) for some in given], root)
+            flat = send_together([flatten(some) for some in given], root)
             for some, sent in zip(given, flat, strict=True):
                 totals = [parameters[grad].grad for grad in some]
-                torch._foreach_add_(totals, _utils._unflatten_dense_tensors(sent, some))
+                add_all(totals, unflatten(sent, some))
 
 
 def _give(layers: Iterable[nn.Module], attributes: Iterable[_Attributes]) -> None:
@@ -188,11 +189,11 @@ class _Copy:
         self.tensors: dict[Tensor, Tensor] = {}
         #: Both of them, by the ids of those of the module.
         self._own: dict[int, Any] = {}
-        context: Any = module._compiler_ctx or {}
+        context = compiler_context(module)
         self._compiled: _Attributes = {}
         for name in _COMPILED if context else ():
             # A module that is fitted again was compiled before: this unwraps the first compilation.
-            original = innermost_fn(context[f"original_{name}"])
+            original = original_function(context[f"original_{name}"])
             if isinstance(original, MethodType):
                 original = MethodType(original.__func__, self.layers[module])
             self._compiled[name] = context["dynamo_ctx"](original)
@@ -216,8 +217,7 @@ class _Copy:
         _give(self.layers.values(), [self.mapped(vars(each), found) for each, found in pairs])
         vars(self.layers[layers[0]]).update(self._compiled)
         for own in self.layers.values():
-            if isinstance(own, _DeviceDtypeModuleMixin):
-                vars(own)["_device"] = self._device
+            set_own_device_attribute(own, self._device)
             if isinstance(own, nn.RNNBase) and is_new:
                 # Otherwise cuDNN copies all weights in each step, and warns.
                 own.flatten_parameters()
@@ -246,10 +246,10 @@ def _find_layers(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     layers = {module: None}
     pending = [module]
     for each in pending:
-        for child in each._modules.values():
+        for child in own_children(each):
             if isinstance(child, (Metric, MetricCollection)):
                 metrics |= {id(part): part for part in child.modules()}
-            elif child is not None and child not in layers:
+            elif child not in layers:
                 layers[child] = None
                 pending.append(child)
     return pending, list(metrics.values())
@@ -275,13 +275,13 @@ def _mapped(value: Any, own: Mapping[int, Any], depth: int = _MAX_DEPTH) -> Any:
 
 def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and about so many bytes."""
-    yield from _utils._take_tensors(tensors, _BUCKET_BYTES)
+    yield from take_buckets(tensors, _BUCKET_BYTES)
 
 
 def check_module(module: LightningModule, devices: Sequence[torch.device]) -> None:
     """Check that a module can be replicated; see `Replicas`."""
-    compiled: Any = (module._compiler_ctx or {}).get("dynamo_ctx")
-    backend: Any = innermost_backend(getattr(compiled, "callback", None))  # type: ignore[arg-type]
+    compiled: Any = compiler_context(module).get("dynamo_ctx")
+    backend = original_backend(getattr(compiled, "callback", None))
     config = getattr(compiled, "compiler_config", None) or {}
     name = getattr(backend, "compiler_name", "")
     if (config.get("triton.cudagraphs") or name == "cudagraphs") and len(set(devices)) > 1:
@@ -291,7 +291,7 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
             " what is compiled; compile in another way, or train with memmap_superbatch_ddp"
         )
     for name, child in module.named_modules():
-        if child._compiled_call_impl is not None or isinstance(child, OptimizedModule):
+        if is_compiled(child):
             raise UnsuitableModuleError(
                 f"the submodule {name or 'self'!r} was compiled on its own, and memmap_dp"
                 " cannot replicate it: give the Trainer torch.compile(module) of the whole"
@@ -302,54 +302,9 @@ def check_module(module: LightningModule, devices: Sequence[torch.device]) -> No
                 f"the parameters of {name!r} have no shape yet, and memmap_dp cannot replicate"
                 " them: run one batch through the module before fit"
             )
-        if isinstance(child, Metric) and (unmerged := _unmerged_of(child)):
+        if isinstance(child, Metric) and (unmerged := unmerged_state(child)):
             raise ValueError(
                 f"the metric {name!r} ({type(child).__name__}) has {unmerged}, so that what the"
                 " replicas count cannot be merged: use memmap_superbatch, or update the metric in a"
                 " callback from the step's output"
             )
-
-
-def _unmerged_of(metric: Metric) -> str | None:
-    if isinstance(metric, Running):
-        return "a window of updates"
-    reductions, defaults = metric._reductions.items(), metric._defaults
-    names = (n for n, by in reductions if by is None and isinstance(defaults[n], Tensor))
-    return next((f"the state {name!r} without a dist_reduce_fx" for name in names), None)
-
-
-def _count_from_nothing(metric: _Attributes, device: torch.device) -> None:
-    """Give a metric the states of one that has counted nothing."""
-    for name, default in metric["_defaults"].items():
-        is_list = isinstance(default, list)
-        metric[name] = [] if is_list else default.detach().clone().to(device)
-    metric |= {"_update_count": 0, "_forward_cache": None, "_computed": None, "_device": device}
-
-
-def _merge(metric: Metric, earlier: _Attributes, replicas: Sequence[_Attributes]) -> None:
-    """Give a metric what replicas have counted of a step, for its value, and what it had before."""
-    has_value = any(own["_forward_cache"] is not None for own in replicas)
-    _set_states(metric, replicas)
-    value = metric.compute() if has_value else None
-    _set_states(metric, [earlier, vars(metric).copy()])
-    metric._forward_cache = value
-
-
-def _set_states(target: Metric, parts: Sequence[_Attributes]) -> None:
-    """Give a metric the states of several, merged by its ``dist_reduce_fx``."""
-    updated = [part for part in parts if part["_update_count"]]
-    counts = [part["_update_count"] for part in updated]
-    total = sum(counts)
-    for name, reduction in target._reductions.items() if total else ():
-        values = [move_data_to_device(part[name], target.device) for part in updated]
-        merge: Any = reduction
-        if isinstance(values[0], list):
-            merged: Any = [*chain(*values)]
-        elif reduction is dim_zero_cat:
-            merged = torch.cat(values)
-        elif reduction is dim_zero_mean:
-            merged = weighted_mean(values, counts, target.device)
-        else:
-            merged = merge(torch.stack(values))
-        setattr(target, name, merged)
-    target._update_count, target._computed = total, None

@@ -10,6 +10,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_memmap._compat.modules import (
+    restore_transfer_hook,
+    run_transfer_hook,
+    skip_transfer_hook,
+)
+from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.strategies._base import OneProcess
@@ -90,12 +96,7 @@ class DataParallelStrategy(OneProcess):
             )
         super().setup(trainer)
         # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
-        own: Any = type(module)._on_before_batch_transfer
-
-        def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
-            return batch if isinstance(batch, SuperBatch) else own(module, batch, dataloader_idx)
-
-        module._on_before_batch_transfer = before_transfer  # type: ignore[method-assign]
+        skip_transfer_hook(module, SuperBatch)
         self._last = ""
         if self.num_parts > 1:
             # By this, Lightning runs the steps of a module that is wrapped.
@@ -105,7 +106,7 @@ class DataParallelStrategy(OneProcess):
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None:
-            vars(self.lightning_module).pop("_on_before_batch_transfer", None)
+            restore_transfer_hook(self.lightning_module)
             self.model = self.lightning_module
         super().teardown()
 
@@ -116,11 +117,11 @@ class DataParallelStrategy(OneProcess):
         if not isinstance(batch, SuperBatch) or self.num_parts == 1:
             return super().batch_to_device(batch, device, dataloader_idx)
 
-        module: Any = self.module
+        module = self.module
         batches = []
         for own, own_device in zip(batch.batches, self.data_devices, strict=True):
             own = self.precision_plugin.convert_input(own)
-            own = type(module)._on_before_batch_transfer(module, own, dataloader_idx)
+            own = run_transfer_hook(module, own, dataloader_idx)
             batches.append(super().batch_to_device(own, own_device, dataloader_idx))
         return MicroBatches.of_devices(batches, batch.num_rows, batch.first, self.root_device)
 
@@ -153,6 +154,5 @@ class DataParallelStrategy(OneProcess):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.requires_grad:
             # At the end of its backward pass, before hooks that may read gradients.
-            engine: Any = torch.autograd.Variable._execution_engine
-            loss.register_hook(lambda _: engine.queue_callback(replicas.push_gradients))  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda _: after_backward(replicas.push_gradients))  # type: ignore[no-untyped-call]
         return output

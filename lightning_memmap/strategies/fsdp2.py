@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import lightning as L
 import torch
 import torchmetrics
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import SplitModule
 from lightning_memmap.strategies._fsdp2_wrap import (
@@ -206,7 +206,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             super().model_to_device()
             return
         # Lightning has no public way to set the attribute without moving parameters.
-        _update_properties(self.module, device=self.root_device)
+        set_device_attribute(self.module, self.root_device)
         for child in self.module.modules():
             if isinstance(child, torchmetrics.Metric):
                 child.to(self.root_device)

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter, sleep
 from types import FrameType
@@ -16,16 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 from rich import get_console
 from typing_extensions import override
 
+from lightning_memmap._compat.launchers import (
+    ScriptLauncher,
+    TunerExit,
+    move_outputs,
+    script_command,
+    share_threads,
+)
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.strategies._base import OneNode
@@ -325,7 +327,7 @@ class IndependentStrategy(OneNode):
         # configure_callbacks of the module may have added callbacks.
         module = self.lightning_module
         if module is not None:
-            _move_outputs(module.trainer, _folder_of(self.member))
+            move_outputs(module.trainer, _folder_of(self.member))
         super().setup_environment()
 
     @override
@@ -345,8 +347,7 @@ class IndependentStrategy(OneNode):
             members.show()
 
 
-# The Trainer forwards its signals to the processes of this class of launchers, ``procs``.
-class _Members(_SubprocessScriptLauncher):
+class _Members(ScriptLauncher):  # type: ignore[misc]
     """Runs the stages of one member; in the process of member 0, starts the others before."""
 
     # Of the whole program, however many Trainers it makes.
@@ -382,7 +383,7 @@ class _Members(_SubprocessScriptLauncher):
         self._calls[self._stage] += 1
         self._call = self._calls[self._stage]
         if self._num_members > 1:
-            _set_num_threads_if_needed(self._num_members)
+            share_threads(self._num_members)
             if self.is_first:
                 self._start(self.root)
         returned = self._run_stage(trainer, function, *args, **kwargs)
@@ -398,7 +399,7 @@ class _Members(_SubprocessScriptLauncher):
         self, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a stage of this member in its Trainer, and record how it ends."""
-        _move_outputs(trainer, _folder_of(self.member))
+        move_outputs(trainer, _folder_of(self.member))
         bar = trainer.progress_bar_callback
         if self.member and bar is not None:
             bar.disable()
@@ -408,7 +409,7 @@ class _Members(_SubprocessScriptLauncher):
         result = replace(result, status=DONE)
         try:
             return function(*args, **kwargs)
-        except _TunerExitException:
+        except TunerExit:
             # A Tuner ends the fit in which it tried something.
             raise
         except BaseException as error:
@@ -443,7 +444,7 @@ class _Members(_SubprocessScriptLauncher):
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
                 self._others[member] = Launched(
-                    _basic_subprocess_cmd(),
+                    script_command(),
                     self._output(member),
                     head=_OUTPUT_HEAD,
                     env={**os.environ, **variables},
@@ -533,24 +534,3 @@ def _find_root(trainer: Any) -> Path:
             " ModelCheckpoint(dirpath=...)"
         )
     return Path(given or root).absolute()
-
-
-def _move_outputs(trainer: Any, folder: str) -> None:
-    """Redirect everything that a Trainer writes to folders of a member. Idempotent."""
-    # None of these has a public setter.
-    trainer._default_root_dir = _below(trainer._default_root_dir, folder)
-    for logger in trainer.loggers:
-        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-            logger._root_dir = _below(logger._root_dir, folder)
-        if isinstance(logger, CSVLogger):
-            # It has two copies of the directory, and looks for its next version in this one.
-            logger._save_dir = _below(logger._save_dir, folder)
-    for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            callback.dirpath = _below(callback.dirpath, folder)
-
-
-def _below(directory: str | os.PathLike[str], folder: str) -> str:
-    """The path of a folder in a directory; the directory itself if it is in such a folder."""
-    path = os.fspath(directory)
-    return path if folder in PurePath(path).parts else os.path.join(path, folder)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
+from lightning_memmap._compat.tensors import scale_all
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import (
@@ -101,7 +102,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
         merge_logs(logs, parts, module)
         if 0 < trained < parts.num_rows:
             # The mean is over the rows of the parts that gave a loss.
-            torch._foreach_mul_(list(grads.values()), parts.num_rows / trained)
+            scale_all(list(grads.values()), parts.num_rows / trained)
         whole = training_output(outputs, parts)
         if isinstance(whole, Mapping) and "loss" in whole:
             return {**whole, "loss": loss_of(whole["loss"], grads)}
@@ -165,8 +166,8 @@ def move_stages(module: Any, stages: Sequence[Stage]) -> None:
     layers = [(layer, device) for device, own in stages for layer in own]
     staged = {id(tensor) for layer, _ in layers for tensor in module_tensors(layer)}
     # What `to` is made of; and Lightning has no public way to set the attribute without it.
-    module._apply(lambda tensor: tensor if id(tensor) in staged else tensor.to(root))
-    _update_properties(module, device=root)
+    apply_to_tensors(module, lambda tensor: tensor if id(tensor) in staged else tensor.to(root))
+    set_device_attribute(module, root)
     for layer, device in layers:
         layer.to(device)
 

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_memmap._compat.dynamo import compiler_context
+from lightning_memmap._compat.modules import is_called_in
 from lightning_memmap.errors import check_integer
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
@@ -203,7 +205,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
                 " scaled; use 'bf16-mixed', 'bf16-true', '16-true', or full precision"
             )
         # Set by torch.compile of a LightningModule.
-        if module._compiler_ctx is not None:
+        if compiler_context(module):
             raise ValueError(
                 "torch.compile of the whole module: memmap_pipeline runs only its stages; compile"
                 " these, in the module's __init__ or configure_model"
@@ -253,7 +255,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     def _forward(self, *args: Any) -> Any:
         """What ``self(inputs)`` of the module calls."""
         # Lightning notes here which method of the module it calls.
-        if self.module._current_fx_name not in STEPS:
+        if not is_called_in(self.module, STEPS):
             raise RuntimeError(
                 "memmap_pipeline: the module was called outside of a step, where it would wait for"
                 " processes of its pipeline that may not call it: call it in training_step,"

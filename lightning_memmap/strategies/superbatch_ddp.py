@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import _augment_message
 from typing_extensions import override
 
+from lightning_memmap._compat.ddp import ddp_option, ignore_in_ddp
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.process_group import broadcast, broadcast_all
@@ -15,6 +15,9 @@ from lightning_memmap.strategies._base import RowWeighted
 
 #: What NCCL can send only as bytes.
 _UNKNOWN_TO_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+#: In the message of DDP where a step has not used all parameters.
+_UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
@@ -114,15 +117,13 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         module: Any = self.module
         named = chain(module.named_parameters(), module.named_buffers())
         if apart := {name: tensor for name, tensor in named if tensor.dtype in _UNKNOWN_TO_NCCL}:
-            # torch's name for what DDP does not send.
-            name = "_ddp_params_and_buffers_to_ignore"
-            setattr(module, name, {*getattr(module, name, ()), *apart})
+            ignore_in_ddp(module, apart)
             for tensor in apart.values():
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
         super().configure_ddp()
         names = [name for name, _ in module.named_buffers() if name in apart]
-        if names and self._ddp_kwargs.get("broadcast_buffers", True):
+        if names and ddp_option(self, "broadcast_buffers", True):
             # As DDP does with all other buffers.
             wrapper: Any = self.model
             wrapper.register_forward_pre_hook(
@@ -135,12 +136,13 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # By the function and the pattern of the parent, whose own advice names its own class.
-        _augment_message(
-            exception,
-            ".*Expected to have finished reduction in the prior iteration.*",
+        # By the pattern of the parent, whose own advice names its own class.
+        advice = (
             "find_unused_parameters=False: the loss of a step did not use all parameters, and DDP"
             " waits for their gradients; give the Trainer"
-            " strategy=SuperBatchDDPStrategy(find_unused_parameters=True)",
+            " strategy=SuperBatchDDPStrategy(find_unused_parameters=True)"
+        )
+        exception.args = tuple(
+            advice if isinstance(arg, str) and _UNUSED in arg else arg for arg in exception.args
         )
         super().on_exception(exception)

@@ -1,0 +1,48 @@
+"""Private names of torch's pipelines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+
+class TracelessStage(PipelineStage):
+    """A stage of a pipeline whose first call leaves no trace."""
+
+    # To find the shapes of outputs, torch calls each stage once, all but the first with zeros or
+    # uninitialised memory: until 2.11 in `_shape_inference`, since 2.12 in `_compute_outputs`, and
+    # there it cleans up after a backward pass.
+
+    _before: Sequence[Tensor] = ()
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        self._save_buffers(self.submod)
+        try:
+            return parent._shape_inference(*args, **kwargs)
+        finally:
+            self._restore_buffers()
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        parent: Any = super()
+        self._save_buffers(module)
+        with torch.no_grad():
+            for arg in () if self.is_first else args:
+                arg.zero_()
+        return parent._compute_outputs(*args, module=module, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        parent: Any = super()
+        parent._post_metadata_inference_cleanup()
+        self._restore_buffers()
+
+    def _save_buffers(self, module: nn.Module) -> None:
+        self._before = [buffer.clone() for buffer in module.buffers()]
+
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self.submod.buffers(), self._before, strict=True):
+                buffer.copy_(value)
+        self._before = ()
