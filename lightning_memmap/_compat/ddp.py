@@ -1,6 +1,7 @@
 """Private names around DDP."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,3 +14,19 @@ def ignore_in_ddp(module: Any, names: Iterable[str]) -> None:
 def ddp_option(strategy: Any, name: str, default: Any) -> Any:
     """Return an option that a strategy passes to DDP."""
     return getattr(strategy, "_ddp_kwargs", {}).get(name, default)
+
+
+@contextmanager
+def ddp_options(strategy: Any, **options: Any) -> Iterator[None]:
+    """Let a strategy pass other options to DDP within the context."""
+    before = getattr(strategy, "_ddp_kwargs", {})
+    strategy._ddp_kwargs = {**before, **options}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = before
+
+
+def begin_static_graph(strategy: Any) -> None:
+    """Let Lightning treat the next step as the first one of a static graph."""
+    strategy._pl_static_graph_delay_done = False

@@ -1,13 +1,16 @@
 """``memmap_superbatch_ddp``: super-batches inside each process, DDP between the processes."""
 
+import gc
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.ddp import ddp_option, ignore_in_ddp
+from lightning_memmap._compat.ddp import begin_static_graph, ddp_option, ddp_options, ignore_in_ddp
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.device_streams import has_streams, stream_module
 from lightning_memmap.process_group import broadcast, broadcast_all
@@ -54,6 +57,9 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
         check_integer("data_devices_per_process", data_devices_per_process, 1)
         self._devices_per_process = data_devices_per_process
         self._root_holds_data = root_holds_data
+        # The parameters that were trained when the module was wrapped, and the frozen ones.
+        self._trained: list[nn.Parameter] = []
+        self._frozen: dict[str, nn.Parameter] = {}
         super().__init__(**kwargs)
 
     @override
@@ -121,11 +127,17 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             for tensor in apart.values():
                 tensor.data = tensor.data.contiguous()
                 broadcast(tensor, 0)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Let DDP average the gradients of the parameters that are trained now."""
+        module: Any = self.module
         super().configure_ddp()
-        names = [name for name, _ in module.named_buffers() if name in apart]
+        wrapper: Any = self.model
+        named = dict(module.named_buffers())
+        names = [name for name in named if named[name].dtype in _UNKNOWN_TO_NCCL]
         if names and ddp_option(self, "broadcast_buffers", True):
             # As DDP does with all other buffers.
-            wrapper: Any = self.model
             wrapper.register_forward_pre_hook(
                 lambda *_: broadcast_all(map(module.get_buffer, names))
             )
@@ -133,6 +145,56 @@ class SuperBatchDDPStrategy(RowWeighted, DDPStrategy):
             # Lightning wraps the module in a stream of its own, and nothing waits for the weights
             # that DDP broadcasts there.
             stream_module(self.root_device).synchronize(self.root_device)
+        self._trained, self._frozen = [], {}
+        for name, parameter in module.named_parameters():
+            if name in wrapper.parameters_to_ignore:
+                continue
+            if parameter.requires_grad:
+                self._trained.append(parameter)
+            else:
+                self._frozen[name] = parameter
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # All ranks freeze and thaw alike.
+        if self._is_thawed() or self._is_frozen():
+            self._wrap_again()
+        return super().training_step(*args, **kwargs)
+
+    def _is_thawed(self) -> bool:
+        """Check whether parameters are trained that were frozen when DDP was made."""
+        return any(parameter.requires_grad for parameter in self._frozen.values())
+
+    def _is_frozen(self) -> bool:
+        """Check whether DDP waits for gradients of parameters that have been frozen since."""
+        wrapper: Any = self.model
+        if not self._trained or wrapper.find_unused_parameters:
+            return False
+        num_trained = sum(parameter.requires_grad for parameter in self._trained)
+        return 0 < num_trained < len(self._trained)
+
+    def _wrap_again(self) -> None:
+        # All values are those that the processes have trained, and buffers may differ.
+        self.model = self.module
+        # The old one has cycles, and hooks on the parameters until it is gone.
+        gc.collect()
+        with ddp_options(self, init_sync=False):
+            self._wrap()
+        begin_static_graph(self)
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        wrapper: Any = self.model
+        if self._is_thawed() and wrapper.require_backward_grad_sync:
+            names = [name for name, each in self._frozen.items() if each.requires_grad]
+            raise ValueError(
+                f"{', '.join(names)}: requires_grad was set to True inside training_step, and DDP"
+                " would not average the gradients; set it before the step, as in the hook"
+                " on_train_batch_start"
+            )
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
