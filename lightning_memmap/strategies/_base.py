@@ -12,7 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -36,12 +36,13 @@ from lightning_memmap.placement.topology import (
 from lightning_memmap.process_group import broadcast_all
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
+from lightning_memmap.strategies._checkpoints import ReplacesCheckpoints
 
 #: The methods of a module in which it computes.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class Checked(Strategy):
+class Checked(ReplacesCheckpoints):
     """A strategy that starts only where torch and Lightning have what it needs of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -177,6 +178,23 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
                 " loader, or give it drop_last=True",
                 stacklevel=2,
             )
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over all processes unless a group is named. A mean of integers is a float."""
+        # Lightning divides a sum over rows by a number of rows, and takes the mean over processes
+        # of both. Its own mean of integers is rounded down.
+        is_mean = reduce_op in ("mean", "avg") and isinstance(tensor, Tensor)
+        if not is_mean or tensor.is_complex() or not dist.is_initialized():
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        wide = tensor.to(torch.float64, copy=True)
+        total = super().reduce(wide, group, "sum")  # type: ignore[safe-super]
+        mean: Tensor = total / dist.get_world_size(group)
+        if tensor.is_floating_point():
+            return mean.to(tensor.dtype)
+        # What is logged is float32, and so is its quotient, unless the count has too many digits.
+        short = mean.to(torch.get_default_dtype())
+        return short if torch.equal(short, mean) else mean
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """``memmap_fsdp2``: FSDP2 without a ``configure_model`` to write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import SplitModule
+from lightning_memmap.strategies._checkpoints import (
+    check_target,
+    partial_path,
+    put_in_place,
+    remove,
+)
 from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
     load_optimizers,
@@ -251,6 +258,41 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
         gathered: dict[str, Any] = apply_to_collection(state, Tensor, gather)
         return gathered if self.is_global_zero else {}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Save a file or a folder, which replaces an older one as a whole. All ranks must call."""
+        if not self._is_save_sharded:
+            # The parent would first delete a folder of that name.
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        target = Path(self.broadcast(filepath))
+        partial = partial_path(target)
+        self._on_first_rank(lambda: check_target(target))
+        self._on_first_rank(lambda: remove(partial))
+        try:
+            super().save_checkpoint(checkpoint, partial, storage_options)
+            # Until then the first rank has written what isn't sharded.
+            self._on_first_rank(lambda: put_in_place(partial, target))
+        except BaseException:
+            if self.is_global_zero:
+                with suppress(OSError):
+                    remove(partial)
+            raise
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0. If it raises OSError, every rank raises it."""
+        error: OSError | None = None
+        if self.is_global_zero:
+            try:
+                action()
+            except OSError as raised:
+                error = raised
+        if (error := self.broadcast(error)) is not None:
+            raise error
 
     @override
     def load_checkpoint(

@@ -1,0 +1,148 @@
+"""Checkpoints that replace others as a whole: written beside their path, then renamed."""
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from lightning_memmap.store.files import sync_path
+
+#: The file that makes a folder a checkpoint of Lightning's.
+_METADATA = "meta.pt"
+# From <fcntl.h> and <stdio.h>.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: The kernel or the file system cannot exchange two names.
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
+
+
+class ReplacingCheckpointIO(TorchCheckpointIO):
+    """Saves to a local path what is there completely or not at all, whenever the process ends.
+
+    Lightning writes to the directory for temporary files. If that is another file system, it then
+    copies the file over the checkpoint that it replaces.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        target = _local_path(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_target(target)
+        partial = partial_path(target)
+        remove(partial)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            put_in_place(partial, target)
+        except BaseException:
+            remove(partial)
+            raise
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        target = _local_path(path)
+        if target is None or not is_folder(target):
+            super().remove_checkpoint(path)
+            return
+        # Half a folder could be taken for a checkpoint.
+        partial = partial_path(target)
+        remove(partial)
+        os.rename(target, partial)
+        remove(partial)
+
+
+class ReplacesCheckpoints(Strategy):
+    """Uses `ReplacingCheckpointIO` where Lightning would use its own `TorchCheckpointIO`."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        if type(super().checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = ReplacingCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if hasattr(io, "checkpoint_io"):
+            # It wraps another one. This changes nothing if it has one already.
+            io.checkpoint_io = ReplacingCheckpointIO()
+        Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+
+def partial_path(target: Path) -> Path:
+    """Return where a checkpoint is written until it is whole. A later attempt uses it again."""
+    return target.with_name(f".{target.name}.part")
+
+
+def is_folder(path: Path) -> bool:
+    """Check whether a path is a checkpoint in a folder, and not any other folder."""
+    return path.is_dir() and not path.is_symlink() and (path / _METADATA).is_file()
+
+
+def check_target(target: Path) -> None:
+    """Raise IsADirectoryError where a checkpoint would replace a folder that isn't one."""
+    if target.is_dir() and not is_folder(target) and any(target.iterdir()):
+        raise IsADirectoryError(
+            errno.EISDIR, "not a checkpoint: move it, or choose another path", str(target)
+        )
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Give a whole checkpoint its name. One that has the name is removed afterwards."""
+    if partial.is_dir():
+        for path in (*partial.iterdir(), partial):
+            sync_path(path)
+    if not os.path.lexists(target) or not (partial.is_dir() or target.is_dir()):
+        os.replace(partial, target)
+    elif _exchange(partial, target):
+        remove(partial)
+    else:
+        # Between the two names there is a moment without a checkpoint, and the old one is kept.
+        old = target.with_name(f".{target.name}.old")
+        remove(old)
+        os.rename(target, old)
+        os.rename(partial, target)
+        remove(old)
+    sync_path(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders in one step; False where that cannot be had."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    names = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
+    if function(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    if (error := ctypes.get_errno()) in _NO_EXCHANGE:
+        return False
+    raise OSError(error, os.strerror(error), str(second))
+
+
+def _local_path(path: Any) -> Path | None:
+    """Return the path of a local file; None for the URL of another file system."""
+    file_system, local = fsspec.core.url_to_fs(str(path))
+    return Path(local) if isinstance(file_system, LocalFileSystem) else None
