@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.fields import Field, Values, check_names, field_name
 from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.held import HeldSamples, Sharing
 from lightning_memmap.schema.infer import Inference
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
@@ -137,9 +138,10 @@ class Schema:
         """Whether a named tuple, dataclass or tensorclass is part of a sample."""
         return any(node.name for _, node in self.structure.walk())
 
-    def stack(self, samples: Sequence[Any]) -> list[Values]:
-        """Check samples, and stack their leaves."""
-        return stack(Samples(samples), self.structure, self.fields)
+    def stack(self, samples: Sequence[Any], sharing: Sharing | None = None) -> list[Values]:
+        """Check samples, and stack their leaves. Note whether they have memory in common."""
+        held = Samples(samples) if sharing is None else HeldSamples(samples, sharing)
+        return stack(held, self.structure, self.fields)
 
     def flatten(self, sample: Any) -> list[Tensor]:
         """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""

@@ -91,11 +91,11 @@ class Samples(Branch):
     @override
     def where(self, given: NDArray[np.bool_]) -> Branch:
         pairs = zip(self._values, given.tolist(), strict=True)
-        return Samples([value for value, is_given in pairs if is_given])
+        return self._like([value for value, is_given in pairs if is_given])
 
     @override
     def parts(self, node: Node, path: Path) -> Sequence[Branch]:
-        return list(map(Samples, columns_of(self._values, node, path)))
+        return list(map(self._like, columns_of(self._values, node, path)))
 
     @override
     def lists(self, path: Path) -> tuple[Branch, Integers]:
@@ -105,7 +105,7 @@ class Samples(Branch):
                 " records"
             )
         lengths = np.array(list(map(len, self._values)), np.int64)
-        return Samples(list(chain.from_iterable(self._values))), lengths
+        return self._like(list(chain.from_iterable(self._values))), lengths
 
     @override
     def leaves(self, field: Field) -> Values:
@@ -118,6 +118,9 @@ class Samples(Branch):
                 return _stack_alike(field, leaves)
         data, sizes = _joined(field, [leaf_array(field, leaf) for leaf in leaves])
         return Values(as_tensor(data), sizes)
+
+    def _like(self, values: Sequence[Any]) -> Branch:
+        return Samples(values)
 
 
 class Batch(Branch):

@@ -22,9 +22,10 @@ from lightning_memmap.errors import DatasetError, MismatchError, SchemaError, de
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.schema.fields import Values, field_name
 from lightning_memmap.schema.forms import Form, read_forms
+from lightning_memmap.schema.held import Sharing, copied
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.files import leaf_bytes
-from lightning_memmap.store.workers import Workers, calling
+from lightning_memmap.store.workers import RowNumbers, Workers, calling
 
 NUM_PROBES = 8
 #: Samples that are held as Python objects, before they are copied.
@@ -64,23 +65,75 @@ class ReadAhead:
 
     def keep(self, rows: Integers) -> None:
         """Read samples, and keep each until it is read again."""
-        self.kept.update(zip(rows.tolist(), read_samples(self.dataset, rows), strict=True))
+        self.kept.update((row, copied(read_sample(self.dataset, row))) for row in rows.tolist())
 
 
-def read_samples(dataset: Any, rows: range | Integers) -> Sequence[Any]:
-    """Read samples of a dataset, many at once where it has ``__getitems__``."""
-    numbers = list(rows) if isinstance(rows, range) else rows.tolist()
-    if isinstance(dataset, ReadAhead):
-        kept = {row: dataset.kept.pop(row) for row in numbers if row in dataset.kept}
-        others = np.array([row for row in numbers if row not in kept], np.int64)
-        found = iter(read_samples(dataset.dataset, others))
-        return [kept[row] if row in kept else next(found) for row in numbers]
-    if _gives_many(dataset):
+class SampleReader:
+    """Reads samples of a dataset, and stacks their leaves.
+
+    They are held until they are stacked. Once some of them have memory in common, which the dataset
+    may have overwritten, they are read again, and from then on copied one by one.
+    """
+
+    def __init__(self, dataset: Any, schema: Schema) -> None:
+        is_ahead = isinstance(dataset, ReadAhead)
+        self._dataset = dataset.dataset if is_ahead else dataset
+        self._kept: dict[int, Any] = dataset.kept if is_ahead else {}
+        self._schema = schema
+        self._gives_many = _gives_many(self._dataset)
+        self._is_copying = False
+
+    def read(self, rows: RowNumbers) -> list[Values]:
+        """Read rows; see `stack_rows`."""
+        numbers = list(rows) if isinstance(rows, range) else rows.tolist()
+        kept = {row: self._kept.pop(row) for row in numbers if row in self._kept}
+        others = [row for row in numbers if row not in kept] if kept else numbers
+        if self._gives_many and (many := self._many(others)) is not None:
+            samples = _merged(numbers, kept, many)
+            if (stacked := self._stacked(samples, rows, is_exact=True)) is not None:
+                return stacked
+            self._gives_many = False
+        if not self._is_copying:
+            found = [read_sample(self._dataset, row) for row in others]
+            samples = _merged(numbers, kept, found)
+            if (stacked := self._stacked(samples, rows, is_exact=False)) is not None:
+                return stacked
+            self._is_copying = True
+        found = [copied(read_sample(self._dataset, row)) for row in others]
+        return stack_rows(_merged(numbers, kept, found), rows, self._schema, self._first)
+
+    def _stacked(
+        self, samples: Sequence[Any], rows: RowNumbers, *, is_exact: bool
+    ) -> list[Values] | None:
+        """Stack samples; None where some have memory in common."""
+        if len(samples) == 1:
+            return stack_rows(samples, rows, self._schema, self._first)
+        sharing = Sharing(is_exact=is_exact)
+        try:
+            stacked = self._schema.stack(samples, sharing)
+        except SchemaError:
+            if not sharing.is_found:
+                stack_rows(samples, rows, self._schema, self._first)  # It names the row.
+            return None
+        return None if sharing.is_found else stacked
+
+    def _first(self) -> Any:
+        return read_sample(self._dataset, 0)
+
+    def _many(self, rows: list[int]) -> Sequence[Any] | None:
         with suppress(Exception):  # Row by row, the error has its row.
-            many = dataset.__getitems__(numbers)
-            if isinstance(many, (list, tuple)) and len(many) == len(numbers):
+            many = self._dataset.__getitems__(rows)
+            if isinstance(many, (list, tuple)) and len(many) == len(rows):
                 return many
-    return [read_sample(dataset, row) for row in numbers]
+        return None
+
+
+def _merged(rows: list[int], kept: dict[int, Any], others: Sequence[Any]) -> Sequence[Any]:
+    """Samples in the order of their rows: those that were kept, and the others in their order."""
+    if not kept:
+        return others
+    found = iter(others)
+    return [kept[row] if row in kept else next(found) for row in rows]
 
 
 def rows_at_once(row_bytes: int) -> int:
@@ -168,6 +221,7 @@ def flatten_row(
     except SchemaError as error:
         remedy = ""
         if isinstance(error, MismatchError):
+            sample = copied(sample)  # Before another one is read.
             remedy = f". {_way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE}"
         is_bare = schema.structure.is_field
         raise _at_row(row, error, is_bare=is_bare, remedy=remedy) from error
@@ -265,7 +319,7 @@ def read_probes(forms: Forms | Schema, tell: Tell, dataset: Any, num_rows: int) 
     samples = list[Any]()
     for row in rows:
         start = perf_counter()
-        samples.append(read_sample(dataset, row))
+        samples.append(copied(read_sample(dataset, row)))
         durations.append(perf_counter() - start)
     schema = forms if isinstance(forms, Schema) else _schema_of(dataset, samples, rows, forms, tell)
     digests, sizes = [], list[int]()
@@ -291,7 +345,7 @@ def _schema_of(
         return schema
     spread = np.linspace(0, len(dataset) - 1, MAX_PROBES).astype(np.int64).tolist()
     others = sorted({*spread} - {*rows})[: MAX_PROBES - len(rows)]
-    more = ((row, read_sample(dataset, row)) for row in others)
+    more = ((row, copied(read_sample(dataset, row))) for row in others)
     return find_schema([*samples], [*rows], forms, more)
 
 
@@ -304,8 +358,7 @@ def random_dataset_error(row: int, fields: Sequence[str]) -> RandomDatasetError:
     names = ", ".join(map(repr, fields))
     return RandomDatasetError(
         f"row {row}, field {names}: two reads of the same row differ, so the dataset is random, and"
-        " a store would freeze its augmentation; or it gives arrays that it later overwrites. Take"
-        " the random part out of the dataset and pass it as `transform=`, where it runs on every"
-        " batch (`lightning_memmap.transforms.PerSample` adapts a per-sample callable); give copies"
-        " of arrays that are used again"
+        " a store would freeze its augmentation. Take the random part out of the dataset and pass"
+        " it as `transform=`, where it runs on every batch"
+        " (`lightning_memmap.transforms.PerSample` adapts a per-sample callable)"
     )

@@ -27,7 +27,7 @@ from lightning_memmap.schema.kinds import Image
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.stack import Branch, Samples, fit, stack
 from lightning_memmap.schema.structure import Node, children_of
-from lightning_memmap.store.samples import read_sample, read_samples, rows_at_once, stack_rows
+from lightning_memmap.store.samples import SampleReader, rows_at_once
 from lightning_memmap.store.sources.column import (
     TableColumn,
     as_range,
@@ -69,15 +69,12 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
     """Find how the rows of a dataset are read: by slices where it is known, or as items."""
     if isinstance(dataset, Spool):
         return Source(dataset.read)
-    step = rows_at_once(row_bytes)
+    step, reader, slices = rows_at_once(row_bytes), SampleReader(dataset, schema), None
 
     def read_items(rows: RowNumbers) -> list[Values]:
         some = (rows[first : first + step] for first in range(0, len(rows), step))
-        return join_values(
-            [stack_rows(read_samples(dataset, each), each, schema, another) for each in some]
-        )
+        return join_values(list(map(reader.read, some)))
 
-    another, slices = partial(read_sample, dataset, 0), None
     if not any(isinstance(field.kind, Image) for field in schema.fields):
         with suppress(SchemaError):  # Its arrays are not nested as its samples are.
             slices = _source_of(dataset, schema.structure, schema.fields)
@@ -248,7 +245,10 @@ def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:
         found = take_rows(values, rows)
     else:
         found = values[rows] if is_memory else _take_of_file(values, rows)
-    found = found if is_memory else np.asarray(found)
+    if not is_memory:
+        # Libraries of arrays in files return new arrays; any other may reuse a buffer.
+        is_new = type(values).__module__.partition(".")[0] in _FILE_MODULES
+        found = np.asarray(found) if is_new else np.array(found)
     if isinstance(found, np.ndarray) and found.dtype.kind in "OUS" and found.ndim == 1:
         return Samples(found.tolist())
     return _ArrayRows(found)

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.schema.fields import Values, join_values
 from lightning_memmap.schema.forms import Form
+from lightning_memmap.schema.held import copied
 from lightning_memmap.schema.stack import as_tensor
 from lightning_memmap.store.files import leaf_bytes
 from lightning_memmap.store.progress import Advance
@@ -67,7 +68,7 @@ class Spool:
         self._directory = directory
         #: Where the rows, and the bytes, of each piece end.
         self._ends, self._places = [0], [0]
-        samples = samples_of(stream)
+        samples = map(copied, samples_of(stream))
         piece = list(islice(samples, NUM_PROBES))
         if not piece:
             read = " A generator gives its rows once." if is_read_once(stream) else ""
