@@ -35,8 +35,8 @@ from lightning_memmap.sampling import (
     SequentialSampler,
     ShuffledSampler,
 )
+from lightning_memmap.sampling import factory as sampler_factory
 from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, WindowedRows
-from lightning_memmap.sampling.sampler import made_sampler
 from lightning_memmap.sampling.schedule import Blocks, default_window
 from lightning_memmap.schema import Windows
 from lightning_memmap.schema.forms import read_forms
@@ -390,7 +390,9 @@ def make_window_loader(
         if factory is not None:
             pool = replace(pool, global_batch=batch_size * topology.num_data_devices)
             fields = fields_of(store, pool.rows)
-            return made_sampler(factory, pool, 5, fields, None if is_whole else rows)
+            return sampler_factory.make_sampler(
+                factory, pool, 5, fields, None if is_whole else rows
+            )
         block = None if is_whole else rows
         if not shuffle:
             return SequentialSampler(pool, shuffle_window=block)

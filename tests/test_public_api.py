@@ -36,8 +36,9 @@ NAMES = {
         Padded RowList Scaled
     """,
     "lightning_memmap.sampling": """
-        Bucketed Curriculum Fields Holdout KFold Mixture Parts Pool RandomSplit Sampler
-        SamplerFactory Selection SequentialSampler ShuffledSampler Subset Weighted
+        Bucketed ComputedSampler Curriculum DrawnSampler Fields Holdout KFold Mixture Parts Pool
+        RandomSplit Sampler SamplerFactory Selection SequentialSampler ShuffledSampler Subset
+        TableSampler Weighted
     """,
     "lightning_memmap.schema": """
         Decode Form Jagged Masked Nullable Pad Rows Windows

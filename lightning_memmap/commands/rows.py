@@ -96,7 +96,7 @@ def steps_with(
     schedule, wanted, found = _schedule(data, order, topology), {*names}, list[int]()
     unknown, known = {*names}, list[str]()
     for shard in range(order.pool.num_shards):
-        known = [*map(_name, order.pool.rows.names(order.pool.rows_of(shard)))] or known
+        known = [*map(_name, order.pool.rows.names(order.pool.shard_dataset_rows(shard)))] or known
         unknown.difference_update(known)
     if unknown:
         raise ValueError(f"find: {min(unknown)!r} is no training row, such as {known[0]!r}")
@@ -181,7 +181,7 @@ def _write_page(path: Path, store: Store, order: Sampler, step: dict[str, Any]) 
         for position, row in enumerate(step["rows"], step["first"])
     ]
     rows = order.dataset_rows(step["epoch"], range(step["first"], step["last"]))
-    values = values_of(store, order.pool.rows.stored_rows(rows).tolist())
+    values = values_of(store, order.pool.rows.store_rows(rows).tolist())
     samples = [*zip(names, values, strict=True)]
     title = f"Epoch {step['epoch']}, step {step['step']}"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ class StoredRows:
         store, windows = self._store, self._windows
         if windows is None:
             return [column.row(row) for column in store.columns]
-        series, first = (int(each[0]) for each in windows.numbered(np.array([row])))
+        series, first = (int(each[0]) for each in windows.find(np.array([row])))
         steps = slice(first * windows.stride, first * windows.stride + windows.length)
         return [
             column.row(series)[steps] if field.name in windows.fields else column.row(series)

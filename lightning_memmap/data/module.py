@@ -40,8 +40,9 @@ from lightning_memmap.placement.plan import Placement, Residency, placement_tabl
 from lightning_memmap.placement.topology import DataTopology, free_bytes, topology_of
 from lightning_memmap.process_group import leave_group_at_exit
 from lightning_memmap.ranks import check_ranks_match
+from lightning_memmap.sampling.factory import SamplerFactory
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.sampler import Sampler, SamplerFactory
+from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import SkippedSteps, steps_to_skip
 from lightning_memmap.sampling.selection import Selection, Subset
 from lightning_memmap.sizes import format_bytes

@@ -11,8 +11,9 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.transform import check_callable
 from lightning_memmap.placement.plan import Residency, check_residency
 from lightning_memmap.placement.topology import check_memory_fraction
+from lightning_memmap.sampling.factory import SamplerFactory
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.sampler import Sampler, SamplerFactory, check_seed
+from lightning_memmap.sampling.sampler import Sampler, check_seed
 from lightning_memmap.sampling.schedule import steps_to_skip
 from lightning_memmap.sampling.selection import Selection, Subset
 from lightning_memmap.schema.forms import Form, read_forms

@@ -14,14 +14,10 @@ from lightning_memmap.errors import MemmapError
 from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
 from lightning_memmap.placement.plan import Placement, SplitSize, divided, plan_placement
 from lightning_memmap.placement.topology import DataTopology, device_budgets
+from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
-from lightning_memmap.sampling.sampler import (
-    Sampler,
-    SequentialSampler,
-    ShuffledSampler,
-    made_sampler,
-)
+from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
 from lightning_memmap.sampling.schedule import Blocks, default_window, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
@@ -109,7 +105,7 @@ class Planner:
             return ShuffledSampler(pool, options.seed, block)
         if options.is_by_batch:
             pool = replace(pool, global_batch=self.step_rows)
-        return made_sampler(maker, pool, options.seed, fields_of(store, rows), block)
+        return make_sampler(maker, pool, options.seed, fields_of(store, rows), block)
 
 
 @dataclass(frozen=True)

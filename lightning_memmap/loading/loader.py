@@ -231,8 +231,8 @@ class SuperBatchLoader:
         if saved is not None and saved.epoch == self._epoch:
             self._check_order(saved, start)
             start = saved
-        pieces = self._schedule(start.position, start.epoch).pieces
-        left = min((piece.edge(len(piece)) - piece.first for piece in pieces), default=0)
+        stretches = self._schedule(start.position, start.epoch).stretches
+        left = min((steps.position(len(steps)) - steps.start for steps in stretches), default=0)
         num_devices = self._rows.topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(
@@ -366,13 +366,13 @@ class SuperBatchLoader:
         """The steps of an epoch, divided into blocks that are located together."""
         number = start.steps
         per_block = min(max(1, _BLOCK_POSITIONS // self.global_batch), _BLOCK_STEPS)
-        for piece in self._schedule(start.position, start.epoch).pieces:
-            for step in range(0, max(1, piece.num_full), per_block):
-                last = min(step + per_block, piece.num_full)
+        for stretch in self._schedule(start.position, start.epoch).stretches:
+            for step in range(0, max(1, stretch.num_full), per_block):
+                last = min(step + per_block, stretch.num_full)
                 sizes = [self.global_batch] * (last - step)
-                if last == piece.num_full:
-                    sizes += piece.tail
-                first = piece.edge(step)
+                if last == stretch.num_full:
+                    sizes += stretch.tail
+                first = stretch.position(step)
                 edges = first + np.append(0, np.cumsum(sizes))
                 # How many positions this process serves before each step.
                 served = -(-(edges - self._rows.topology.rank) // self._rows.topology.size)

@@ -22,8 +22,8 @@ from lightning_memmap.loading.buffers import Buffers
 from lightning_memmap.loading.device_streams import send, upload
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, released_error
 from lightning_memmap.loading.variable_rows import Allocate, VariableRows, largest
-from lightning_memmap.sampling.pool import Pool, spans_of
-from lightning_memmap.sampling.rows import Integers, WindowedRows, firsts_of
+from lightning_memmap.sampling.pool import Pool, window_spans
+from lightning_memmap.sampling.rows import Integers, WindowedRows, starts_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.schema.fields import Field, select
 from lightning_memmap.store import Store
@@ -55,11 +55,11 @@ class Places:
     def in_store(cls, store: Store, pool: Pool) -> "Places":
         """Where the rows of a split lie in the mapped columns of its store."""
         slots = store.in_memory if store.has_gaps else None
-        return cls(pool, pool.begins if slots is None else None, slots)
+        return cls(pool, pool.file_starts if slots is None else None, slots)
 
     def of(self, index: Integers) -> Integers:
         """The slots of rows, by their index in the pool."""
-        return self.moved(self.pool.places(index))
+        return self.moved(self.pool.file_rows(index))
 
     def moved(self, places: Integers) -> Integers:
         """The slots of places in the files."""
@@ -75,7 +75,7 @@ class Places:
         """The slots of the rows that supply positions."""
         if self.starts is not None:
             return sampler.index(epoch, positions, self.starts)
-        begins, is_large = self.pool.begins, self.pool.num_rows > TABLE_ROWS
+        begins, is_large = self.pool.file_starts, self.pool.num_rows > TABLE_ROWS
         if begins is not None and (is_large or self.is_cheap):
             return self.moved(sampler.index(epoch, positions, begins))
         rows = sampler.index(epoch, positions)
@@ -159,7 +159,7 @@ class SeriesPlaces:
     @cached_property
     def shifts(self) -> Integers:
         """By series, what is added to the place of a window, in strides, to find its slot."""
-        return self.begins - self.line.begins * self.line.stride
+        return self.begins - self.line.starts * self.line.stride
 
     @property
     def num_slots(self) -> int:
@@ -261,7 +261,7 @@ def copied_rows(
     """Rows of a store that are copied to the host or to a device, in long reads."""
     pool = places.pool
     sizes, starts = pool.sizes[shards], np.full(pool.num_shards, -1, np.int64)
-    starts[shards] = firsts_of(sizes)
+    starts[shards] = starts_of(sizes)
 
     found = [
         _copied_column(
@@ -290,11 +290,11 @@ def copied_windows(
 ) -> Memory:
     """Windows over series whose steps are copied to the host or to a device, each of them once."""
     line = mapped.line
-    firsts, counts = spans_of(pool, shards)
+    firsts, counts = window_spans(pool, shards)
     used = np.flatnonzero(counts)
     lengths = (counts[used] - 1) * line.stride + line.length
     starts, rows = np.zeros_like(mapped.begins), np.full_like(mapped.begins, -1)
-    starts[used] = firsts_of(lengths)
+    starts[used] = starts_of(lengths)
     rows[used] = np.arange(len(used))
     series = SeriesPlaces(line, starts - firsts * line.stride, starts, rows, device)
     pieces = mapped.begins[used] + firsts[used] * line.stride, lengths

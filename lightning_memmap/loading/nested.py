@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.device_streams import send
-from lightning_memmap.sampling.rows import firsts_of
+from lightning_memmap.sampling.rows import starts_of
 from lightning_memmap.schema.fields import RowList, select
 
 #: What leaves have in common whose rows can be put together: what they are, dtype and shape.
@@ -203,7 +203,7 @@ def interleaved(leaves: Sequence[Any], first: int, num_rows: int, device: torch.
     )
     order = send(torch.from_numpy(np.argsort(places)), device)
     values = torch.cat([leaf.values() for leaf in sent])
-    bases = firsts_of(np.array([len(leaf.values()) for leaf in sent])).tolist()
+    bases = starts_of(np.array([len(leaf.values()) for leaf in sent])).tolist()
     pairs = zip(sent, bases, strict=True)
     starts = torch.cat([leaf.offsets()[:-1] + base for leaf, base in pairs])[order]
     lengths = torch.cat([leaf.offsets().diff() for leaf in sent])[order]

@@ -170,7 +170,7 @@ def _pieces(
 
 def reads_of(file: RowFile, runs: Runs, ends: Integers, target: Tensor) -> Iterator[Read]:
     """Reads of runs of rows, and of small gaps between them, to their places in memory."""
-    begins, ends, sources, edges = _pieces(runs.begins, ends, file.row_bytes)
+    begins, ends, sources, edges = _pieces(runs.starts, ends, file.row_bytes)
     places = begins + runs.shifts[sources]
     memory = target.numpy()
     for first, last in pairwise(edges):

@@ -181,9 +181,9 @@ def _stored_shards(store: Store, pool: Pool, held: Sequence[int]) -> list[int]:
     is_same = pool.rows == StoreRows(stored) and pool.num_shards == stored.num_shards
     if is_same and pool.chosen is None:
         return [*held]
-    if pool.rows.is_lined:
+    if pool.rows.is_contiguous:
         return [*range(stored.num_shards)]
     found = np.zeros(stored.num_shards, bool)
     for shard in held:
-        found[pool.rows_of(shard) % stored.num_shards] = True
+        found[pool.shard_dataset_rows(shard) % stored.num_shards] = True
     return [int(shard) for shard in np.flatnonzero(found)]

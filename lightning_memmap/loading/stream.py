@@ -29,7 +29,7 @@ from lightning_memmap.loading.memory import (
 )
 from lightning_memmap.loading.row_file import Read, RowFile, aligned_memory, reads_of
 from lightning_memmap.loading.row_source import Leaf, RowSource, Take, in_order
-from lightning_memmap.sampling.rows import Integers, Runs, WindowedRows, distinct, firsts_of, ranges
+from lightning_memmap.sampling.rows import Integers, Runs, WindowedRows, distinct, ranges, starts_of
 from lightning_memmap.sampling.sampler import Sampler
 from lightning_memmap.sampling.schedule import Blocks
 from lightning_memmap.schema.fields import Field
@@ -75,7 +75,7 @@ class WindowItems:
                 f" windows of rows that follow one another have {self._max_items} at most: let"
                 " block_runs of the sampler return such rows"
             )
-        self.runs = Runs(begins, firsts_of(lengths) - begins)
+        self.runs = Runs(begins, starts_of(lengths) - begins)
         for file, items in zip(self._files, self.memory, strict=True):
             if file is not None and items.numel():
                 yield from reads_of(file, self.runs, ends, items.view(-1).view(torch.uint8))
@@ -280,7 +280,7 @@ def located_steps(
     if runs is not None:
         if pool.is_striped:
             edges = [(run.start * num_shards, run.stop * num_shards) for run in runs]
-            found = line.stretches(num_shards, edges, held.tolist())
+            found = line.runs_between(num_shards, edges, held.tolist())
         else:
             sizes = zip(pool.starts[held], pool.sizes[held], strict=True)
             edges = [
@@ -288,10 +288,10 @@ def located_steps(
                 for start, size in sizes
                 for run in runs
             ]
-            found = line.stretches(num_shards, edges, None)
+            found = line.runs_between(num_shards, edges, None)
         numbers, firsts, counts = found
     else:
-        firsts = distinct(pool.places(blocks.index(epoch, number, held)))
+        firsts = distinct(pool.file_rows(blocks.index(epoch, number, held)))
         numbers, counts = line.in_series(firsts)[0], np.ones_like(firsts)
     lengths = (counts - 1) * line.stride + line.length
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
@@ -337,9 +337,9 @@ def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
     if pool.is_striped:
         size = window * pool.num_shards
         edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
-        return int(np.diff(line.steps_before(edges, True)).max()) + shared
+        return int(np.diff(line.num_steps_before(edges, True)).max()) + shared
     lengths = (
-        np.diff(line.steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
+        np.diff(line.num_steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
         for shard in held
     )
     return most_items(pool.sizes, window, lengths) + _MAX_RUNS * shared * len(held)

@@ -21,7 +21,7 @@ from lightning_memmap._compat.tensors import jagged_tensor
 from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.loading.device_streams import has_streams, send
 from lightning_memmap.loading.image_decoder import ImageDecoder, Scaled
-from lightning_memmap.sampling.rows import Integers, firsts_of, ranges
+from lightning_memmap.sampling.rows import Integers, ranges, starts_of
 from lightning_memmap.schema.fields import SIGNED, Field, RowList, Values, select
 from lightning_memmap.schema.forms import Decode
 from lightning_memmap.store.segments import Bytes, copy_segments
@@ -141,7 +141,7 @@ class VariableRows:
     def copied(self) -> "VariableRows":
         """The rows in memory of their own, one after the other."""
         lengths, items = self.lengths, self.packed()
-        return self.but(items=items, starts=firsts_of(lengths), is_packed=True, fetch=None)
+        return self.but(items=items, starts=starts_of(lengths), is_packed=True, fetch=None)
 
     def packed(self) -> Tensor:
         """The items of the rows, one row after the other, in memory of their own."""
@@ -240,7 +240,7 @@ class VariableRows:
 
     def _spread(self, lengths: Integers, *begins: Integers) -> Sequence[Tensor]:
         """The places of all items of pieces on the device, for each array of their begins."""
-        firsts, total = firsts_of(lengths), int(lengths.sum())
+        firsts, total = starts_of(lengths), int(lengths.sum())
         numbers = np.column_stack([lengths, *(each - firsts for each in begins)])
         counts, *shifts = send(torch.from_numpy(numbers), self.device).unbind(1)
         along = torch.arange(total, device=self.device)
@@ -296,7 +296,7 @@ def _pieces(rows: VariableRows, widths: Integers) -> tuple[Integers, Integers, I
     """What lies in one piece: a row, or a part along the last of several dimensions that differ."""
     starts, sizes = rows.starts, rows.sizes
     items = widths.prod(axis=1)
-    places = firsts_of(items)
+    places = starts_of(items)
     for dim in range(1, sizes.shape[1]):
         # Each piece becomes as many as it has sizes along the dimension before.
         counts = sizes[:, dim - 1]
@@ -338,7 +338,7 @@ def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
 
 
 def _packed_rows(field: Field, items: Tensor, sizes: Integers) -> VariableRows:
-    starts = firsts_of(sizes.prod(axis=1))
+    starts = starts_of(sizes.prod(axis=1))
     return VariableRows(field, items, starts, sizes, largest(sizes), is_packed=True)
 
 

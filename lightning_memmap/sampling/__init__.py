@@ -1,28 +1,37 @@
-"""The data order: which rows come when, the same for every strategy and device count.
+"""The data order: which row is at which position, under every strategy and on any device count.
 
-Integers only: no file, no tensor, no device.
+Integers only: no file, no tensor, no device. The names used here::
 
-    rows          what is ordered: rows of a store, some of them, of several stores, windows; and
-                  how these are divided into shards
-    pool          which rows each shard has
-    sampler       an order: draws from the pool, permutes, arranges; dataset order, and shuffled;
-                  and what makes one
-    weighted, bucketed, mixture, curriculum
-                  the other orders, each with what makes it of a user's options
+    row         index of a sample in dataset order, 0 .. N-1
+    file_row    index of a row in the files of its store, shard after shard
+    shard       0 .. C-1; row i is stored in shard i % C
+    index       index of a row in a pool, shard by shard; offsets count from the shard's start
+    position    index in the order of an epoch; position p is served by shard p % C
+    start, stop half-open bounds
+
+Modules, from the bottom up:
+
+    identity      what identifies an order in checkpoints, and how two orders differ
+    rows          the rows of a dataset, of a subset, of several datasets, or windows
+    pool          the rows of each shard
     permutations  the order within shards, from random bits
-    selection     which rows of which store each split has
-    schedule      how an epoch is divided into steps, and into what is read from disk at once
-    identity      what tells orders from each other, also in words
+    sampler       an order; dataset order and shuffled order, which are computed
+    table_sampler orders that draw and arrange rows in a table of an epoch
+    factory       how an order is made from the user's options
+    weighted, bucketed, mixture, curriculum
+                  further orders, each with the option that makes it
+    selection     which rows of which store each split uses
+    schedule      how an epoch is divided into steps and into blocks
 """
 
 from lightning_memmap.sampling.bucketed import Bucketed
 from lightning_memmap.sampling.curriculum import Curriculum
+from lightning_memmap.sampling.factory import Fields, SamplerFactory
 from lightning_memmap.sampling.mixture import Mixture
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.sampler import (
-    Fields,
+    ComputedSampler,
     Sampler,
-    SamplerFactory,
     SequentialSampler,
     ShuffledSampler,
 )
@@ -34,11 +43,14 @@ from lightning_memmap.sampling.selection import (
     Selection,
     Subset,
 )
+from lightning_memmap.sampling.table_sampler import DrawnSampler, TableSampler
 from lightning_memmap.sampling.weighted import Weighted
 
 __all__ = [
     "Bucketed",
+    "ComputedSampler",
     "Curriculum",
+    "DrawnSampler",
     "Fields",
     "Holdout",
     "KFold",
@@ -52,6 +64,7 @@ __all__ = [
     "SequentialSampler",
     "ShuffledSampler",
     "Subset",
+    "TableSampler",
     "Weighted",
 ]
 

@@ -1,4 +1,12 @@
-"""Rows of similar length come together, so that little of a padded batch is padding."""
+"""Orders that put rows of similar length into one step, so that batches need little padding.
+
+An epoch is divided into sections of several buckets. Rows are assigned to sections at random, and
+sorted by length within each. With a ``bucket_size`` of 2 and 3 buckets in a section::
+
+    lengths drawn for a section    5 9 1 7 2 8
+    sorted into buckets            1 2 | 5 7 | 8 9
+    buckets in random order        5 7 | 1 2 | 8 9
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import Described, check_integer
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_by_row, one_by_row
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Alike,
@@ -19,43 +28,37 @@ from lightning_memmap.sampling.permutations import (
 )
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, Shards
-from lightning_memmap.sampling.sampler import (
-    Fields,
-    Sampler,
-    SamplerFactory,
-    check_by_row,
-    kept,
-    one_by_row,
-)
+from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
+from lightning_memmap.sampling.table_sampler import DrawnSampler
 
-#: Buckets that are exchanged with each other, at least.
-_GROUP = 4
-#: Parts of the random bits: how rows are dealt, and the first of those for shards. Part 0 is for
-#: the order of layers, and part 1 for that of buckets.
-_DEAL, _STRATA = 2, 3
+#: Minimum number of buckets that are exchanged with each other.
+_MIN_GROUP = 4
+#: Streams of the random bits: how rows are dealt to shards, and the first of the streams of shards.
+#: Stream 0 is used for the order of layers, and stream 1 for the order of buckets.
+_DEAL_BITS, _SHARD_BITS = 2, 3
 
 
 @dataclass(eq=False, repr=False)
 class Bucketed(Described, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
-    In each epoch all rows come exactly once. Those of a window, that is ``num_buckets *
-    bucket_size`` consecutive positions or some more, are drawn at random from rows of all lengths,
-    sorted by length and divided into buckets, which come in random order. Within a bucket, rows
-    ascend in length.
+    Each epoch holds all rows exactly once. The rows of a section, which is ``num_buckets *
+    bucket_size`` consecutive positions or a few more, are drawn at random from rows of all lengths,
+    sorted by length and divided into buckets, whose order is random. Within a bucket, lengths
+    ascend.
 
     Args:
-        lengths: The name of a field whose rows differ in length; where several dimensions differ, a
-            length is their product. Or one length for each row of the dataset, in its order: a
-            tensor, an array or a sequence of integers, not negative.
-        bucket_size: Rows of a bucket: those of a step over all devices, ``batch_size`` times the
-            number of devices, or a multiple of it. With another number, some steps have rows of two
-            buckets, and more padding.
-        num_buckets: Buckets of a window. With more of them, a bucket has rows of more equal length;
-            with one, the rows of a bucket are all rows that are near each other.
+        lengths: The name of a field of variable length; if several dimensions vary, a length is
+            their product. Or one length for each row of the dataset, in dataset order: a tensor, an
+            array or a sequence of integers, not negative.
+        bucket_size: Rows of a bucket: the rows of a step over all devices, which is ``batch_size``
+            times the number of devices, or a multiple of it. With another number, some steps span
+            two buckets, and need more padding.
+        num_buckets: Buckets of a section. The more there are, the more equal the lengths in a
+            bucket. With 1, a bucket simply holds rows that are close together in a shuffle.
 
     Raises:
-        TypeError: ``lengths`` is neither, or a number is not an integer.
+        TypeError: ``lengths`` is of another type, or a number is not an integer.
         ValueError: A number is below 1.
     """
 
@@ -74,54 +77,59 @@ class Bucketed(Described, SamplerFactory):
 
         Raises:
             TypeError: The lengths are not integers.
-            ValueError: There is not one length for each row, one is negative, or the rows of the
-                field do not differ in length.
+            ValueError: The number of lengths isn't the number of rows, one is negative, or all rows
+                of the field have one length.
         """
-        found = self._lengths(fields)
-        lengths = found.astype(np.min_scalar_type(int(found.max(initial=0))))
-        lengths = lengths[pool.dataset_rows(pool.index())]
+        dataset_lengths = self._dataset_lengths(fields)
+        dtype = np.min_scalar_type(int(dataset_lengths.max(initial=0)))
+        lengths = dataset_lengths.astype(dtype)[pool.dataset_rows(pool.index())]
         if pool.is_striped:
-            pool = _dealt(pool, lengths, seed)
-        counts = {"bucket_size": self.bucket_size, "num_buckets": self.num_buckets}
-        return BucketedSampler(pool, seed, lengths=Numbers(lengths), **counts)
+            pool = _deal(pool, lengths, seed)
+        return BucketedSampler(
+            pool,
+            seed,
+            lengths=Numbers(lengths),
+            bucket_size=self.bucket_size,
+            num_buckets=self.num_buckets,
+        )
 
-    def _lengths(self, fields: Fields) -> Integers:
-        """The length of each row of the dataset."""
+    def _dataset_lengths(self, fields: Fields) -> Integers:
+        """Return the length of each row of the dataset."""
         if isinstance(self.lengths, str):
             return fields.lengths(self.lengths)
-        given = one_by_row("Bucketed: lengths", self.lengths, fields.num_rows)
-        if not np.issubdtype(given.dtype, np.integer):
-            raise TypeError(f"Bucketed: lengths of {given.dtype}: give integers")
-        wrong = np.flatnonzero(given < 0)
-        if len(wrong):
+        lengths = one_by_row("Bucketed: lengths", self.lengths, fields.num_rows)
+        if not np.issubdtype(lengths.dtype, np.integer):
+            raise TypeError(f"Bucketed: lengths of {lengths.dtype}: pass integers")
+        negative = np.flatnonzero(lengths < 0)
+        if len(negative):
+            row = negative[0]
             raise ValueError(
-                f"Bucketed: row {wrong[0]} has the length {given[wrong[0]]}: lengths are 0 or more"
+                f"Bucketed: row {row} has the length {lengths[row]}: lengths can't be negative"
             )
-        return given.astype(np.int64)
+        return lengths.astype(np.int64)
 
 
-def _dealt(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
-    """The rows of a pool dealt to its shards by length, as cards are: all shards are alike."""
-    places = Shards(pool.num_rows, pool.num_shards).locate(np.arange(pool.num_rows))
-    dealt = places[order_within(lengths[places], random_bits(seed, 0, _DEAL))]
-    each = [dealt[shard :: pool.num_shards] for shard in range(pool.num_shards)]
-    return pool.drawing(pool.sizes, pool.counts, np.concatenate(each))
+def _deal(pool: Pool, lengths: NDArray[Any], seed: int) -> Pool:
+    """Deal the rows of a pool to its shards by length, like cards, so that all shards are alike."""
+    index = Shards(pool.num_rows, pool.num_shards).file_rows(np.arange(pool.num_rows))
+    dealt = index[order_within(lengths[index], random_bits(seed, 0, _DEAL_BITS))]
+    shards = [dealt[shard :: pool.num_shards] for shard in range(pool.num_shards)]
+    return pool.choose(pool.sizes, np.concatenate(shards))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketedSampler(Sampler):
-    """A shuffled epoch whose rows are sorted by length within windows, bucket by bucket."""
+class BucketedSampler(DrawnSampler):
+    """A shuffled epoch whose rows are sorted by length within sections, bucket by bucket."""
 
-    # A bucket is ``bucket_size`` consecutive positions, and a window ``num_buckets`` buckets, which
-    # are ranked at random. Each shard sorts its rows of the window by length, and its positions by
-    # the ranks of their buckets; the first row is at the first position, and so on.
-    # So that rows of a bucket are of similar length whichever shard they are of, rows are dealt to
-    # shards by length: those at one offset of all shards are a layer of neighbours in length. All
-    # shards have the same random order of layers, and exchange rows between a few of them that lie
-    # together. And buckets are ranked among those that begin at the same shard, of which a window
-    # has several, as far as there are enough: rows then come to their positions as if there were no
-    # shards. In blocks, where rows that lie together come together, shards are those of the store
-    # instead.
+    # Bucket b holds the positions b * bucket_size and so on, and the buckets of a section are
+    # ranked at random. Each shard sorts its rows of the section by length, and its positions by the
+    # ranks of their buckets: its shortest row is assigned to its first position in that order, etc.
+    # To make the rows of a bucket similar in length whichever shards they belong to, rows are dealt
+    # to shards by length. The rows at one offset of all shards form a layer of neighbours in
+    # length. All shards have the same random order of layers, and exchange rows between a few
+    # neighbouring layers. Buckets are ranked among those that start at the same shard, of which a
+    # section has several if there are enough, so rows are placed as if there were no shards.
+    # In blocks, whose rows must be close together in the files, shards are the store's instead.
 
     #: By the index in the pool of all rows.
     lengths: Numbers
@@ -136,70 +144,75 @@ class BucketedSampler(Sampler):
     @override
     def draw(self, epoch: int, shard: int) -> Integers:
         drawn = super().draw(epoch, shard)
-        # What not all shards have comes last, as everywhere.
+        # The row by which some shards are longer stays last.
         num_layers = int(self.pool.sizes.min())
-        # How many layers a bucket would span if there were no shards, and a part of them.
-        together = 1 + round((num_layers / self.num_buckets + 0.5) / 4)
-        if self.pool.chosen is None or together == 1 or not num_layers:
+        # A quarter of the layers that a bucket would span if there were no shards.
+        num_exchanged = 1 + round((num_layers / self.num_buckets + 0.5) / 4)
+        if self.pool.chosen is None or num_exchanged == 1 or not num_layers:
             return drawn
-        strata = np.arange(num_layers) // together
-        drawn[:num_layers] = order_within(strata, random_bits(self.seed, epoch, _STRATA + shard))
+        groups = np.arange(num_layers) // num_exchanged
+        bits = random_bits(self.seed, epoch, _SHARD_BITS + shard)
+        drawn[:num_layers] = order_within(groups, bits)
         return drawn
 
     @override
     def permutation(self, epoch: int) -> Permutation:
         if self.pool.chosen is None:
             return super().permutation(epoch)
-        # The rows that all shards have are in one order, the same for each.
-        num_layers, zero = max(1, int(self.pool.sizes.min())), np.zeros(1, np.int64)
-        found = permuted(np.array([num_layers]), random_bits(self.seed, epoch))
-        layers = found.grid(0, num_layers - 1, zero, zero)
+        # All shards have the same order of layers.
+        num_layers = max(1, int(self.pool.sizes.min()))
+        zero = np.zeros(1, np.int64)
+        order = permuted(np.array([num_layers]), random_bits(self.seed, epoch))
+        layers = order.grid(0, num_layers, zero, zero)
         return Alike(np.append(layers, np.arange(num_layers, self.pool.longest)))
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
         buckets = positions // self.bucket_size
-        lengths = self._held(0)[self.pool.starts[shard] + offsets]
-        found = np.empty_like(offsets)
-        windows = buckets // self._window
-        found[self._ranks(epoch)[buckets].argsort(kind="stable")] = offsets[
-            np.lexsort((lengths, windows))
-        ]
-        return found
+        sections = buckets // self._section_buckets
+        lengths = self._pool_lengths()[self.pool.starts[shard] + offsets]
+        by_length = np.lexsort((lengths, sections))
+        by_rank = self._ranks(epoch)[buckets].argsort(kind="stable")
+        arranged = np.empty_like(offsets)
+        arranged[by_rank] = offsets[by_length]
+        return arranged
 
-    @kept
-    def _held(self, _: int) -> NDArray[Any]:
-        """The lengths of the rows of each shard, shard after shard."""
-        return self.lengths.array[self.pool.whole(self.pool.index())]
+    @cached_once
+    def _pool_lengths(self) -> NDArray[Any]:
+        """Return the length of each row of the pool, shard after shard."""
+        return self.lengths.array[self.pool.base_index(self.pool.index())]
 
     @property
-    def _num_begins(self) -> int:
-        """How many shards there are that a bucket may begin at."""
+    def _num_start_shards(self) -> int:
+        """The number of shards at which a bucket may start."""
         return self.num_shards // math.gcd(self.bucket_size, self.num_shards)
 
     @property
-    def _window(self) -> int:
-        """Buckets of a window: whole rounds over the shards that one may begin at."""
-        if self._num_begins == 1 or self.num_buckets == 1:
+    def _section_buckets(self) -> int:
+        """Buckets of a section: a multiple of the shards at which they may start."""
+        if self._num_start_shards == 1 or self.num_buckets == 1:
             return self.num_buckets
-        return self._num_begins * max(_GROUP, -(-self.num_buckets // self._num_begins))
+        rounds = -(-self.num_buckets // self._num_start_shards)
+        return self._num_start_shards * max(_MIN_GROUP, rounds)
 
-    @kept
+    @cached_per_epoch
     def _ranks(self, epoch: int) -> Integers:
-        """The rank of each bucket in the order of lengths, window after window."""
-        count = -(-self.num_positions // self.bucket_size)
-        buckets = np.arange(count)
-        windows, begins = buckets // self._window, buckets * self.bucket_size % self.num_shards
-        # Buckets of one group are exchanged. Too small a group would be no random order.
-        most = max(1, min(count, self._window) // _GROUP)
-        groups = begins * most // self.num_shards if self._num_begins > most else begins
+        """Rank the buckets of each section at random, section after section."""
+        num_buckets = -(-self.num_positions // self.bucket_size)
+        buckets = np.arange(num_buckets)
+        sections = buckets // self._section_buckets
+        start_shards = buckets * self.bucket_size % self.num_shards
+        # Buckets of one group are exchanged. In too small a group, the order would not be random.
+        max_groups = max(1, min(num_buckets, self._section_buckets) // _MIN_GROUP)
+        groups = start_shards
+        if self._num_start_shards > max_groups:
+            groups = start_shards * max_groups // self.num_shards
         if self.num_positions % self.bucket_size:
-            # One that is shorter would move all that come after it to other shards.
+            # A shorter bucket would move all later ones to other shards, so it stays last.
             groups[-1] = self.num_shards
-        groups += windows * (self.num_shards + 1)
-        ranks = np.empty(count, np.int64)
-        ranks[groups.argsort(kind="stable")] = order_within(
-            groups, random_bits(self.seed, epoch, 1)
-        )
+        groups += sections * (self.num_shards + 1)
+        ranks = np.empty(num_buckets, np.int64)
+        bits = random_bits(self.seed, epoch, 1)
+        ranks[groups.argsort(kind="stable")] = order_within(groups, bits)
         return ranks

@@ -1,4 +1,4 @@
-"""Another order from an epoch on."""
+"""Orders that change from given epochs on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,18 +8,14 @@ import numpy as np
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import Described
-from lightning_memmap.sampling.pool import Pool, united
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, make_sampler
+from lightning_memmap.sampling.pool import Pool, merge_pools
 from lightning_memmap.sampling.rows import Integers
-from lightning_memmap.sampling.sampler import (
-    Fields,
-    Sampler,
-    SamplerFactory,
-    ShuffledSampler,
-    made_sampler,
-)
+from lightning_memmap.sampling.sampler import Sampler, ShuffledSampler
+from lightning_memmap.sampling.table_sampler import TableSampler
 
-#: What makes a sampler; None for rows that are shuffled. In this form and at this place,
-#: jsonargparse writes it as null into a config that it prints.
+#: The sampler of a stage, as for ``sampler``; None for a shuffle. jsonargparse writes None as null
+#: into the configs that it prints only in this form and at this place.
 Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sampler]
 
 
@@ -27,16 +23,16 @@ Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sample
 class Curriculum(Described, SamplerFactory):
     """Changes the order from given epochs on, for ``MemmapDataModule(sampler=...)``.
 
-    The rows of all the orders are held from the beginning.
+    The rows of all stages stay resident from the beginning.
 
     Args:
-        stages: By the epoch from which it holds, counted from 0, what makes the order: as for
-            ``sampler``, or None for rows that are shuffled. There is one for epoch 0. All have as
-            many positions in an epoch.
+        stages: The sampler of each stage by its first epoch, counted from 0: as for ``sampler``, or
+            None for a shuffle. Epoch 0 must be among them. All must have the same number of
+            positions in an epoch.
 
     Raises:
         TypeError: ``stages`` is not such a dict.
-        ValueError: There is none for epoch 0, or they mix different training sets.
+        ValueError: Epoch 0 is missing, or the stages mix different training sets.
     """
 
     stages: dict[int, Stage]
@@ -45,25 +41,30 @@ class Curriculum(Described, SamplerFactory):
         stages = self.stages
         example = "Curriculum({0: Weighted('label'), 5: None})"
         if not isinstance(stages, Mapping) or not all(type(epoch) is int for epoch in stages):
-            raise TypeError(f"Curriculum: {stages!r}: give samplers by epoch, such as {example}")
+            raise TypeError(
+                f"Curriculum: stages={stages!r}: pass samplers by epoch, such as {example}"
+            )
         for epoch, stage in stages.items():
             if isinstance(stage, type) or not (
                 stage is None or callable(stage) or isinstance(stage, SamplerFactory)
             ):
-                raise TypeError(f"Curriculum: epoch {epoch}: {stage!r} is no sampler: {example}")
+                raise TypeError(
+                    f"Curriculum: stages[{epoch}]={stage!r} can't make a sampler: pass, for"
+                    f" example, {example}"
+                )
         if 0 not in stages or min(stages) < 0:
             raise ValueError(
-                f"Curriculum: stages for the epochs {sorted(stages)}: the first one is epoch 0:"
-                f" {example}"
+                f"Curriculum: stages for the epochs {sorted(stages)}: the first must be epoch 0, as"
+                f" in {example}"
             )
         self.stages = {epoch: stages[epoch] for epoch in sorted(stages)}
-        mixed = [s.stores if isinstance(s, SamplerFactory) else () for s in self.stages.values()]
-        if len({frozenset(names) for names in mixed}) > 1:
+        stores = [s.stores if isinstance(s, SamplerFactory) else () for s in self.stages.values()]
+        if len({frozenset(names) for names in stores}) > 1:
             raise ValueError(
-                f"{self!r}: its samplers mix different training sets: give each of them a share in"
-                " all, which may be 0"
+                f"{self!r}: its stages mix different training sets: name all of them in each stage,"
+                " with a share of 0 if needed"
             )
-        self.stores = mixed[0]
+        self.stores = stores[0]
         self.by_batch = any(getattr(stage, "by_batch", False) for stage in stages.values())
 
     @override
@@ -71,72 +72,79 @@ class Curriculum(Described, SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: The orders differ in their positions of an epoch.
+            ValueError: The stages differ in their number of positions.
         """
-        made = tuple(
-            (epoch, made_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields))
+        stages = tuple(
+            (epoch, make_sampler(ShuffledSampler if stage is None else stage, pool, seed, fields))
             for epoch, stage in self.stages.items()
         )
-        counts = [sampler.num_positions for _, sampler in made]
+        counts = [sampler.num_positions for _, sampler in stages]
         if len({*counts}) > 1:
             raise ValueError(
-                f"{self!r}: its epochs have {counts} positions: all need as many, which num_samples"
-                " sets"
+                f"{self!r}: its stages have {counts} positions in an epoch: make them equal with"
+                " num_samples"
             )
-        return CurriculumSampler.of(EpochOrders(made))
+        return CurriculumSampler.of(EpochOrders(stages))
 
 
 @dataclass(frozen=True)
 class EpochOrders:
-    """The orders of a curriculum, each with the epoch from which it holds."""
+    """The orders of a curriculum, each with its first epoch."""
 
     pairs: tuple[tuple[int, Sampler], ...]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells these from others, as JSON values."""
+        """The values that identify these orders, as JSON values."""
         return {f"epoch {epoch}": sampler.identity for epoch, sampler in self.pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurriculumSampler(Sampler):
-    """Another order from an epoch on."""
+class CurriculumSampler(TableSampler):
+    """An order that changes from given epochs on, over a pool with the rows of all stages."""
 
     stages: EpochOrders
 
     @classmethod
     def of(cls, stages: EpochOrders, block: int | None = None) -> Self:
-        """The order over a pool that has the rows of all stages."""
-        pool = united([sampler.pool for _, sampler in stages.pairs])
-        return cls(pool, stages=stages, shuffle_window=block)
+        """Make the order over a pool that holds the rows of all stages."""
+        samplers = [sampler for _, sampler in stages.pairs]
+        pool = merge_pools([sampler.pool for sampler in samplers])
+        num_samples = samplers[0].num_positions
+        return cls(pool, stages=stages, shuffle_window=block, num_samples=num_samples)
 
     def _order(self, epoch: int) -> Sampler:
-        return [sampler for first, sampler in self.stages.pairs if first <= epoch][-1]
+        return [sampler for start, sampler in self.stages.pairs if start <= epoch][-1]
 
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
-        order, positions = self._order(epoch), range(shard, self.num_positions, self.num_shards)
-        held = self.pool.whole(self.pool.index(shard))
-        at = np.searchsorted(held, self.pool.whole_of(order.pool, shard))
-        found: Integers = at[order.index(epoch, positions, np.zeros_like(self.pool.starts))]
-        return found
+        order = self._order(epoch)
+        merged = self.pool.base_index(self.pool.index(shard))
+        in_merged = np.searchsorted(merged, self.pool.base_index_of(order.pool, shard))
+        positions = range(shard, self.num_positions, self.num_shards)
+        offsets: Integers = in_merged[
+            order.index(epoch, positions, np.zeros_like(self.pool.starts))
+        ]
+        return offsets
 
     @override
     def grid(
-        self, epoch: int, first: int, last: int, shards: Integers, starts: Integers
+        self, epoch: int, start: int, stop: int, shards: Integers, shard_starts: Integers
     ) -> Integers:
         order = self._order(epoch)
-        held, used = self.pool.begins, order.pool.begins
-        if held is None or used is None:
-            return super().grid(epoch, first, last, shards, starts)
-        # The rows of a shard lie one after the other, in both pools: no table is needed.
-        return order.grid(epoch, first, last, shards, starts + (used - held)[shards])
+        merged_starts = self.pool.file_starts
+        order_starts = order.pool.file_starts
+        if merged_starts is None or order_starts is None:
+            return super().grid(epoch, start, stop, shards, shard_starts)
+        # In both pools, the rows of a shard are consecutive in the files: no table is needed.
+        shifts = (order_starts - merged_starts)[shards]
+        return order.grid(epoch, start, stop, shards, shard_starts + shifts)
 
     @override
     def in_blocks(self, block: int) -> Self:
-        # Some stages have other rows in their shards then.
-        made = ((epoch, sampler.in_blocks(block)) for epoch, sampler in self.stages.pairs)
-        return self.of(EpochOrders(tuple(made)), block)
+        # In blocks, some stages hold other rows in their shards.
+        stages = ((epoch, sampler.in_blocks(block)) for epoch, sampler in self.stages.pairs)
+        return self.of(EpochOrders(tuple(stages)), block)
 
     @override
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Identities: what tells a value that decides the order of rows from any other, and in words."""
+"""Identify a row order in checkpoints, and describe how two orders differ."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,14 +21,14 @@ _REMEDIES = {
     "version": "the release of the package that saved the checkpoint",
     "digest": "the rows, shares, weights and lengths of the checkpoint",
 }
-#: In place of what an order lacks.
-_LACKING = "nothing"
-#: Digits of a digest that are shown.
-_DIGITS = 8
+#: Shown for an entry that one of two orders lacks.
+_MISSING = "nothing"
+#: Hexadecimal digits of a digest that are shown.
+_SHOWN_DIGITS = 8
 
 
 class Numbers:
-    """An array that is a value: it is read-only, and equal to others of the same content."""
+    """A read-only array that compares by content."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array.copy() if array.flags.writeable else array
@@ -39,7 +39,7 @@ class Numbers:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The length and a digest of the content."""
+        """The length, and a digest of the content."""
         return {"length": len(self), "digest": self.digest}
 
     def __len__(self) -> int:
@@ -56,42 +56,46 @@ class Numbers:
 
 
 def identity_of(value: Any) -> Any:
-    """A value as a checkpoint holds it: JSON values, which tell it from others."""
+    """Return a value as checkpoints store it: its ``identity`` if it has one, else itself."""
     return getattr(value, "identity", value)
 
 
 def difference_of(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[str, str, str, str] | None:
-    """Find the first difference of the order of a checkpoint and the present one.
+    """Find the most telling difference between the order of a checkpoint and the present one.
 
-    What differs, such as ``windows.length``, its value there and now, and what to resume with.
+    Returns:
+        The name of what differs, such as ``windows.length``, its value in the checkpoint and now,
+        and what to resume with. None if the orders are equal.
     """
-    found = min(_differences(saved, now), key=_is_of_numbers, default=None)
-    if found is None:
+    difference = min(_differences(saved, now), key=_is_digest, default=None)
+    if difference is None:
         return None
-    path, one, other = found
-    name, was = _name(path), _text(one)
+    path, saved_value, value = difference
+    name = _name(path)
+    was = _text(saved_value)
     remedy = _REMEDIES.get(path[-1], "{name}={was}")
-    return name, was, _text(other), remedy.format(name=name, was=was)
+    return name, was, _text(value), remedy.format(name=name, was=was)
 
 
 def _differences(
-    one: Mapping[str, Any], other: Mapping[str, Any], path: tuple[str, ...] = ()
+    saved: Mapping[str, Any], now: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    # Identities begin with what says most. Those of checkpoints may have another order.
-    for key in dict.fromkeys([*other, *one]):
-        a, b = one.get(key), other.get(key)
+    # Identities start with the most telling entries. Checkpoints may store another order.
+    for key in dict.fromkeys([*now, *saved]):
+        a = saved.get(key)
+        b = now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differences(a, b, (*path, key))
         elif a != b:
-            # None may be the value of an option.
-            lacking = _LACKING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
-            yield (*path, key), lacking if a is None else a, lacking if b is None else b
+            # None may be the value of an option, but not a mapping.
+            missing = _MISSING if isinstance(a, Mapping) or isinstance(b, Mapping) else None
+            yield (*path, key), missing if a is None else a, missing if b is None else b
 
 
-def _is_of_numbers(difference: tuple[tuple[str, ...], Any, Any]) -> bool:
-    """Whether an array differs, which says least."""
+def _is_digest(difference: tuple[tuple[str, ...], Any, Any]) -> bool:
+    """Check whether arrays differ, which tells a user least."""
     path = difference[0]
     return path[-1] in ("length", "digest") and path[-2:-1] != ("windows",)
 
@@ -104,7 +108,7 @@ def _name(path: tuple[str, ...]) -> str:
 def _text(value: Any) -> str:
     if not isinstance(value, Mapping):
         is_digest = isinstance(value, str) and len(value) == 32
-        return str(value)[:_DIGITS] if is_digest else str(value)
+        return str(value)[:_SHOWN_DIGITS] if is_digest else str(value)
     if "sampler" in value:
         return str(value["sampler"])
-    return f"({', '.join(f'{key}={_text(each)}' for key, each in value.items())})"
+    return f"({', '.join(f'{key}={_text(item)}' for key, item in value.items())})"

@@ -1,4 +1,18 @@
-"""Several training sets in given shares."""
+"""Orders that mix several training sets in exact shares.
+
+The positions of an epoch are laid out on a line, set after set, and cut into shards. A shard holds
+the rows that its positions of a set are drawn from. Sets a of 4 rows and b of 2 rows, with 3 of the
+6 positions each, in 3 shards, which are laid out in the order 0, 2, 1::
+
+    line        a  a  a  b  b  b
+    shards      |--0--|--2--|--1--|
+    shard 0     2 positions of a, drawn from the rows 0, 1, 2 of a
+    shard 2     1 position of a, from the rows 2, 3 of a, and 1 of b, from row 0 of b
+    shard 1     2 positions of b, from the rows 0, 1 of b
+
+Row 2 of a and row 0 of b are cut, so two shards hold them. Each shard reads its rows of a set again
+and again, and an epoch continues where the last one stopped.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described, check_number
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_num_samples
 from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import (
@@ -17,41 +32,36 @@ from lightning_memmap.sampling.rows import (
     JoinedRows,
     Runs,
     WindowedRows,
-    firsts_of,
     ranges,
     shard_rows,
+    starts_of,
 )
-from lightning_memmap.sampling.sampler import (
-    Fields,
-    Sampler,
-    SamplerFactory,
-    checked_positions,
-    kept,
-)
+from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
+from lightning_memmap.sampling.table_sampler import DrawnSampler
 
-#: The fractions of its multiples are spread evenly, however many of them follow one another; and
-#: as a fraction of 2 ** 64.
-_GOLDEN = (5**0.5 - 1) / 2
-_TURN = np.uint64(_GOLDEN * 2**64)
+#: The fractional parts of its multiples are spread evenly, however many there are.
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+#: The same number in units of 2**-64.
+_GOLDEN_UNITS = np.uint64(_GOLDEN_RATIO * 2**64)
 
 
 @dataclass(eq=False, repr=False)
 class Mixture(Described, SamplerFactory):
-    """Draws from several training sets in given shares, for ``MemmapDataModule(sampler=...)``.
+    """Draws from several training sets in exact shares, for ``MemmapDataModule(sampler=...)``.
 
-    In each epoch, a set has exactly its share of the positions, and a row of it comes as often as
-    ``num_samples * share / rows of the set`` says, rounded up or down so that this is the mean over
-    epochs. All steps have about the same shares, since they are those of the shards. Each shard
-    reads its piece of a set on and on, and an epoch goes on where the last one ended: over 60
-    epochs, the rows of a set come equally often, up to four.
+    In each epoch, a set fills exactly its share of the positions, and each of its rows is drawn
+    ``num_samples * share / rows of the set`` times, rounded up or down, so that this is the mean
+    over epochs. All steps have nearly the same shares. Each shard reads its rows of a set again and
+    again, and an epoch continues where the last one stopped: over 60 epochs, the rows of a set are
+    drawn equally often, within 4.
 
     Args:
-        shares: The share of each set by the name that it has in ``train_dataset``, not negative.
-            They need not add up to 1.
+        shares: The share of each set by its name in ``train_dataset``, not negative. They need not
+            add up to 1.
         num_samples: Positions of an epoch; by default as many as all sets together have rows.
-        by_batch: Whether all rows of a global batch are of one set. The batches of an epoch, as
-            many as ``num_samples`` fill, are then shared among the sets exactly, but for rounding,
-            and come in random order.
+        by_batch: Draw all rows of a global batch from one set. The batches of an epoch, as many as
+            ``num_samples`` fill, are then shared among the sets exactly, except for rounding, and
+            their order is random.
 
     Raises:
         TypeError: ``shares`` is not a dict of numbers, ``num_samples`` not an integer, or
@@ -64,23 +74,26 @@ class Mixture(Described, SamplerFactory):
     by_batch: bool = False
 
     def __post_init__(self) -> None:
-        given = self.shares
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        shares = self.shares
+        if not isinstance(shares, Mapping) or not all(isinstance(name, str) for name in shares):
             raise TypeError(
-                f"Mixture: shares={short_repr(given)}: give a dict of shares by the name of the"
+                f"Mixture: shares={short_repr(shares)}: pass a dict of shares by the name of the"
                 " training set, such as {'a': 0.7, 'b': 0.3}"
             )
         self.shares = {
-            n: check_number(f"Mixture: shares[{n!r}]", each) for n, each in given.items()
+            name: check_number(f"Mixture: shares[{name!r}]", share)
+            for name, share in shares.items()
         }
         for name, share in self.shares.items():
             if not 0 <= share < float("inf"):
-                raise ValueError(f"Mixture: shares[{name!r}]={share}: shares are 0 or more")
+                raise ValueError(
+                    f"Mixture: shares[{name!r}]={share}: must be finite and not negative"
+                )
         if not any(self.shares.values()):
-            raise ValueError(f"Mixture: shares={self.shares}: no set has a share")
-        self.num_samples = checked_positions(self.num_samples)
+            raise ValueError(f"Mixture: shares={self.shares}: at least one must be above 0")
+        self.num_samples = check_num_samples(self.num_samples)
         if not isinstance(self.by_batch, bool):
-            raise TypeError(f"by_batch={self.by_batch!r}: give True or False")
+            raise TypeError(f"Mixture: by_batch={self.by_batch!r}: pass True or False")
         self.stores = tuple(self.shares)
 
     @override
@@ -88,242 +101,296 @@ class Mixture(Described, SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: There are other sets than those that have a share, or one with a share has
-                no row.
+            ValueError: The training sets are not those of ``shares``, or a set with a share has no
+                row.
         """
-        joined = pool.rows.series if isinstance(pool.rows, WindowedRows) else pool.rows
-        if not isinstance(joined, JoinedRows) or {*joined.stores} != {*self.shares}:
-            found = joined.stores if isinstance(joined, JoinedRows) else "one set without a name"
-            raise ValueError(
-                f"{self!r}: the training sets are {found}; give each of them a share, such as"
-                " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
-            )
-        # The sets lie one after the other in the order of the files.
-        edges = np.append(0, np.cumsum(joined.chosen_sizes))
-        if isinstance(pool.rows, WindowedRows):
-            edges = np.append(pool.rows.begins, pool.rows.num_rows)[edges]
-        sizes = np.diff(edges)
-        shares = np.array([self.shares[name] for name in joined.stores])
-        count = pool.num_rows if self.num_samples is None else self.num_samples
+        names, sizes = self._sets(pool)
+        shares = np.array([self.shares[name] for name in names])
         shares /= shares.max()  # The sum of very large numbers would be infinite.
         shares /= shares.sum()
-        batch = pool.global_batch or 0 if self.by_batch else 0
-        if self.by_batch and not batch:
-            raise ValueError(f"{self!r}: give it a pool with the global_batch")
-        # Of batches of one set each, a set has whole ones.
+        batch = self._global_batch(pool)
+        count = pool.num_rows if self.num_samples is None else self.num_samples
+        # With by_batch, a set has a whole number of batches.
         unit = batch or 1
         num_units = max(1, count // unit)
-        counts = [each * unit for each in _rounded(num_units * shares, num_units)]
-        for name, share, size, each in zip(joined.stores, shares, sizes, counts, strict=True):
+        counts = [num * unit for num in _round_to_sum(num_units * shares, num_units)]
+        for name, share, size, num in zip(names, shares, sizes.tolist(), counts, strict=True):
             if share and not size:
                 raise ValueError(f"{self!r}: the training set {name!r} has no window")
-            if batch and share and not each:
+            if batch and share and not num:
                 raise ValueError(
-                    f"{self!r}: of the {num_units} batches of an epoch, which have {batch} rows"
-                    f" each, none would be of {name!r}: give it a larger share, or more and smaller"
-                    " batches, by num_samples and batch_size"
+                    f"{self!r}: none of the {num_units} batches of an epoch, of {batch} rows each,"
+                    f" would be of {name!r}: increase its share, or the number of batches, with"
+                    " num_samples and batch_size"
                 )
         sets = Sets(tuple(sizes.tolist()), tuple(counts), batch)
         kind = ByBatchSampler if batch else MixtureSampler
-        return kind(sets.pool_of(pool), seed, sets=sets)
+        return kind(sets.pool_of(pool), seed, sets=sets, num_samples=sum(counts))
+
+    def _sets(self, pool: Pool) -> tuple[tuple[str, ...], Integers]:
+        """Return the names of the training sets, and their numbers of rows or windows."""
+        windows = pool.rows if isinstance(pool.rows, WindowedRows) else None
+        joined = windows.series if windows is not None else pool.rows
+        if not isinstance(joined, JoinedRows) or {*joined.stores} != {*self.shares}:
+            names = joined.stores if isinstance(joined, JoinedRows) else "one set without a name"
+            raise ValueError(
+                f"{self!r}: the training sets are {names}; set a share for each of them, such as"
+                " train_dataset={'a': ..., 'b': ...} with sampler=Mixture({'a': 0.7, 'b': 0.3})"
+            )
+        # The sets follow each other in storage order.
+        bounds = np.append(0, np.cumsum(joined.member_sizes))
+        if windows is not None:
+            bounds = np.append(windows.starts, windows.num_rows)[bounds]
+        return joined.stores, np.diff(bounds)
+
+    def _global_batch(self, pool: Pool) -> int:
+        """Return the rows of a global batch, or 0 if batches may mix sets."""
+        if not self.by_batch:
+            return 0
+        if not pool.global_batch:
+            raise ValueError(f"{self!r}: by_batch=True needs a pool with a global_batch")
+        return pool.global_batch
 
 
-def _rounded(numbers: NDArray[np.float64], total: int) -> list[int]:
-    """Whole numbers next to given ones that add up to a total."""
-    found = np.floor(numbers).astype(np.int64)
-    largest = np.argsort(found - numbers, kind="stable")
-    found[largest[: total - int(found.sum())]] += 1
-    counts: list[int] = found.tolist()
-    return counts
+def _round_to_sum(numbers: NDArray[np.float64], total: int) -> list[int]:
+    """Round numbers up or down so that they add up to a total."""
+    rounded = np.floor(numbers).astype(np.int64)
+    by_fraction = np.argsort(rounded - numbers, kind="stable")
+    rounded[by_fraction[: total - int(rounded.sum())]] += 1
+    integers: list[int] = rounded.tolist()
+    return integers
 
 
-class _Pieces(NamedTuple):
-    """What shards have of sets, shard after shard: int64 of shape (pieces,) each."""
+class _Sections(NamedTuple):
+    """The positions of a set that a shard holds, and the rows they are drawn from.
+
+    Ordered by shard, then by set: int64 of shape (sections,) each.
+    """
 
     shard: Integers
     set: Integers
-    #: The positions of the set that the shard has, and one past the last one.
-    begin: Integers
-    end: Integers
-    #: The rows of the set from which they are drawn, in the order of the files.
-    first: Integers
-    last: Integers
+    #: A half-open range of the set's positions.
+    start: Integers
+    stop: Integers
+    #: A half-open range of the set's rows, in storage order.
+    row_start: Integers
+    row_stop: Integers
     #: The offset of the first row in the shard.
     offset: Integers
 
 
 @dataclass(frozen=True)
 class Sets:
-    """The sets of a mixture, and how they are divided into shards by the positions of an epoch."""
+    """The sets of a mixture, and how the positions of an epoch divide them into shards.
 
-    # The positions of an epoch lie on a line, set after set, and are cut into shards; those of
-    # batches of one set each are divided set by set. A shard has the piece of a set that its piece
-    # of the set's positions is drawn from. A row on a cut is in two shards.
+    Args:
+        sizes: Rows of each set.
+        counts: Positions of each set in an epoch.
+        global_batch: Rows of a global batch if all are of one set, else 0.
+    """
+
+    # With by_batch, the positions of each set are divided among the shards separately, by the
+    # batches that start at a shard. A row on a cut belongs to two shards.
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
-    #: Of batches of one set each; 0 where their rows are of any.
     global_batch: int = 0
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells these from others, as JSON values."""
-        # What differs first is what a checkpoint is refused for.
-        found = {"global_batch": self.global_batch} if self.global_batch else {}
-        return {**found, "positions of sets": str(self.counts)}
+        """The values that identify these sets, as JSON values."""
+        # Errors show the first difference: the batch size determines the positions.
+        batch = {"global_batch": self.global_batch} if self.global_batch else {}
+        return {**batch, "positions of sets": str(self.counts)}
 
-    def _on_line(self, num_shards: int) -> tuple[Integers, Integers]:
-        """Which positions of each set a shard has: first and one past the last, (C, sets) each."""
-        shards, counts = np.arange(num_shards), np.array(self.counts)
+    def _position_bounds(self, num_shards: int) -> tuple[Integers, Integers]:
+        """Return which positions of each set a shard holds: starts and stops, (C, sets) each."""
+        shards = np.arange(num_shards)
+        counts = np.array(self.counts)
         if not self.global_batch:
-            shards = (shards * _GOLDEN % 1).argsort()
-            edges = np.append(0, np.cumsum(shard_rows(int(counts.sum()), num_shards)[shards]))
-            on_line = np.subtract.outer(edges, firsts_of(counts)).clip(0, counts)
-            return on_line[:-1][shards.argsort()], on_line[1:][shards.argsort()]
-        begins = self.batch_begins(num_shards)
+            order = (shards * _GOLDEN_RATIO % 1).argsort()
+            sizes = shard_rows(int(counts.sum()), num_shards)[order]
+            cuts = np.append(0, np.cumsum(sizes))
+            bounds = np.subtract.outer(cuts, starts_of(counts)).clip(0, counts)
+            inverse = order.argsort()
+            return bounds[:-1][inverse], bounds[1:][inverse]
+        start_shards = self.batch_start_shards(num_shards)
         num_batches = np.zeros((num_shards, len(counts)), np.int64)
-        sets = self.sets_of_batches(begins.argsort(kind="stable"))
-        np.add.at(num_batches, (begins, sets), 1)
-        rounds, more = divmod(self.global_batch, num_shards)
-        # A batch has a row more of the shards that follow the one that it begins at.
-        has_more = np.subtract.outer(shards, shards) % num_shards < more
-        positions = (rounds + has_more) @ num_batches
-        return firsts_of(positions), np.cumsum(positions, axis=0)
+        sets = self.sets_of_batches(start_shards.argsort(kind="stable"))
+        np.add.at(num_batches, (start_shards, sets), 1)
+        # A batch holds an additional row of each of the first shards from its start shard on.
+        rounds, num_extra = divmod(self.global_batch, num_shards)
+        has_extra = np.subtract.outer(shards, shards) % num_shards < num_extra
+        positions = (rounds + has_extra) @ num_batches
+        return starts_of(positions), np.cumsum(positions, axis=0)
 
-    def batch_begins(self, num_shards: int) -> Integers:
-        """The shard that each batch of an epoch begins at."""
-        numbers = np.arange(sum(self.counts) // self.global_batch)
-        return numbers * self.global_batch % num_shards
+    def batch_start_shards(self, num_shards: int) -> Integers:
+        """Return the shard of the first position of each batch of an epoch."""
+        batches = np.arange(sum(self.counts) // self.global_batch)
+        return batches * self.global_batch % num_shards
 
     def sets_of_batches(self, order: Integers) -> Integers:
-        """The set of each batch of an epoch, in an order of them by the shards they begin at."""
-        counts = np.array(self.counts) // self.global_batch
-        numbers = np.repeat(np.arange(len(counts)), counts)
-        within = ranges(np.zeros_like(counts), counts)
-        evenly = numbers[np.lexsort((numbers, (within + 0.5) / counts[numbers]))]
-        found = np.empty_like(evenly)
-        found[order] = evenly
-        return found
+        """Assign a set to each batch of an epoch, so that sets are spread evenly in this order.
 
-    def pieces(self, num_shards: int) -> _Pieces:
-        """What shards have."""
-        begins, ends = self._on_line(num_shards)
-        shard, number = np.nonzero(ends > begins)
-        begin, end = begins[shard, number], ends[shard, number]
-        # Of any size, and so exact. Row r has the positions from r * count / size on.
-        sizes, totals = (np.array(each, object)[number] for each in (self.sizes, self.counts))
-        first = (begin * sizes // totals).astype(np.int64)
-        last = (-(-end * sizes // totals)).astype(np.int64)
-        before = firsts_of(last - first)
-        offset = before - before[np.searchsorted(shard, shard)]
-        return _Pieces(shard, number, begin, end, first, last, offset)
+        Args:
+            order: The batches, sorted by the shards they start at.
+        """
+        counts = np.array(self.counts) // self.global_batch
+        sets = np.repeat(np.arange(len(counts)), counts)
+        ranks = ranges(np.zeros_like(counts), counts)
+        spread = sets[np.lexsort((sets, (ranks + 0.5) / counts[sets]))]
+        assigned = np.empty_like(spread)
+        assigned[order] = spread
+        return assigned
+
+    def sections(self, num_shards: int) -> _Sections:
+        """Return what each shard holds of each set."""
+        starts, stops = self._position_bounds(num_shards)
+        shard, number = np.nonzero(stops > starts)
+        start = starts[shard, number]
+        stop = stops[shard, number]
+        # Python integers do not overflow. Row r covers the positions from r * count / size on.
+        sizes = np.array(self.sizes, object)[number]
+        counts = np.array(self.counts, object)[number]
+        row_start = (start * sizes // counts).astype(np.int64)
+        row_stop = (-(-stop * sizes // counts)).astype(np.int64)
+        num_before = starts_of(row_stop - row_start)
+        offset = num_before - num_before[np.searchsorted(shard, shard)]
+        return _Sections(shard, number, start, stop, row_start, row_stop, offset)
 
     def pool_of(self, pool: Pool) -> Pool:
-        """The shards that have these pieces of the rows of a pool."""
-        pieces = self.pieces(pool.num_shards)
-        lengths = pieces.last - pieces.first
-        sizes = np.bincount(pieces.shard, lengths, pool.num_shards).astype(np.int64)
-        begins = firsts_of(lengths)
-        shifts = firsts_of(np.array(self.sizes))[pieces.set] + pieces.first - begins
-        # Pieces that follow one another in the files are one run.
+        """Return a pool whose shards hold these sections of the rows of a pool."""
+        sections = self.sections(pool.num_shards)
+        lengths = sections.row_stop - sections.row_start
+        sizes = np.bincount(sections.shard, lengths, pool.num_shards).astype(np.int64)
+        starts = starts_of(lengths)
+        set_starts = starts_of(np.array(self.sizes))[sections.set]
+        shifts = set_starts + sections.row_start - starts
+        # Sections that follow each other in storage order form one run.
         is_new = np.diff(shifts, prepend=shifts[0] - 1) != 0
-        counts = shard_rows(sum(self.counts), pool.num_shards)
-        return pool.drawing(sizes, counts, Runs(begins[is_new], shifts[is_new]))
+        return pool.choose(sizes, Runs(starts[is_new], shifts[is_new]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSampler(Sampler):
-    """Several sets in given shares, each of which is read on and on."""
+class MixtureSampler(DrawnSampler):
+    """Several sets in exact shares, each of which is read again and again."""
 
-    # A shard reads its piece of a set round after round, and an epoch goes on where the last one
-    # ended. The first and the last row of a piece may be in other shards too: they come as often as
-    # points at a distance of one, from an offset on, lie on their part of the line of positions
-    # (see weighted.py). So each row of a set comes as often as the positions of the set, divided by
-    # its rows, rounded up or down. The offset moves on by the golden ratio from epoch to epoch, so
-    # that over several, too, no part has many points more than another.
+    # The first and the last row of a section may belong to other shards too. They are drawn as
+    # often as points at a distance of 1 lie on their part of the line of positions, as in
+    # weighted.py, so that each row of a set is drawn count / size times, rounded up or down. The
+    # first point moves on by the golden ratio from epoch to epoch, so that over several epochs, no
+    # part of the line has many points more than another one of its length.
+    # All rows between the first and the last belong to this shard alone, and are read in turn.
 
     sets: Sets
 
-    @kept
-    def _pieces(self, _: int) -> tuple[_Pieces, NDArray[np.uint64]]:
-        """The pieces of all shards, and a random number for each."""
-        pieces = self.sets.pieces(self.num_shards)
-        return pieces, random_bits(self.seed, 0, 1).random_raw(len(pieces.set))
+    @cached_once
+    def _sections(self) -> tuple[_Sections, NDArray[np.uint64]]:
+        """Return the sections of all shards, and a random number for each."""
+        sections = self.sets.sections(self.num_shards)
+        return sections, random_bits(self.seed, 0, 1).random_raw(len(sections.set))
 
-    def _of_shards(self, shards: Integers) -> tuple[_Pieces, NDArray[np.uint64]]:
-        """The same of some shards, shard after shard."""
-        pieces, numbers = self._pieces(0)
-        begins, ends = (np.searchsorted(pieces.shard, shards, side) for side in ("left", "right"))
-        which = ranges(begins, ends - begins)
-        return _Pieces(*(each[which] for each in pieces)), numbers[which]
+    def _sections_of(self, shards: Integers) -> tuple[_Sections, NDArray[np.uint64]]:
+        """Return `_sections` for some shards, shard after shard."""
+        sections, numbers = self._sections()
+        starts = np.searchsorted(sections.shard, shards, "left")
+        stops = np.searchsorted(sections.shard, shards, "right")
+        index = ranges(starts, stops - starts)
+        return _Sections(*(column[index] for column in sections)), numbers[index]
 
     @override
-    def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        (_, number, begin, end, first, last, offset), random = self._of_shards(shards)
-        sizes, totals = (np.array(e, object)[number] for e in (self.sets.sizes, self.sets.counts))
-        # Point k of a set is at (k + turn) * size, on a line where row r begins at r * count.
-        turns = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
-        turns = turns + _TURN * np.arange(epoch + 1, dtype=np.uint64)
-        before = [np.sort(each) for each in turns[:, :-1]]
+    def draw_shards(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        sections, random = self._sections_of(shards)
+        _, _, start, stop, row_start, row_stop, offset = sections
+        inner, inner_past = self._points_before(sections, row_start + 1, epoch)
+        outer, outer_past = self._points_before(sections, row_stop - 1, epoch)
+        # Each section in three stretches: its first row, all rows that belong to this shard alone,
+        # and its last row.
+        cuts = np.stack([start, inner, np.maximum(inner, outer), stop], axis=1)
+        num_drawn = np.diff(cuts).ravel()
+        num_between = np.maximum(1, row_stop - row_start - 2)
+        one = np.ones_like(row_start)
+        last_offset = offset + row_stop - row_start - 1
+        offsets = np.stack([offset, offset + 1, last_offset], axis=1).ravel()
+        sizes = np.stack([one, num_between, one], axis=1).ravel()
+        read_from = np.zeros((len(row_start), 3), np.int64)
+        read_from[:, 1] = (random + outer_past - inner_past) % num_between
+        runs = _read_in_turn(offsets, sizes, read_from.ravel(), num_drawn)
+        return ranges(*runs, np.min_scalar_type(self.pool.longest))
 
-        def points_before(row: Integers) -> tuple[Integers, Integers]:
-            """Those of this epoch, and of all epochs before it."""
-            whole, rest = row * totals // sizes, row * totals % sizes
-            part = (rest * 2**64 // sizes).astype(np.uint64)
-            found, past = whole + (turns[number, -1] < part), epoch * whole
-            for which, each in enumerate(before):
-                past[number == which] += each.searchsorted(part[number == which])
-            return np.clip(found.astype(np.int64), begin, end), past
+    def _points_before(
+        self, sections: _Sections, rows: Integers, epoch: int
+    ) -> tuple[Integers, Integers]:
+        """Count the points before a row of each section, in this epoch and in all earlier ones."""
+        # Point k of a set is at (k + turn) * size, on a line where row r starts at r * count.
+        number = sections.set
+        sizes = np.array(self.sets.sizes, object)[number]
+        counts = np.array(self.sets.counts, object)[number]
+        whole = rows * counts // sizes
+        fraction = (rows * counts % sizes * 2**64 // sizes).astype(np.uint64)
+        turns, past_turns = self._turns(epoch)
+        points = whole + (turns[number] < fraction)
+        past_points = epoch * whole
+        for index, past in enumerate(past_turns):
+            is_of_set = number == index
+            past_points[is_of_set] += past.searchsorted(fraction[is_of_set])
+        return np.clip(points.astype(np.int64), sections.start, sections.stop), past_points
 
-        (inner, inner_past), (outer, outer_past) = map(points_before, (first + 1, last - 1))
-        edges = np.stack([begin, inner, np.maximum(inner, outer), end], axis=1)
-        # The first row of each piece, all that are in no other shard, and the last one.
-        counts, one = np.diff(edges).ravel(), np.ones_like(first)
-        between = np.maximum(1, last - first - 2)
-        rows = np.stack([offset, offset + 1, offset + last - first - 1], axis=1).ravel()
-        nums = np.stack([one, between, one], axis=1).ravel()
-        starts = np.zeros((len(first), 3), np.int64)
-        starts[:, 1] = (random + outer_past - inner_past) % between
-        dtype = np.min_scalar_type(self.pool.longest)
-        return ranges(*_read_on(rows, nums, starts.ravel(), counts), dtype)
+    @cached_per_epoch
+    def _turns(self, epoch: int) -> tuple[NDArray[np.uint64], list[NDArray[np.uint64]]]:
+        """Return where the points of each set start in an epoch and, sorted, in earlier ones.
+
+        In units of 2**-64: uint64 of shape (sets,), and (epoch,) for each set.
+        """
+        first = random_bits(self.seed, 0).random_raw(len(self.sets.sizes))[:, None]
+        turns = first + _GOLDEN_UNITS * np.arange(epoch + 1, dtype=np.uint64)
+        return turns[:, -1], [np.sort(past) for past in turns[:, :-1]]
 
 
-def _read_on(
-    rows: Integers, nums: Integers, starts: Integers, counts: Integers
+def _read_in_turn(
+    offsets: Integers, sizes: Integers, read_from: Integers, counts: Integers
 ) -> tuple[Integers, Integers]:
-    """The runs of several stretches, so many rows of each, read on and on from one of its rows on.
+    """Read stretches of consecutive rows in turn, starting over at their ends.
 
-    The first row of each run, and how many rows it has.
+    5 rows of a stretch with the offsets 10, 11 and 12, read from its row 2 on, are the offsets
+    12, 10, 11, 12 and 10: three runs.
+
+    Args:
+        offsets: Offset of the first row of each stretch.
+        sizes: Rows of each stretch.
+        read_from: The row of each stretch to start with.
+        counts: The rows to read of each stretch.
+
+    Returns:
+        The first offset and the length of each run.
     """
-    ends = starts + counts
-    num_rounds = np.where(counts > 0, -(-ends // nums), 0)
-    which = np.repeat(np.arange(len(rows)), num_rounds)
-    passed = ranges(np.zeros_like(num_rounds), num_rounds) * nums[which]
-    begins = np.maximum(starts[which], passed)
-    lengths = np.minimum(ends[which], passed + nums[which]) - begins
-    return rows[which] + begins - passed, lengths
+    stops = read_from + counts
+    num_rounds = np.where(counts > 0, -(-stops // sizes), 0)
+    stretch = np.repeat(np.arange(len(offsets)), num_rounds)
+    round_starts = ranges(np.zeros_like(num_rounds), num_rounds) * sizes[stretch]
+    starts = np.maximum(read_from[stretch], round_starts)
+    lengths = np.minimum(stops[stretch], round_starts + sizes[stretch]) - starts
+    return offsets[stretch] + starts - round_starts, lengths
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByBatchSampler(MixtureSampler):
-    """The same with all rows of a global batch of one set."""
+    """A mixture in which all rows of a global batch are of one set."""
 
-    @kept
-    def _batches(self, epoch: int) -> Integers:
-        """The set of each batch."""
-        begins = self.sets.batch_begins(self.num_shards)
-        order = order_within(begins, random_bits(self.seed, epoch, 1))
+    @cached_per_epoch
+    def _batch_sets(self, epoch: int) -> Integers:
+        """Return the set of each batch."""
+        start_shards = self.sets.batch_start_shards(self.num_shards)
+        order = order_within(start_shards, random_bits(self.seed, epoch, 1))
         return self.sets.sets_of_batches(order)
 
     @override
     def arrange(self, epoch: int, shard: int, offsets: Integers) -> Integers:
-        held, _ = self._of_shards(np.array([shard]))
-        of_rows = held.set[np.searchsorted(held.offset, offsets, side="right") - 1]
+        sections, _ = self._sections_of(np.array([shard]))
+        row_sets = sections.set[np.searchsorted(sections.offset, offsets, side="right") - 1]
         positions = np.arange(len(offsets), dtype=np.int64) * self.num_shards + shard
-        found = np.empty_like(offsets)
-        # The rows of a set come to the positions of its batches, as they are permuted.
-        of_positions = self._batches(epoch)[positions // self.sets.global_batch].argsort(
-            kind="stable"
-        )
-        found[of_positions] = offsets[of_rows.argsort(kind="stable")]
-        return found
+        position_sets = self._batch_sets(epoch)[positions // self.sets.global_batch]
+        # The permuted rows of a set go to the positions of its batches.
+        arranged = np.empty_like(offsets)
+        arranged[position_sets.argsort(kind="stable")] = offsets[row_sets.argsort(kind="stable")]
+        return arranged

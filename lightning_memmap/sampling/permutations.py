@@ -1,7 +1,16 @@
-"""Permutations of shards, from random bits: computed, and stored for short shards only.
+"""Permutations of the rows of shards, computed from random bits for any position.
 
-Set-up time and memory do not grow with the number of rows, or grow with its square root, and any
-position can be looked up at any time. Integers only.
+Three constructions, by the rows of the longest shard. Figures are for 24 shards and 64 rows of a
+shard at a time, on one core of an AMD EPYC::
+
+                 rows          tables                       ns per row
+    _Sorted      < 1,024       8 bytes per row              4
+    _Rotated     < 65,536      12 bytes per row of a shard  9
+    _Cipher      any           square root of the rows      29 to 47
+
+A cipher for all shards of 1,024 rows or more would be simpler. It takes 3 to 5 times as long per
+row as `_Rotated`, which is as much as fetching a small row. Blocks of a shuffle are permuted one by
+one (`BlockPermutation`).
 """
 
 from collections import OrderedDict
@@ -13,50 +22,54 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_memmap.sampling.rows import Integers, Runs, firsts_of
+from lightning_memmap.sampling.rows import Integers, Runs, starts_of
 
 Digits = NDArray[np.uint32]
 
-#: Shorter shards are permuted by sorting random numbers, so that every order is equally likely.
+#: Rows of a shard from which `_Rotated` is used. Below, every order is equally likely.
 _LONG_SHARD = 1024
-#: Shorter shards share two sorted tables. Longer ones are permuted by a cipher.
+#: Rows of a shard from which `_Cipher` is used.
 _VERY_LONG_SHARD = 65536
-#: Rounds of the cipher that all shards share. Each shard has three more of its own.
+#: Rounds of the cipher that all shards share. Each shard adds three rounds.
 _COMMON_ROUNDS = 5
-#: Offsets that are computed at a time, which stay in the processor's cache.
-_CACHED = 16384
-#: Epochs whose tables are kept: a stream reads the next one ahead.
-_KEPT_EPOCHS = 2
-#: Blocks of an epoch whose order is kept: a step may reach from one into the next. More where
-#: their tables are small: those who draw rows come back to each block for other shards.
-_KEPT_BLOCKS, _KEPT_BYTES = 4, 2**25
+#: Offsets that are computed at a time, so that they stay in the processor's cache.
+_CHUNK = 16384
+#: Epochs whose tables are cached: a stream reads the next epoch ahead.
+_CACHED_EPOCHS = 2
+#: Blocks of an epoch whose permutations are cached, since a step may span two of them. More if
+#: their tables are small: an order that draws rows returns to each block for other shards.
+_MIN_CACHED_BLOCKS = 4
+_CACHED_BLOCK_BYTES = 2**25
 T = TypeVar("T")
 
 
 class Tables:
-    """What was made for the last epochs, or blocks, by kind. Copies begin empty."""
+    """A cache of tables by kind and by epoch or block, the last few of each kind.
 
-    def __init__(self, num_kept: int = _KEPT_EPOCHS) -> None:
-        self._num_kept = num_kept
+    One thread at a time computes a table. Copies and pickles start empty.
+    """
+
+    def __init__(self, max_cached: int = _CACHED_EPOCHS) -> None:
+        self._max_cached = max_cached
         self.lock = RLock()
-        self._kept: dict[str, OrderedDict[int, Any]] = {}
+        self._caches: dict[str, OrderedDict[int, Any]] = {}
 
-    def get(self, kind: str, epoch: int, make: Callable[[], T]) -> T:
-        """What was made before, or is made now, by one thread at a time."""
+    def get(self, kind: str, number: int, make: Callable[[], T]) -> T:
+        """Return the table of an epoch or block, computing it if it isn't cached."""
         with self.lock:
-            kept = self._kept.setdefault(kind, OrderedDict())
-            if epoch not in kept:
-                kept[epoch] = make()
-                if len(kept) > self._num_kept:
-                    kept.popitem(last=False)
-            kept.move_to_end(epoch)
-            found: T = kept[epoch]
-            return found
+            cache = self._caches.setdefault(kind, OrderedDict())
+            if number not in cache:
+                cache[number] = make()
+                if len(cache) > self._max_cached:
+                    cache.popitem(last=False)
+            cache.move_to_end(number)
+            table: T = cache[number]
+            return table
 
     def clear(self) -> None:
-        """Free everything."""
+        """Free all tables."""
         with self.lock:
-            self._kept.clear()
+            self._caches.clear()
 
     def __reduce__(self) -> tuple[type["Tables"], tuple[()]]:
         return Tables, ()
@@ -65,26 +78,41 @@ class Tables:
 class Permutation(Protocol):
     """The permutations of all shards in one epoch."""
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets for a grid of offsets and shards."""
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute the offsets ``start .. stop - 1`` of each shard, and add the shard's start.
+
+        Args:
+            start: First offset.
+            stop: One past the last offset.
+            shards: The shards, int64 of shape (S,).
+            shard_starts: Added to each shard's offsets, int64 of shape (S,).
+
+        Returns:
+            int64 of shape ((stop - start) * S,), offset by offset.
+        """
 
 
-def random_bits(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
-    """Random bits of an epoch and a use of them, of the counter-based generator Philox (2011)."""
-    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
+def random_bits(seed: int, epoch: int, stream: int = 0) -> np.random.Philox:
+    """Return random bits of an epoch; each ``stream`` of them has one use.
+
+    The counter-based generator is Philox of Salmon et al., "Parallel Random Numbers: As Easy as 1,
+    2, 3", 2011.
+    """
+    key = np.array([seed, epoch], np.uint64)
+    counter = np.array([0, 0, 0, stream], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 
 
 def permuted(sizes: Integers, bits: np.random.Philox) -> Permutation:
-    """The permutations of sets of rows."""
+    """Return random permutations of shards of these sizes, the first of which is the largest."""
     if sizes[0] < _LONG_SHARD:
         return _Sorted(sizes, bits)
     return _Rotated(sizes, bits) if sizes[0] < _VERY_LONG_SHARD else _Cipher(sizes, bits)
 
 
 def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
-    """An order of things that is random within groups, which ascend."""
-    # In one number with the random bits: several times as fast as two keys.
+    """Sort items by group, at random within each group, and return their indices in that order."""
+    # A single key of group and random bits is several times as fast as two keys.
     width = int(groups.max(initial=0)).bit_length()
     keys = bits.random_raw(len(groups)) >> np.uint64(width)
     if width:
@@ -93,98 +121,111 @@ def order_within(groups: NDArray[Any], bits: np.random.Philox) -> Integers:
     return order
 
 
-def every(columns: Integers) -> Integers | slice:
-    """Columns as a slice, which is several times as fast, where they are every so many."""
+def as_slice(columns: Integers) -> Integers | slice:
+    """Return evenly spaced columns as a slice, which indexes several times as fast."""
+    start = int(columns[0])
+    stop = int(columns[-1]) + 1
     if len(columns) == 1:
-        return slice(int(columns[0]), int(columns[0]) + 1)
-    first, last, step = int(columns[0]), int(columns[-1]), int(columns[1] - columns[0])
-    is_slice = step > 0 and np.array_equal(columns, np.arange(first, last + 1, step))
-    return slice(first, last + 1, step) if is_slice else columns
+        return slice(start, stop)
+    step = int(columns[1] - columns[0])
+    is_even = step > 0 and np.array_equal(columns, np.arange(start, stop, step))
+    return slice(start, stop, step) if is_even else columns
 
 
 class Alike(NamedTuple):
-    """The same order of all shards; by default that of the files."""
+    """One order of offsets for all shards; by default ascending."""
 
     order: Integers | None = None
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`."""
-        rows = np.arange(first, last + 1) if self.order is None else self.order[first : last + 1]
-        return np.add.outer(rows, begins).ravel()
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute offsets; see `Permutation`."""
+        offsets = np.arange(start, stop) if self.order is None else self.order[start:stop]
+        return np.add.outer(offsets, shard_starts).ravel()
 
 
 class _Sorted:
-    """Permutations of short shards, independent of each other."""
+    """Independent permutations of short shards, by sorting random numbers."""
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
-        num_shards, largest = len(sizes), int(sizes[0])
+        num_shards = len(sizes)
+        largest = int(sizes[0])
         keys = _random_keys(bits, num_shards, largest)
         # Offsets that a shard lacks sort last.
         keys[sizes < largest, -1] = np.iinfo(np.uint64).max
         self._offsets = np.ascontiguousarray(_sorted_offsets(keys).T)
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`."""
-        rows = self._offsets[first : last + 1]
-        offsets: Integers = np.add(rows[:, every(columns)], begins).ravel()
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute offsets; see `Permutation`."""
+        rows = self._offsets[start:stop]
+        offsets: Integers = np.add(rows[:, as_slice(shards)], shard_starts).ravel()
         return offsets
 
 
 class _Rotated:
-    """Permutations by two tables that all shards share, and a rotation of each shard in between."""
+    """Permutations by two tables that all shards share, and a rotation per shard in between."""
 
     # With random permutations X and T of the largest shard's n offsets, the offset j of shard c
-    # becomes T[(X[j] + r[c]) % n]. Every shard's order is as random as a shuffle, and so is which
-    # rows of two shards share a place in their orders, except rows of the same offset: these never
-    # do, since no two rotations are the same.
+    # becomes T[(X[j] + r[c]) % n]. Every shard's order is as random as a shuffle. Which rows of two
+    # shards meet at one position is random too, except that rows of equal offset never meet,
+    # because no two shards have the same rotation.
+    # n = 4, X = 2 0 3 1, T = 1 3 0 2, and shards rotated by 0 and 1:
+    #     X[j]              2 0 3 1
+    #     shard 0  T[X]     0 1 2 3        shard 1  T[(X + 1) % 4]     2 3 1 0
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
-        num_shards, largest = len(sizes), int(sizes[0])
+        num_shards = len(sizes)
+        largest = int(sizes[0])
         self._first, last = _sorted_offsets(_random_keys(bits, 2, largest)).astype(np.uint32)
-        # Twice, so that nothing wraps around.
+        # Repeated once, so that nothing wraps around.
         self._last = np.concatenate([last, last])
         # One rotation from each of ``num_shards`` equal ranges, assigned at random.
         ranges = _sorted_offsets(_random_keys(bits, 1, num_shards))[0]
         bounds = np.arange(num_shards + 1) * largest // num_shards
         inside = _random_table(bits, 1, num_shards, 2**31)[0] % np.maximum(1, np.diff(bounds))
         self._rotations = (bounds[:-1] + inside)[ranges].astype(np.uint32)
-        # A shard that is one row shorter has no last offset. In its place comes what the last
-        # offset would become.
-        short = np.flatnonzero(sizes < largest)
-        self._short = np.full(num_shards, -1, np.int64)
-        if len(short):
-            turned = (np.flatnonzero(last == largest - 1) - self._rotations[short]) % largest
-            place = np.empty(largest, np.int64)
-            place[self._first] = np.arange(largest)
-            self._short[short] = place[turned]
-        self._instead = self._last[self._first[-1] + self._rotations].astype(np.int64)
+        # A shard that is one row shorter lacks the last offset. Where that offset would be, it has
+        # the row that the last offset becomes.
+        is_short = np.flatnonzero(sizes < largest)
+        self._replaced = np.full(num_shards, -1, np.int64)
+        if len(is_short):
+            rotated = (np.flatnonzero(last == largest - 1) - self._rotations[is_short]) % largest
+            inverse = np.empty(largest, np.int64)
+            inverse[self._first] = np.arange(largest)
+            self._replaced[is_short] = inverse[rotated]
+        self._replacement = self._last[self._first[-1] + self._rotations].astype(np.int64)
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`."""
-        turned, rotations = self._first[first : last + 1, None], self._rotations[columns]
-        offsets, step = np.empty((len(turned), len(columns)), np.int64), _CACHED // len(columns) + 1
-        for start in range(0, len(turned), step):
-            rows = slice(start, start + step)
-            places = self._last.take(turned[rows] + rotations, mode="wrap")
-            np.add(places, begins, out=offsets[rows])
-        at = self._short[columns]
-        short = np.flatnonzero((at >= first) & (at <= last))
-        offsets[at[short] - first, short] = (self._instead[columns] + begins)[short]
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute offsets; see `Permutation`."""
+        first = self._first[start:stop, None]
+        rotations = self._rotations[shards]
+        offsets = np.empty((len(first), len(shards)), np.int64)
+        step = _CHUNK // len(shards) + 1
+        for chunk_start in range(0, len(first), step):
+            chunk = slice(chunk_start, chunk_start + step)
+            permuted_offsets = self._last.take(first[chunk] + rotations, mode="wrap")
+            np.add(permuted_offsets, shard_starts, out=offsets[chunk])
+        replaced = self._replaced[shards]
+        short = np.flatnonzero((replaced >= start) & (replaced < stop))
+        replacement = (self._replacement[shards] + shard_starts)[short]
+        offsets[replaced[short] - start, short] = replacement
         return offsets.ravel()
 
 
 class _Cipher:
     """Permutations of long shards, computed for any offset from tables of random integers."""
 
-    # A number is two digits, and each round adds to one of them, modulo its radix, a random
-    # function of the other: the generalised Feistel cipher of Black and Rogaway, "Ciphers with
-    # Arbitrary Finite Domains", 2002. The radix of the lower digit is a power of two, and addition
-    # there is exclusive or. The first rounds are common to all shards: an offset, which all shards
-    # need at about the same time, goes through them only once. Tables grow with the square root of
+    # The generalised Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    # 2002. An offset is split into two digits, and each round adds to one digit, modulo its radix,
+    # a random function of the other digit. The radix of the lower digit is a power of two, where
+    # addition is exclusive or. All shards share the first rounds, so an offset, which all shards
+    # need at about the same time, passes through them once. Tables grow with the square root of
     # the rows.
+    # 100 offsets are split into a high digit 0..6 and a low digit 0..15: 57 = (3, 9). Results from
+    # 100 to 111 are permuted again until they are below 100 ("cycle walking").
 
     def __init__(self, sizes: Integers, bits: np.random.Philox) -> None:
-        num_shards, largest = len(sizes), int(sizes[0])
+        num_shards = len(sizes)
+        largest = int(sizes[0])
         self._bits = ((largest - 1).bit_length() + 1) // 2
         low = 2**self._bits
         self._high = -(-largest // low)
@@ -192,46 +233,51 @@ class _Cipher:
             _random_table(bits, 1, *((self._high, low) if index % 2 else (low, self._high)))[0]
             for index in range(_COMMON_ROUNDS)
         ]
-        # In the second of its three rounds, a shard's lower digit has the number of the shard in
-        # the bits above it, and so is an index into a table: the first table puts that number in,
-        # and the last one removes it.
+        # In the second of a shard's three rounds, the bits above the lower digit hold the number
+        # of the shard, so that together they index one table for all shards. The first table puts
+        # the number in, and the last one removes it.
         number = np.arange(num_shards, dtype=np.uint32)[:, None] << np.uint32(self._bits)
-        self._own = [
+        self._by_shard = [
             _random_table(bits, num_shards, self._high, low),
             _random_table(bits, num_shards, low, self._high).ravel(),
             _random_table(bits, num_shards, self._high, low),
         ]
         for index in (0, 2):
-            self._own[index] |= number
-            self._own[index] = self._own[index].ravel()
+            self._by_shard[index] |= number
+            self._by_shard[index] = self._by_shard[index].ravel()
         self._sizes = sizes
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`."""
-        upper, lower = self._begin(np.arange(first, last + 1, dtype=np.int64))
-        num = len(columns)
-        offsets = np.empty(len(upper) * num, np.int64)
-        step = max(1, _CACHED // num)
-        tables = np.tile((columns * self._high).astype(np.uint32), min(step, len(upper)))
-        for start in range(0, len(upper), step):
-            rows = slice(start, start + step)
-            out = offsets[start * num : (start + step) * num]
-            self._finish(np.repeat(upper[rows], num), np.repeat(lower[rows], num), tables, out)
-        # Outside of their shards: "cycle walking" until they are inside, or where they began, as
-        # only what is behind the last position does.
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute offsets; see `Permutation`."""
+        upper, lower = self._common_rounds(np.arange(start, stop, dtype=np.int64))
+        num_shards = len(shards)
+        offsets = np.empty(len(upper) * num_shards, np.int64)
+        step = max(1, _CHUNK // num_shards)
+        tables = np.tile((shards * self._high).astype(np.uint32), min(step, len(upper)))
+        for chunk_start in range(0, len(upper), step):
+            chunk = slice(chunk_start, chunk_start + step)
+            out = offsets[chunk_start * num_shards : (chunk_start + step) * num_shards]
+            chunk_upper = np.repeat(upper[chunk], num_shards)
+            chunk_lower = np.repeat(lower[chunk], num_shards)
+            self._shard_rounds(chunk_upper, chunk_lower, tables, out)
+        # Results outside of their shard are permuted again until they are inside ("cycle walking"),
+        # or back at their offset, which only happens behind the last position.
         left = np.flatnonzero(offsets >= self._sizes[-1])
         while len(left):
-            shards, found = columns[left % num], offsets[left]
-            is_left = (found >= self._sizes[shards]) & (found != first + left // num)
-            left, tables = left[is_left], (shards[is_left] * self._high).astype(np.uint32)
+            left_shards = shards[left % num_shards]
+            results = offsets[left]
+            is_outside = results >= self._sizes[left_shards]
+            is_left = is_outside & (results != start + left // num_shards)
+            left = left[is_left]
+            tables = (left_shards[is_left] * self._high).astype(np.uint32)
             again = np.empty_like(left)
-            self._finish(*self._begin(found[is_left]), tables, again)
+            self._shard_rounds(*self._common_rounds(results[is_left]), tables, again)
             offsets[left] = again
-        offsets += np.tile(begins, len(upper))
+        offsets += np.tile(shard_starts, len(upper))
         return offsets
 
-    def _begin(self, offsets: Integers) -> tuple[Digits, Digits]:
-        """The upper and the lower digit of offsets after the common rounds."""
+    def _common_rounds(self, offsets: Integers) -> tuple[Digits, Digits]:
+        """Split offsets into digits, and apply the rounds that all shards share."""
         upper = (offsets >> self._bits).astype(np.uint32)
         lower = (offsets & (2**self._bits - 1)).astype(np.uint32)
         for index, table in enumerate(self._common):
@@ -241,16 +287,17 @@ class _Cipher:
                 self._add(upper, table[lower])
         return upper, lower
 
-    def _finish(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
-        """Offsets after the rounds of their own shards; the digits are overwritten."""
+    def _shard_rounds(self, upper: Digits, lower: Digits, tables: Digits, out: Integers) -> None:
+        """Apply the rounds of each shard, and write the offsets to ``out``. Overwrites digits."""
         tables = tables[: len(upper)]
-        places, found = np.empty_like(upper), np.empty_like(upper)
-        # No index is outside a table: "wrap" is the fastest mode.
-        np.add(upper, tables, out=places)
-        lower ^= self._own[0].take(places, out=found, mode="wrap")
-        self._add(upper, self._own[1].take(lower, out=found, mode="wrap"))
-        np.add(upper, tables, out=places)
-        lower ^= self._own[2].take(places, out=found, mode="wrap")
+        index = np.empty_like(upper)
+        values = np.empty_like(upper)
+        # All indices are valid: "wrap" is the fastest mode.
+        np.add(upper, tables, out=index)
+        lower ^= self._by_shard[0].take(index, out=values, mode="wrap")
+        self._add(upper, self._by_shard[1].take(lower, out=values, mode="wrap"))
+        np.add(upper, tables, out=index)
+        lower ^= self._by_shard[2].take(index, out=values, mode="wrap")
         if self._high << self._bits <= 2**32:
             upper <<= np.uint32(self._bits)
             upper |= lower
@@ -261,15 +308,15 @@ class _Cipher:
             out |= lower
 
     def _add(self, upper: Digits, other: Digits) -> None:
-        """Add to upper digits; ``other`` is overwritten."""
+        """Add to upper digits modulo their radix. Overwrites ``other``."""
         upper += other
-        # Unsigned: where nothing wrapped around, subtracting the radix gives a huge number.
+        # Unsigned: below the radix, subtracting it results in a huge number.
         np.subtract(upper, np.uint32(self._high), out=other)
         np.minimum(upper, other, out=upper)
 
 
 def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[np.uint64]:
-    """Random numbers of shape (num_rows, length), with their index in the row in the last bits."""
+    """Return random keys of shape (num_rows, length), whose last bits hold their column."""
     width = length.bit_length()
     keys = bits.random_raw(num_rows * length).reshape(num_rows, length)
     keys &= ~np.uint64(2**width - 1)
@@ -278,7 +325,7 @@ def _random_keys(bits: np.random.Philox, num_rows: int, length: int) -> NDArray[
 
 
 def _sorted_offsets(keys: NDArray[np.uint64]) -> Integers:
-    """The indices of random keys in the order of their numbers; the keys are overwritten."""
+    """Sort keys row by row, and return their columns. Overwrites the keys."""
     width = keys.shape[1].bit_length()
     keys.sort(axis=1)
     keys &= np.uint64(2**width - 1)
@@ -286,8 +333,8 @@ def _sorted_offsets(keys: NDArray[np.uint64]) -> Integers:
 
 
 def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int) -> Digits:
-    """Random integers in ``[0, bound)``, uint32 of shape (num_rows, length)."""
-    # The high half of a product maps 32 random bits to the range, as evenly as they can be.
+    """Return random integers in ``[0, bound)``, uint32 of shape (num_rows, length)."""
+    # The high half of a product maps 32 random bits to the range as evenly as possible.
     raw = bits.random_raw(num_rows * length) >> np.uint64(32)
     raw *= np.uint64(bound)
     raw >>= np.uint64(32)
@@ -296,57 +343,71 @@ def _random_table(bits: np.random.Philox, num_rows: int, length: int, bound: int
 
 
 class BlockPermutation:
-    """Permutations of shards block by block: rows that come together also lie together."""
+    """Permutations of shards in blocks of consecutive rows, which can be read together."""
 
-    # The offsets that all shards have form a circle, which is divided into blocks from a random
-    # offset on: in another epoch, other rows share a block. What longer shards have more comes
-    # last.
+    # The offsets that all shards have form a circle, which is cut into blocks from a random offset
+    # on, so that other rows share a block in each epoch. Blocks are permuted, and so are the rows
+    # of each shard within a block. The rest of the circle, and the row by which some shards are
+    # longer, form the last block.
+    # Shards of 8, 7 and 7 rows, blocks of 3, cut at offset 5, blocks in the order 1, 0:
+    #     block 0         block 1         last block
+    #     1 2 3           5 6 0           4, and 7 in shard 0
 
-    def __init__(self, sizes: Integers, window: int, seed: int, epoch: int) -> None:
-        self._sizes, self._window, self._words = sizes, window, (seed, epoch)
-        # Rows that all shards have, and rows of the longest of them.
-        self._round, self._longest = int(sizes[-1]), int(sizes[0])
-        self._num_full = self._round // window
+    def __init__(self, sizes: Integers, block: int, seed: int, epoch: int) -> None:
+        self._sizes = sizes
+        self._block = block
+        self._words = seed, epoch
+        self._shared = int(sizes[-1])  # rows that all shards have
+        self._longest = int(sizes[0])
+        self._num_full = self._shared // block
         bits = random_bits(seed, epoch, 1)
-        self._start = int(bits.random_raw(1)[0]) % max(1, self._round)
+        self._start = int(bits.random_raw(1)[0]) % max(1, self._shared)
         self._order = permuted(np.array([max(1, self._num_full)]), bits)
-        table_bytes = 8 * window * (len(sizes) if window < _LONG_SHARD else 2)
-        self._tables = Tables(max(_KEPT_BLOCKS, _KEPT_BYTES // table_bytes))
+        table_bytes = 8 * block * (len(sizes) if block < _LONG_SHARD else 2)
+        self._tables = Tables(max(_MIN_CACHED_BLOCKS, _CACHED_BLOCK_BYTES // table_bytes))
 
     def runs(self, number: int) -> list[range]:
-        """The offsets of a block, one to three ranges, the same for each shard."""
+        """Return the offsets of a block, one to three ranges, equal for all shards."""
+        num_extra = 0
+        size = self._block
         if number < self._num_full:
             zero = np.zeros(1, np.int64)
-            block = int(self._order.grid(number, number, zero, zero)[0])
-            size, more = self._window, 0
+            index = int(self._order.grid(number, number + 1, zero, zero)[0])
         else:
-            block, size = number, self._round - number * self._window
-            more = self._longest - self._round
-        first = (self._start + block * self._window) % max(1, self._round)
-        last = first + size
-        runs = [range(first, min(last, self._round)), range(last - self._round)]
-        runs.append(range(self._round, self._round + more))
+            index = number
+            size = self._shared - number * self._block
+            num_extra = self._longest - self._shared
+        start = (self._start + index * self._block) % max(1, self._shared)
+        stop = start + size
+        runs = [
+            range(start, min(stop, self._shared)),
+            range(stop - self._shared),  # after wrapping around
+            range(self._shared, self._shared + num_extra),
+        ]
         return [run for run in runs if run]
 
-    def grid(self, first: int, last: int, columns: Integers, begins: Integers) -> Integers:
-        """Permuted offsets; see `Permutation`."""
-        nothing = np.zeros_like(begins)
-        pieces = []
-        for number in range(first // self._window, last // self._window + 1):
-            begin = number * self._window
-            stop = min(last + 1, begin + self._window)
+    def grid(self, start: int, stop: int, shards: Integers, shard_starts: Integers) -> Integers:
+        """Permute offsets; see `Permutation`."""
+        zeros = np.zeros_like(shard_starts)
+        grids = []
+        for number in range(start // self._block, (stop - 1) // self._block + 1):
+            block_start = number * self._block
+            block_stop = block_start + self._block
             within = self._tables.get("block", number, partial(self._within, number))
-            grid = within.grid(max(first, begin) - begin, stop - 1 - begin, columns, nothing)
-            if len(runs := self.runs(number)) == 1:
-                pieces.append(grid + runs[0].start)
+            first = max(start, block_start) - block_start
+            grid = within.grid(first, min(stop, block_stop) - block_start, shards, zeros)
+            runs = self.runs(number)
+            if len(runs) == 1:
+                grids.append(grid + runs[0].start)
                 continue
-            at = firsts_of(np.array([len(run) for run in runs]))
-            pieces.append(Runs(at, np.array([run.start for run in runs]) - at).at(grid))
-        offsets = np.concatenate(pieces).reshape(-1, len(columns))
-        offsets += begins
+            run_starts = starts_of(np.array([len(run) for run in runs]))
+            shifts = np.array([run.start for run in runs]) - run_starts
+            grids.append(Runs(run_starts, shifts).at(grid))
+        offsets = np.concatenate(grids).reshape(-1, len(shards))
+        offsets += shard_starts
         return offsets.ravel()
 
     def _within(self, number: int) -> Permutation:
-        """The permutation of each shard's rows in one block."""
-        sizes = np.clip(self._sizes - number * self._window, 0, self._window)
+        """Return the permutations of each shard's rows within one block."""
+        sizes = np.clip(self._sizes - number * self._block, 0, self._block)
         return permuted(sizes, random_bits(*self._words, 2 + number))

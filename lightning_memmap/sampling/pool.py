@@ -1,4 +1,14 @@
-"""Which rows each shard has: what orders draw from."""
+"""The rows of each shard, which orders draw from.
+
+Rows of a pool are counted shard after shard: index ``starts[c] + j`` is row ``j`` of shard ``c``.
+There are three kinds of pools. Of the rows 0 to 6 in 3 shards::
+
+    striped      shards 0 3 6 | 1 4 | 2 5    row i belongs to shard i % 3, as a store's files do
+    contiguous   shards 0 1 2 | 3 4 | 5 6    ranges of storage order: neighbours share a shard, as
+                                             windows over a series should
+    chosen       shards 3 3 6 | 4   | 2 5    other rows: a table, or runs, of indices in one of
+                                             the two pools above
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +26,12 @@ from lightning_memmap.sampling.rows import (
     StoreRows,
     WindowedRows,
     distinct,
-    firsts_of,
     shard_rows,
+    starts_of,
 )
 
-#: Windows that are located at once.
-_BLOCK_WINDOWS = 2**18
+#: Windows whose series are looked up at once.
+_WINDOWS_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,87 +41,73 @@ class Pool:
     Args:
         rows: The rows.
         num_shards: Shards, ``C``.
-        is_striped: Whether row ``i`` is in shard ``i % C``, as dataset order needs. Otherwise a
-            shard is a piece of the line of rows.
+        is_striped: Whether row ``i`` belongs to shard ``i % C``, which dataset order needs.
+            Otherwise a shard is a contiguous range of storage order.
         sizes: Rows of each shard, int64 of shape (C,).
-        counts: Positions of each shard in an epoch, int64 of shape (C,): those of shard ``c`` are
-            ``c``, ``c + C``, ``c + 2C`` and so on.
-        chosen: Where shards have other rows than these by themselves, which rows they have, shard
-            after shard, counted as in the pool that has all rows once: a table, or runs.
-        global_batch: Rows of a step over all devices, where an order depends on it.
+        chosen: Indices of the rows of each shard, shard after shard, in the pool that holds all
+            rows once: a table, or runs. None for that pool itself.
+        global_batch: Rows of a step over all devices, if the order depends on it.
     """
 
     rows: Rows
     num_shards: int
     is_striped: bool
     sizes: Integers = field(repr=False)
-    counts: Integers = field(repr=False)
     chosen: NDArray[Any] | Runs | None = field(default=None, repr=False)
     global_batch: int | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, rows: Rows, num_shards: int, is_striped: bool | None = None) -> "Pool":
-        """All rows, each once.
+        """Make a pool that holds each row once.
 
         Args:
             rows: The rows.
             num_shards: Shards to divide them into.
-            is_striped: As for this class; by default shards are pieces of the files where rows
-                that lie together belong together.
+            is_striped: As for this class; by default as the rows prefer.
         """
-        sizes = shard_rows(rows.num_rows, num_shards)
-        lined = rows.is_lined if is_striped is None else not is_striped
-        return cls(rows, num_shards, not lined, sizes, sizes)
+        is_striped = not rows.is_contiguous if is_striped is None else is_striped
+        return cls(rows, num_shards, is_striped, shard_rows(rows.num_rows, num_shards))
 
-    def drawing(self, sizes: Integers, counts: Integers, chosen: NDArray[Any] | Runs) -> "Pool":
-        """Shards of other rows of this pool, which has all rows once.
+    def choose(self, sizes: Integers, chosen: NDArray[Any] | Runs) -> "Pool":
+        """Make a pool whose shards hold other rows of this pool, which must hold all rows once.
 
         Args:
             sizes: As for this class.
-            counts: As there.
-            chosen: Which rows, counted as in this pool.
+            chosen: As for this class.
         """
         if isinstance(chosen, np.ndarray):
             chosen = chosen.astype(np.min_scalar_type(self.num_rows))
-        return replace(self, sizes=sizes, counts=counts, chosen=chosen)
+        return replace(self, sizes=sizes, chosen=chosen)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells its rows from others, as JSON values."""
+        """The values that identify its rows and shards, as JSON values."""
         return {**self.rows.identity, "num_shards": self.num_shards}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pool):
             return NotImplemented
-        same = (self.is_striped, type(self.chosen)) == (other.is_striped, type(other.chosen))
-        if not same or self.identity != other.identity:
+        is_alike = (self.is_striped, type(self.chosen)) == (other.is_striped, type(other.chosen))
+        if not is_alike or self.identity != other.identity:
             return False
-        pairs = [(self.sizes, other.sizes), (self.counts, other.counts)]
-        if self.chosen is not None:
-            pairs.append((np.asarray(self.chosen), np.asarray(other.chosen)))
-        return all(np.array_equal(one, two) for one, two in pairs)
+        if self.chosen is not None and not np.array_equal(
+            np.asarray(self.chosen), np.asarray(other.chosen)
+        ):
+            return False
+        return np.array_equal(self.sizes, other.sizes)
 
     def __hash__(self) -> int:
         return hash((self.num_shards, self.rows.num_rows))
 
-    def with_positions(self, num_positions: int) -> "Pool":
-        """The same rows for an epoch of another number of positions."""
-        return replace(self, counts=shard_rows(num_positions, self.num_shards))
-
     @cached_property
     def starts(self) -> Integers:
         """The index of each shard's first row, int64 of shape (C,)."""
-        return firsts_of(self.sizes)
+        return starts_of(self.sizes)
 
     @cached_property
     def num_rows(self) -> int:
         """Rows of all shards together."""
         return int(self.sizes.sum())
-
-    @cached_property
-    def num_positions(self) -> int:
-        """Positions of an epoch."""
-        return int(self.counts.sum())
 
     @cached_property
     def longest(self) -> int:
@@ -123,109 +119,118 @@ class Pool:
         return Shards(self.rows.num_rows, self.num_shards)
 
     @cached_property
-    def _are_files(self) -> bool:
-        """Whether the pool that has all rows once is the files: index 0 lies at place 0."""
+    def _is_file_order(self) -> bool:
+        """Whether an index in the pool of all rows is the row's place in the files."""
         if self.is_striped:
             return self.rows == StoreRows(self._striping)
-        return self.rows.is_in_files
+        return self.rows.is_file_order
 
     @cached_property
-    def begins(self) -> Integers | None:
-        """Where the rows of each shard begin in the files, int64 of shape (C,).
+    def file_starts(self) -> Integers | None:
+        """The file row of each shard's first row, int64 of shape (C,).
 
-        None where the rows of a shard do not lie there one after the other.
+        None if the rows of some shard are not consecutive in the files.
         """
-        if not self._are_files or isinstance(self.chosen, np.ndarray):
+        if not self._is_file_order or isinstance(self.chosen, np.ndarray):
             return None
         if self.chosen is None:
             return self.starts
-        # Each shard is one run: none begins inside of it.
-        ends = self.starts + self.sizes
-        inside = np.searchsorted(self.chosen.begins, [self.starts + 1, ends])
-        if ((inside[1] > inside[0]) & (self.sizes > 0)).any():
+        # Every shard is a single run if no run starts inside of a shard.
+        stops = self.starts + self.sizes
+        run_starts = np.searchsorted(self.chosen.starts, [self.starts + 1, stops])
+        if ((run_starts[1] > run_starts[0]) & (self.sizes > 0)).any():
             return None
         return self.chosen.at(np.minimum(self.starts, max(0, self.num_rows - 1)))
 
     def index(self, shard: int | None = None) -> Integers:
-        """The rows of one shard, or of all, as they are counted here: shard after shard."""
+        """Return the indices of one shard's rows, or of all rows."""
         if shard is None:
             return np.arange(self.num_rows, dtype=np.int64)
         return np.arange(self.starts[shard], self.starts[shard] + self.sizes[shard])
 
     def numbers(self, index: Integers) -> Integers:
-        """The numbers of rows, int64 of shape (B,) like the index."""
-        whole = self.whole(index)
-        return self._striping.rows_at(whole) if self.is_striped else self.rows.on_line(whole)
+        """Return the numbers of rows among ``rows``, int64 of the shape of ``index``."""
+        base = self.base_index(index)
+        return self._striping.rows(base) if self.is_striped else self.rows.in_storage_order(base)
 
-    def places(self, index: Integers) -> Integers:
-        """Where rows lie in the files."""
-        return self.whole(index) if self._are_files else self.rows.places(self.numbers(index))
+    def file_rows(self, index: Integers) -> Integers:
+        """Return where rows are stored in the files, counted in rows."""
+        if self._is_file_order:
+            return self.base_index(index)
+        return self.rows.file_rows(self.numbers(index))
 
     def dataset_rows(self, index: Integers) -> Integers:
-        """The numbers of rows in the whole dataset."""
+        """Return the rows of the dataset."""
         return self.rows.dataset_rows(self.numbers(index))
 
-    def rows_of(self, shard: int) -> Integers:
-        """The dataset rows of one shard, in its order."""
+    def shard_dataset_rows(self, shard: int) -> Integers:
+        """Return the dataset rows of one shard, in the order of the pool."""
         return self.dataset_rows(self.index(shard))
 
-    def whole(self, index: Integers) -> Integers:
-        """The index in the pool of all rows."""
+    def base_index(self, index: Integers) -> Integers:
+        """Return the indices of rows in the pool that holds all rows once."""
         if isinstance(self.chosen, Runs):
             return self.chosen.at(index)
         return index if self.chosen is None else self.chosen[index].astype(np.int64)
 
-    def whole_of(self, other: "Pool", shard: int) -> Integers:
-        """The same of a shard of another pool, as they are counted in this one."""
+    def base_index_of(self, other: "Pool", shard: int) -> Integers:
+        """Return the indices that the rows of another pool's shard have in this pool's base."""
         index = other.index(shard)
-        is_alike = self.is_striped == other.is_striped
-        return other.whole(index) if is_alike else self.rows.ranks[other.numbers(index)]
+        if self.is_striped == other.is_striped:
+            return other.base_index(index)
+        return self.rows.storage_ranks[other.numbers(index)]
 
 
-def united(pools: Sequence[Pool]) -> Pool:
-    """A pool whose shards have what those of several pools have, once, as it lies in the files."""
-    first, is_striped = pools[0], all(pool.is_striped for pool in pools)
-    whole = Pool.of(first.rows, first.num_shards, is_striped)
-    whole = replace(whole, global_batch=first.global_batch)
-    each = [
-        distinct(np.concatenate([whole.whole_of(pool, shard) for pool in pools]))
+def merge_pools(pools: Sequence[Pool]) -> Pool:
+    """Merge pools: each shard holds the union of its rows, without duplicates, in file order."""
+    first = pools[0]
+    is_striped = all(pool.is_striped for pool in pools)
+    base = replace(
+        Pool.of(first.rows, first.num_shards, is_striped), global_batch=first.global_batch
+    )
+    merged = [
+        distinct(np.concatenate([base.base_index_of(pool, shard) for pool in pools]))
         for shard in range(first.num_shards)
     ]
-    sizes = np.array([len(found) for found in each], np.int64)
-    firsts = np.array([found[0] if len(found) else 0 for found in each], np.int64)
-    lasts = np.array([found[-1] if len(found) else -1 for found in each], np.int64)
-    if (lasts - firsts + 1 == sizes).all():
-        starts, kept = firsts_of(sizes), sizes > 0
-        return whole.drawing(sizes, first.counts, Runs(starts[kept], (firsts - starts)[kept]))
-    return whole.drawing(sizes, first.counts, np.concatenate(each))
+    sizes = np.array([len(index) for index in merged], np.int64)
+    run_starts = np.array([index[0] if len(index) else 0 for index in merged], np.int64)
+    run_stops = np.array([index[-1] + 1 if len(index) else 0 for index in merged], np.int64)
+    if (run_stops - run_starts == sizes).all():
+        starts = starts_of(sizes)
+        has_rows = sizes > 0
+        return base.choose(sizes, Runs(starts[has_rows], (run_starts - starts)[has_rows]))
+    return base.choose(sizes, np.concatenate(merged))
 
 
-def spans_of(pool: Pool, chosen: Sequence[int]) -> tuple[Integers, Integers]:
-    """The windows of each series that some shards have, and those between them.
+def window_spans(pool: Pool, shards: Sequence[int]) -> tuple[Integers, Integers]:
+    """Find the windows of each series that some shards hold, and all windows between them.
 
-    The first one, and how many there are to the last one, or 0: both int64 of shape (series,).
+    Returns:
+        The first of these windows, and how many there are up to the last one, or 0: both int64 of
+        shape (series,).
     """
-    line = pool.rows
-    assert isinstance(line, WindowedRows)
-    firsts, lasts = line.counts.copy(), np.full(len(line.counts), -1, np.int64)
-    for shard in chosen:
-        for series, places, counts in _stretches(pool, line, shard):
-            windows = places - line.begins[series]
+    rows = pool.rows
+    assert isinstance(rows, WindowedRows)
+    firsts = rows.counts.copy()
+    lasts = np.full(len(rows.counts), -1, np.int64)
+    for shard in shards:
+        for series, file_windows, counts in _window_runs(pool, rows, shard):
+            windows = file_windows - rows.starts[series]
             np.minimum.at(firsts, series, windows)
             np.maximum.at(lasts, series, windows + counts - 1)
     return firsts, np.maximum(0, lasts + 1 - firsts)
 
 
-def _stretches(
-    pool: Pool, line: WindowedRows, shard: int
+def _window_runs(
+    pool: Pool, rows: WindowedRows, shard: int
 ) -> Iterator[tuple[Integers, Integers, Integers | int]]:
-    """The windows of a shard: their series, their places, and how many follow one another."""
-    if (begins := pool.begins) is not None:
-        edges = begins[shard], begins[shard] + pool.sizes[shard]
-        series, places, counts = line.stretches(pool.num_shards, [edges], None)
-        yield series, places, counts
+    """Yield the windows of a shard in runs: series, first window in file order, and length."""
+    if (file_starts := pool.file_starts) is not None:
+        bounds = file_starts[shard], file_starts[shard] + pool.sizes[shard]
+        series, file_windows, counts = rows.runs_between(pool.num_shards, [bounds], None)
+        yield series, file_windows, counts
         return
     index = pool.index(shard)
-    for first in range(0, len(index), _BLOCK_WINDOWS):
-        places = pool.places(index[first : first + _BLOCK_WINDOWS])
-        yield line.in_series(places)[0], places, 1
+    for start in range(0, len(index), _WINDOWS_AT_ONCE):
+        file_windows = pool.file_rows(index[start : start + _WINDOWS_AT_ONCE])
+        yield rows.in_series(file_windows)[0], file_windows, 1

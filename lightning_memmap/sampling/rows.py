@@ -1,12 +1,18 @@
-"""What an order orders: rows that are numbered, their shards, and where they lie in the files.
+"""The rows that an epoch draws from, how they are divided into shards, and where they are stored.
 
-Rows are those of a store, some of them, those of several stores, or windows over series. They are
-numbered in dataset order; the place of a row counts rows on their line. They also lie
-on a line, which shards may be pieces of: it follows the files as far as all rows are used.
+Rows may be all rows of a store, a subset of them, the rows of several stores, or windows over
+series. Each kind has three numberings. A subset (6, 1, 4, 3) of 7 rows stored in 3 shards::
+
+    number         0  1  2  3    index among these rows, in the order that dataset order shows
+    dataset row    6  1  4  3    index in the whole dataset
+    file row       2  3  4  1    index in the files, which hold 0 3 6 | 1 4 | 2 5
+
+    storage rank   0  2  3  1    index in the files of a store that held these rows alone, which
+                                 would be the numbers 0 3 | 1 | 2. Of all rows: the file row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,75 +25,76 @@ from lightning_memmap.sampling.identity import Numbers
 
 Integers = NDArray[np.int64]
 
-#: Shards by default, of fewer rows than `_MANY_ROWS` and of more.
-_SHARDS = 24, 192
+#: Default number of shards below `_MANY_ROWS` rows, and from there on.
+_DEFAULT_SHARDS = 24, 192
 _MANY_ROWS = 20_000
-#: Up to so many windows, a table of 4 bytes for each has its series: a search takes several times
-#: as long as copying a short window.
-_TABLE_WINDOWS = 2**23
+#: Up to this many windows, the series of each is looked up in a table of 4 bytes per window: a
+#: search takes several times as long as copying a short window.
+_MAX_TABLE_WINDOWS = 2**23
 
 
 def default_shards(num_rows: int) -> int:
-    """The shards that a store of so many rows has unless its user says otherwise."""
-    return _SHARDS[num_rows >= _MANY_ROWS]
+    """Return the number of shards of a store if the user sets none."""
+    return _DEFAULT_SHARDS[num_rows >= _MANY_ROWS]
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [count for count in range(1, number + 1) if not number % count]
 
 
 def shard_rows(num_rows: int, num_shards: int) -> Integers:
-    """Count the rows of each shard: row ``i`` is in shard ``i % num_shards``."""
+    """Count the rows of each shard if row ``i`` belongs to shard ``i % num_shards``."""
     shards = np.arange(num_shards, dtype=np.int64)
     return (num_rows - shards + num_shards - 1) // num_shards
 
 
-def firsts_of(sizes: Integers) -> Integers:
-    """Where each of several parts begins that lie one after the other, along the first axis."""
-    firsts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes
-    return firsts
+def starts_of(sizes: Integers) -> Integers:
+    """Return where each of several consecutive groups starts, along the first axis."""
+    starts: Integers = np.cumsum(sizes, axis=0, dtype=np.int64) - sizes
+    return starts
 
 
-def ranges(firsts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Runs of consecutive numbers, from their first ones on, so many of each."""
-    # Numbers without a sign may wrap around on the way.
-    found = np.repeat((firsts - firsts_of(counts)).astype(dtype), counts)
-    found += np.arange(len(found), dtype=dtype)
-    return found
+def ranges(starts: Integers, counts: Integers, dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """Concatenate ranges of consecutive integers, such as ``[5, 0], [2, 3]`` to 5 6 0 1 2."""
+    # Unsigned integers may wrap around on the way.
+    integers = np.repeat((starts - starts_of(counts)).astype(dtype), counts)
+    integers += np.arange(len(integers), dtype=dtype)
+    return integers
 
 
 class Runs(NamedTuple):
-    """Numbers that are consecutive, run by run."""
+    """A map from indices to integers that is consecutive run by run."""
 
-    #: The index at which each run begins, int64 of shape (runs,), ascending.
-    begins: Integers
-    #: What is added to an index in this run, int64 of shape (runs,).
+    #: The index at which each run starts, int64 of shape (runs,), ascending.
+    starts: Integers
+    #: What is added to an index in each run, int64 of shape (runs,).
     shifts: Integers
 
     def at(self, index: Integers) -> Integers:
-        """The numbers at indices, int64 of the same shape."""
-        is_one = len(self.begins) == 1
-        run = 0 if is_one else np.searchsorted(self.begins, index, side="right") - 1
-        found: Integers = index + self.shifts[run]
-        return found
+        """Return the integers at indices, int64 of the same shape."""
+        has_one_run = len(self.starts) == 1
+        run = 0 if has_one_run else np.searchsorted(self.starts, index, side="right") - 1
+        integers: Integers = index + self.shifts[run]
+        return integers
 
 
-def distinct(numbers: Integers) -> Integers:
-    """The different numbers, ascending. numpy's `unique` takes four times as long."""
-    ordered = np.sort(numbers)
-    found: Integers = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
-    return found
+def distinct(integers: Integers) -> Integers:
+    """Return the distinct integers, ascending. numpy's `unique` takes four times as long."""
+    ordered = np.sort(integers)
+    is_new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+    kept: Integers = ordered[is_new]
+    return kept
 
 
 def striping(num_shards: int, num_data_devices: int) -> int:
-    """The number of shards that data devices divide: ``num_shards``, or the next one above it."""
+    """Return the smallest multiple of the data devices that is at least ``num_shards``."""
     return -(-num_shards // num_data_devices) * num_data_devices
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards that rows are divided into: row ``i`` is in shard ``i % C``."""
+    """The shards of a store's files: row ``i`` belongs to shard ``i % C``."""
 
     num_rows: int
     num_shards: int
@@ -95,7 +102,7 @@ class Shards:
     def __post_init__(self) -> None:
         for name in ("num_rows", "num_shards"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
 
     @cached_property
     def sizes(self) -> Integers:
@@ -104,84 +111,84 @@ class Shards:
 
     @cached_property
     def starts(self) -> Integers:
-        """The place of each shard's first row, int64 of shape (C,)."""
-        return firsts_of(self.sizes)
+        """The file row of each shard's first row, int64 of shape (C,)."""
+        return starts_of(self.sizes)
 
-    def locate(self, rows: Integers) -> Integers:
-        """The places of rows, int64 of the same shape."""
+    def file_rows(self, rows: Integers) -> Integers:
+        """Return where rows are stored, int64 of the same shape."""
         offsets = rows // self.num_shards
         # numpy takes several times as long for a remainder as for a quotient.
-        located: Integers = self.starts[rows - offsets * self.num_shards]
-        return located + offsets
+        file_rows: Integers = self.starts[rows - offsets * self.num_shards]
+        return file_rows + offsets
 
-    def rows_at(self, places: Integers) -> Integers:
-        """The rows at places: the inverse of `locate`."""
-        shards = np.searchsorted(self.starts, places, side="right") - 1
-        return (places - self.starts[shards]) * self.num_shards + shards
+    def rows(self, file_rows: Integers) -> Integers:
+        """Return which rows are stored there: the inverse of `file_rows`."""
+        shards = np.searchsorted(self.starts, file_rows, side="right") - 1
+        return (file_rows - self.starts[shards]) * self.num_shards + shards
 
 
 class Rows(ABC):
     """Rows that are numbered in dataset order: a frozen value."""
 
-    #: Whether shards are pieces of the files, where an order allows it: rows that lie together, as
-    #: windows over a series do, are then in one shard.
-    is_lined = False
+    #: Whether shards should be contiguous ranges of storage order, if the order allows it, so that
+    #: neighbours such as windows over one series share a shard.
+    is_contiguous = False
 
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What tells them from others, as JSON values."""
+        """The values that identify these rows, as JSON values."""
 
     @abstractmethod
-    def places(self, numbers: Integers) -> Integers:
-        """Where rows lie in the files, counted in rows, int64 of shape (B,)."""
+    def file_rows(self, numbers: Integers) -> Integers:
+        """Return where rows are stored in the files, counted in rows, int64 of shape (B,)."""
 
     @property
-    def is_in_files(self) -> bool:
-        """Whether the line is the files: row 0 of it lies at place 0, and so on."""
+    def is_file_order(self) -> bool:
+        """Whether these are all rows of the files, so that a storage rank is a file row."""
         return True
 
     @abstractmethod
-    def on_line(self, index: Integers) -> Integers:
-        """The numbers of the rows that are there on the line, int64 of shape (B,)."""
+    def in_storage_order(self, ranks: Integers) -> Integers:
+        """Return the numbers of the rows with these storage ranks, int64 of shape (B,)."""
 
     @cached_property
-    def ranks(self) -> Integers:
-        """Where each row is on the line, by its number: int64 of shape (rows,)."""
+    def storage_ranks(self) -> Integers:
+        """The storage rank of each row by its number, int64 of shape (rows,)."""
         index = np.arange(self.num_rows, dtype=np.int64)
         ranks = np.empty_like(index)
-        ranks[self.on_line(index)] = index
+        ranks[self.in_storage_order(index)] = index
         return ranks
 
     def dataset_rows(self, numbers: Integers) -> Integers:
-        """The numbers of rows in the whole dataset, of which these may be some."""
+        """Return the rows of the whole dataset."""
         return numbers
 
     def names(self, rows: Integers) -> list[Any]:
-        """What dataset rows are called where people read of them, as JSON values."""
+        """Return how dataset rows are shown to people, as JSON values."""
         return list(rows.tolist())
 
-    def stored_rows(self, rows: Integers) -> Integers:
-        """The rows of a store that dataset rows are, or are parts of."""
+    def store_rows(self, rows: Integers) -> Integers:
+        """Return the rows of the store that dataset rows are, or are windows of."""
         return rows
 
 
 @dataclass(frozen=True)
 class StoreRows(Rows):
-    """The rows of a store, or some of them, which are treated as if they alone had been stored."""
+    """All rows of a store, or a subset, which is ordered as if it had been stored alone."""
 
     shards: Shards
-    #: The rows that are chosen, in their order, each once; None for all.
+    #: The rows of the subset in its order, each once; None for all rows.
     chosen: Numbers | None = None
 
     @classmethod
     def of(cls, shards: Shards, rows: Integers | None = None) -> "StoreRows":
-        """The rows of these numbers, each once; by default all."""
+        """Make a subset of these rows, each once; by default all rows."""
         return cls(shards, None if rows is None else Numbers(rows))
 
     @property
@@ -197,20 +204,20 @@ class StoreRows(Rows):
 
     @property
     @override
-    def is_in_files(self) -> bool:
+    def is_file_order(self) -> bool:
         return self.chosen is None
 
     @override
-    def places(self, numbers: Integers) -> Integers:
-        return self.shards.locate(self.dataset_rows(numbers))
+    def file_rows(self, numbers: Integers) -> Integers:
+        return self.shards.file_rows(self.dataset_rows(numbers))
 
     @cached_property
-    def _alone(self) -> Shards:
+    def _own_shards(self) -> Shards:
         return Shards(self.num_rows, self.shards.num_shards)
 
     @override
-    def on_line(self, index: Integers) -> Integers:
-        return self._alone.rows_at(index)
+    def in_storage_order(self, ranks: Integers) -> Integers:
+        return self._own_shards.rows(ranks)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
@@ -222,91 +229,109 @@ class StoreRows(Rows):
 
 @dataclass(frozen=True)
 class JoinedRows(Rows):
-    """The rows of several stores, numbered one store after the other, as their files lie too."""
+    """The rows of several stores, store after store, both in number and in the files."""
 
     stores: tuple[str, ...]
-    parts: tuple[StoreRows, ...]
-    is_lined = True
+    members: tuple[StoreRows, ...]
+    is_contiguous = True
 
     @property
     @override
-    def is_in_files(self) -> bool:
-        return all(part.is_in_files for part in self.parts)
+    def is_file_order(self) -> bool:
+        return all(member.is_file_order for member in self.members)
 
     @property
     @override
     def num_rows(self) -> int:
-        return sum(self.chosen_sizes)
+        return sum(self.member_sizes)
 
     @cached_property
-    def chosen_sizes(self) -> list[int]:
-        """How many rows of each store these are."""
-        return [part.num_rows for part in self.parts]
+    def member_sizes(self) -> list[int]:
+        """The number of rows used of each store."""
+        return [member.num_rows for member in self.members]
 
     @cached_property
-    def firsts(self) -> Integers:
-        """The first row of each store, and its first place, int64 of shape (stores,)."""
-        return firsts_of(np.array([part.shards.num_rows for part in self.parts]))
+    def starts(self) -> Integers:
+        """The first dataset row of each store, and its first file row, int64 of shape (stores,)."""
+        return starts_of(np.array([member.shards.num_rows for member in self.members]))
 
     @property
     @override
     def identity(self) -> dict[str, Any]:
-        pairs = zip(self.stores, self.parts, strict=True)
-        subsets = {name: part.identity["subset"] for name, part in pairs}
+        pairs = zip(self.stores, self.members, strict=True)
+        subsets = {name: member.identity["subset"] for name, member in pairs}
         return {
-            "stores": dict(zip(self.stores, self.chosen_sizes, strict=True)),
+            "stores": dict(zip(self.stores, self.member_sizes, strict=True)),
             "subset": subsets if any(subsets.values()) else None,
             "num_rows": self.num_rows,
         }
 
     def stores_of(self, rows: Integers) -> Integers:
-        """The store of each dataset row, or of each place: they are numbers of stores."""
-        return np.searchsorted(self.firsts, rows, side="right") - 1
+        """Return the index of the store of each dataset row, or of each file row."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
     @override
-    def places(self, numbers: Integers) -> Integers:
-        return self._each(numbers, "places", self.firsts)
+    def file_rows(self, numbers: Integers) -> Integers:
+        return self._by_member(StoreRows.file_rows, numbers, self.starts)
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
-        return self._each(numbers, "dataset_rows", self.firsts)
+        return self._by_member(StoreRows.dataset_rows, numbers, self.starts)
 
     @override
-    def on_line(self, index: Integers) -> Integers:
-        return self._each(index, "on_line", self._chosen_firsts)
+    def in_storage_order(self, ranks: Integers) -> Integers:
+        return self._by_member(StoreRows.in_storage_order, ranks, self._member_starts)
 
     @cached_property
-    def _chosen_firsts(self) -> Integers:
-        return firsts_of(np.array(self.chosen_sizes))
+    def _member_starts(self) -> Integers:
+        return starts_of(np.array(self.member_sizes))
 
-    def _each(self, numbers: Integers, method: str, firsts: Integers) -> Integers:
-        """What the parts say of their rows, each counted from its place among some firsts."""
-        begins = self._chosen_firsts
-        parts = np.searchsorted(begins + self.chosen_sizes, numbers, side="right")
-        found = np.empty_like(numbers)
-        for index, part in enumerate(self.parts):
-            here = parts == index
-            found[here] = getattr(part, method)(numbers[here] - begins[index]) + firsts[index]
-        return found
+    def _by_member(
+        self,
+        look_up: Callable[[StoreRows, Integers], Integers],
+        numbers: Integers,
+        result_starts: Integers,
+    ) -> Integers:
+        """Look up integers store by store, and add the start of each store to the results."""
+        starts = self._member_starts
+        members = np.searchsorted(starts + self.member_sizes, numbers, side="right")
+        results = np.empty_like(numbers)
+        for index, member in enumerate(self.members):
+            is_here = members == index
+            here = look_up(member, numbers[is_here] - starts[index])
+            results[is_here] = here + result_starts[index]
+        return results
 
     @override
     def names(self, rows: Integers) -> list[Any]:
         stores = self.stores_of(rows)
-        within = (rows - self.firsts[stores]).tolist()
-        return [
-            [self.stores[store], row] for store, row in zip(stores.tolist(), within, strict=True)
-        ]
+        rows_in_stores = (rows - self.starts[stores]).tolist()
+        pairs = zip(stores.tolist(), rows_in_stores, strict=True)
+        return [[self.stores[store], row] for store, row in pairs]
 
 
 @dataclass(frozen=True)
 class WindowedRows(Rows):
-    """Windows over series. They are numbered series after series, and placed as the series are."""
+    """Windows over series, numbered series after series, both in number and in storage order.
 
-    # No window is stored: each is a row of the store and a step of it. A shard is a piece of the
-    # files, so that two shards share no more steps than the windows overlap; in dataset order each
-    # shard has windows of all series, since neighbours there belong to different shards.
-    # ``steps`` are those of each series on their line; ``whole`` are the windows over all series of
-    # the dataset, where these are over some of them.
+    Windows are not stored: each is a series, which is a row of the store, and a first step in it.
+    Windows of 3 steps with stride 2, over the series a and b of 6 and 5 steps, where the files
+    store b first::
+
+        number         0     1     2     3
+        window         a0-2  a2-4  b0-2  b2-4
+        storage rank   2     3     0     1      "file rows" of windows count along the files, too
+
+    Contiguous shards share no more steps than the windows overlap.
+
+    Args:
+        series: The series.
+        fields: The fields that the windows are of.
+        steps: Steps of each series, in storage order.
+        length: Steps of a window.
+        stride: Steps between the starts of neighbouring windows.
+        whole: The windows over all series of the dataset, if these are over a subset of them.
+    """
 
     series: Rows
     fields: tuple[str, ...]
@@ -314,20 +339,20 @@ class WindowedRows(Rows):
     length: int
     stride: int
     whole: "WindowedRows | None" = None
-    is_lined = True
+    is_contiguous = True
 
     def __post_init__(self) -> None:
         if not self.num_rows:
             steps = self.steps.array
             raise ValueError(
-                f"Windows: length={self.length}, and the longest of the {len(steps)} rows has"
+                f"Windows: length={self.length}, but the longest of the {len(steps)} rows has"
                 f" {steps.max()} steps: use shorter windows, or longer rows"
             )
 
     @property
     @override
     def num_rows(self) -> int:
-        return int(self.begins[-1] + self.counts[-1])
+        return int(self.starts[-1] + self.counts[-1])
 
     @property
     @override
@@ -342,111 +367,122 @@ class WindowedRows(Rows):
 
     @cached_property
     def counts(self) -> Integers:
-        """Windows of each series, on their line, int64 of shape (series,)."""
+        """Windows of each series, in storage order, int64 of shape (series,)."""
         counts: Integers = np.maximum(0, (self.steps.array - self.length) // self.stride + 1)
         return counts
 
     @cached_property
-    def begins(self) -> Integers:
-        """The first window of each series on the line, int64 of shape (series,)."""
-        return firsts_of(self.counts)
+    def starts(self) -> Integers:
+        """The storage rank of each series' first window, in storage order, int64 (series,)."""
+        return starts_of(self.counts)
 
     @cached_property
-    def _number_begins(self) -> Integers:
-        """The number of the first window of each series, by the number of the series."""
-        return firsts_of(self.counts[self.series.ranks])
+    def _number_starts(self) -> Integers:
+        """The number of each series' first window, by the number of the series."""
+        return starts_of(self.counts[self.series.storage_ranks])
 
-    def in_series(self, places: Integers) -> tuple[Integers, Integers]:
-        """The series of the windows at places, by their places on the line, and which of theirs."""
-        if len(self.counts) == 1 or self.num_rows > _TABLE_WINDOWS:
-            return _in_series(self.begins, places)
-        series = self._series_of_places[places].astype(np.int64)
-        return series, places - self.begins[series]
+    def in_series(self, ranks: Integers) -> tuple[Integers, Integers]:
+        """Find windows by storage rank: the storage rank of the series, and the window in it."""
+        if len(self.counts) == 1 or self.num_rows > _MAX_TABLE_WINDOWS:
+            return _in_series(self.starts, ranks)
+        series = self._series_table[ranks].astype(np.int64)
+        return series, ranks - self.starts[series]
 
     @cached_property
-    def _series_of_places(self) -> NDArray[np.uint32]:
+    def _series_table(self) -> NDArray[np.uint32]:
         return np.repeat(np.arange(len(self.counts), dtype=np.uint32), self.counts)
 
     @override
-    def places(self, numbers: Integers) -> Integers:
-        series, windows = _in_series(self._number_begins, numbers)
-        return windows + self.begins[self.series.ranks[series]]
+    def file_rows(self, numbers: Integers) -> Integers:
+        series, windows = _in_series(self._number_starts, numbers)
+        return windows + self.starts[self.series.storage_ranks[series]]
 
     @override
-    def on_line(self, index: Integers) -> Integers:
-        ranks, windows = self.in_series(index)
-        return windows + self._number_begins[self.series.on_line(ranks)]
+    def in_storage_order(self, ranks: Integers) -> Integers:
+        series, windows = self.in_series(ranks)
+        return windows + self._number_starts[self.series.in_storage_order(series)]
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:
         if self.whole is None:
             return numbers
-        series, windows = _in_series(self._number_begins, numbers)
-        return windows + self.whole._number_begins[self.series.dataset_rows(series)]
+        series, windows = _in_series(self._number_starts, numbers)
+        return windows + self.whole._number_starts[self.series.dataset_rows(series)]
 
-    def numbered(self, rows: Integers) -> tuple[Integers, Integers]:
-        """The same of dataset rows; series are rows of the dataset too."""
-        return _in_series((self.whole or self)._number_begins, rows)
+    def find(self, rows: Integers) -> tuple[Integers, Integers]:
+        """Find windows by dataset row: the dataset row of the series, and the window in it."""
+        return _in_series((self.whole or self)._number_starts, rows)
 
     @override
     def names(self, rows: Integers) -> list[Any]:
-        series, windows = self.numbered(rows)
+        series, windows = self.find(rows)
         steps: list[int] = (windows * self.stride).tolist()
-        return [
-            [series, step] for series, step in zip(self.series.names(series), steps, strict=True)
-        ]
+        pairs = zip(self.series.names(series), steps, strict=True)
+        return [[name, step] for name, step in pairs]
 
     @override
-    def stored_rows(self, rows: Integers) -> Integers:
-        return self.series.stored_rows(self.numbered(rows)[0])
+    def store_rows(self, rows: Integers) -> Integers:
+        return self.series.store_rows(self.find(rows)[0])
 
-    def stretches(
-        self, num_shards: int, edges: Sequence[tuple[int, int]], wanted: Sequence[int] | None
+    def runs_between(
+        self, num_shards: int, bounds: Sequence[tuple[int, int]], shards: Sequence[int] | None
     ) -> list[Integers]:
-        """The windows between places; or, for dataset order, between numbers.
+        """Return the windows between bounds in runs, each of consecutive windows of one series.
 
-        In stretches: their series on the line, the places of their first windows, and how many
-        windows they have.
+        Args:
+            num_shards: Shards, ``C``.
+            bounds: Half-open ranges, of storage ranks if ``shards`` is None, else of numbers.
+            shards: In dataset order: drop runs without a window in one of these shards, where
+                window ``n`` belongs to shard ``n % C``.
+
+        Returns:
+            The storage rank of each run's series, the storage rank of its first window, and its
+            number of windows: int64 of shape (runs,) each.
         """
-        *every, ends = self._in_order[wanted is not None]
-        # How many of the wanted shards come before each, twice around.
-        is_wanted = np.isin(np.arange(num_shards), [] if wanted is None else list(wanted))
-        before = np.append(0, np.cumsum(np.tile(is_wanted, 2)))
-        pieces = []
-        for first, end in edges:
-            begin, stop = np.searchsorted(ends, (first, end - 1), side="right")
-            at = slice(begin, stop + 1)
-            series, places, counts = (each[at] for each in every)
-            begins = ends[at] - counts
-            firsts = np.maximum(first, begins)
-            counts = np.minimum(end, ends[at]) - firsts
-            needed = counts > 0
-            if wanted is not None:
-                # Neighbours belong to shards one after the other.
-                shards = firsts % num_shards
-                needed = before[shards + np.clip(counts, 0, num_shards)] > before[shards]
-            found = series, places + firsts - begins, counts
-            pieces.append([each[needed] for each in found])
-        return [*map(np.concatenate, zip(*pieces, strict=True))]
+        *columns, series_stops = self._by_order[shards is not None]
+        # A run from shard s on needs a wanted one among the next shards, which may wrap around C:
+        # num_before[s + n] - num_before[s] counts the wanted among n shards from s on.
+        is_wanted = np.isin(np.arange(num_shards), [] if shards is None else list(shards))
+        num_before = np.append(0, np.cumsum(np.tile(is_wanted, 2)))
+        runs = []
+        for start, stop in bounds:
+            first, last = np.searchsorted(series_stops, (start, stop - 1), side="right")
+            here = slice(first, last + 1)
+            series, ranks, counts = (column[here] for column in columns)
+            series_starts = series_stops[here] - counts
+            run_starts = np.maximum(start, series_starts)
+            counts = np.minimum(stop, series_stops[here]) - run_starts
+            is_needed = counts > 0
+            if shards is not None:
+                run_shards = run_starts % num_shards
+                num_seen = np.clip(counts, 0, num_shards)
+                is_needed = num_before[run_shards + num_seen] > num_before[run_shards]
+            run = series, ranks + run_starts - series_starts, counts
+            runs.append([column[is_needed] for column in run])
+        return [*map(np.concatenate, zip(*runs, strict=True))]
 
     @cached_property
-    def _in_order(self) -> list[tuple[Integers, Integers, Integers, Integers]]:
-        """By place, and by number: series, their first places, windows, and where these end."""
-        found = []
-        for series in (np.arange(len(self.counts)), self.series.ranks):
-            series = series[self.counts[series] > 0]
-            counts = self.counts[series]
-            found.append((series, self.begins[series], counts, np.cumsum(counts)))
-        return found
+    def _by_order(self) -> list[tuple[Integers, Integers, Integers, Integers]]:
+        """Series that have windows, in storage order and in dataset order.
 
-    def steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
-        """The steps of all windows before others, where those of a series share what they can."""
-        _, _, counts, ends = self._in_order[is_by_number]
-        num_series = np.searchsorted(ends - counts, windows, side="left")
+        Each as storage ranks, ranks of their first windows, numbers of windows, and where these
+        stop in this order.
+        """
+        orders = []
+        for series in (np.arange(len(self.counts)), self.series.storage_ranks):
+            used = series[self.counts[series] > 0]
+            counts = self.counts[used]
+            orders.append((used, self.starts[used], counts, np.cumsum(counts)))
+        return orders
+
+    def num_steps_before(self, windows: Integers, is_by_number: bool) -> Integers:
+        """Count the steps of all windows before these; steps in several windows count once."""
+        _, _, counts, stops = self._by_order[is_by_number]
+        num_series = np.searchsorted(stops - counts, windows, side="left")
         return windows * self.stride + num_series * (self.length - self.stride)
 
 
-def _in_series(begins: Integers, windows: Integers) -> tuple[Integers, Integers]:
-    # Of series without a window, the next one begins at the same place.
-    series = np.searchsorted(begins, windows, side="right") - 1
-    return series, windows - begins[series]
+def _in_series(starts: Integers, windows: Integers) -> tuple[Integers, Integers]:
+    # A series without a window starts where the next one does, which the search finds.
+    series = np.searchsorted(starts, windows, side="right") - 1
+    return series, windows - starts[series]

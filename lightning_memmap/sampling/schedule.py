@@ -1,7 +1,13 @@
-"""How an epoch is divided: into steps, some of which a run may leave out, and into blocks.
+"""How the positions of an epoch are divided into steps, and into blocks.
+
+Steps take consecutive positions, and a run may skip some of them. 22 rows in steps of 8, and how a
+last step of fewer rows than shards shares rows with the one before::
+
+    3 shards     0 .. 7   8 .. 15  16 .. 21
+    12 shards    0 .. 7   8 .. 14  15 .. 21
 
 A block is the positions of some consecutive rounds over the shards, which are read from disk at
-once. The rows of one shard in it are long runs of a file, or lie near each other there.
+once. Its rows of one shard are long runs of a file, or close together in it.
 """
 
 import math
@@ -24,10 +30,17 @@ DEFAULT_BLOCK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Steps whose positions follow one another."""
+class ConsecutiveSteps:
+    """Steps without a gap between their positions.
 
-    first: int
+    Args:
+        start: First position of the first step.
+        global_batch: Positions of a full step.
+        num_full: Full steps.
+        tail: Positions of each step after them.
+    """
+
+    start: int
     global_batch: int
     num_full: int
     tail: tuple[int, ...] = ()
@@ -35,29 +48,39 @@ class Piece:
     def __len__(self) -> int:
         return self.num_full + len(self.tail)
 
-    def edge(self, step: int) -> int:
-        """The first position of a step of this piece, or one past the last one."""
-        full = min(step, self.num_full)
-        return self.first + full * self.global_batch + sum(self.tail[: step - full])
+    def position(self, step: int) -> int:
+        """Return the first position of a step, or one past the last position."""
+        num_full = min(step, self.num_full)
+        return self.start + num_full * self.global_batch + sum(self.tail[: step - num_full])
 
-    def ending(self, position: int) -> "Piece | None":
-        """The steps before a position; None where it is inside of a step."""
-        step = bisect_left(range(len(self) + 1), position, key=self.edge)
-        full = min(step, self.num_full)
-        found = replace(self, num_full=full, tail=self.tail[: step - full])
-        return found if self.edge(step) == position else None
+    def until(self, position: int) -> "ConsecutiveSteps | None":
+        """Return the steps before a position; None if the position is inside of a step."""
+        step = bisect_left(range(len(self) + 1), position, key=self.position)
+        if self.position(step) != position:
+            return None
+        num_full = min(step, self.num_full)
+        return replace(self, num_full=num_full, tail=self.tail[: step - num_full])
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How the positions from ``start`` to the end of an epoch are divided into steps."""
+    """How the positions from ``start`` to the end of an epoch are divided into steps.
 
-    # Every step but the last two takes G positions. The last ones depend on N, G and C alone, so
-    # that every process takes equally many steps with at least one row in each:
-    # - drop_last: an incomplete last step is dropped;
-    # - a last step of C rows or more is taken as it is; one of fewer shares with the one before;
-    # - where even these would be too short for gcd(G, C) data devices, the most that there can be,
-    #   both become one step, which happens only where G divides C.
+    Args:
+        num_rows: Positions of an epoch, ``N``.
+        global_batch: Positions of a step, ``G``.
+        num_shards: Shards, ``C``.
+        drop_last: Whether an incomplete last step is dropped.
+        start: First position.
+        skipped: Half-open ranges of positions that are skipped.
+    """
+
+    # Every step but the last two takes G positions. The last two depend on N, G and C only, so that
+    # every process takes the same number of steps, each with at least one row:
+    # - a last step of C rows or more stays as it is; a shorter one shares the rows of the step
+    #   before;
+    # - if even these two would be too short for gcd(G, C) data devices, the most that there can be,
+    #   both become one step, which only happens if G divides C.
 
     num_rows: int
     global_batch: int
@@ -68,47 +91,48 @@ class BatchSchedule:
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
-            raise ValueError(f"global_batch={self.global_batch}: at least 1 row is needed")
+            raise ValueError(f"global_batch={self.global_batch}: must be at least 1 row")
         if not 0 <= self.start <= self.num_rows:
             raise ValueError(f"start={self.start}: outside the epoch's {self.num_rows} rows")
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The steps in pieces, between which positions are skipped."""
-        found, start = list[Piece](), self.start
-        for first, last in self.skipped:
-            if first >= self.num_rows or last <= start:
+    def stretches(self) -> tuple[ConsecutiveSteps, ...]:
+        """The steps between skipped positions."""
+        stretches = list[ConsecutiveSteps]()
+        start = self.start
+        for skip_start, skip_stop in self.skipped:
+            if skip_start >= self.num_rows or skip_stop <= start:
                 continue
-            if first > start:
-                # Where the positions were skipped with another global batch, they may begin inside
-                # of a step: the steps before them are divided as if the epoch ended there.
-                whole = self._piece(start, self.num_rows)
-                found.append(whole.ending(first) or self._piece(start, first))
-            start = min(last, self.num_rows)
-        found.append(self._piece(start, self.num_rows))
-        return tuple(piece for piece in found if len(piece))
+            if skip_start > start:
+                # Positions that were skipped with another global batch may start inside of a step.
+                # The steps before them are then divided as if the epoch ended there.
+                steps = self._steps(start, self.num_rows).until(skip_start)
+                stretches.append(steps or self._steps(start, skip_start))
+            start = min(skip_stop, self.num_rows)
+        stretches.append(self._steps(start, self.num_rows))
+        return tuple(steps for steps in stretches if len(steps))
 
-    def _piece(self, start: int, end: int) -> Piece:
-        full, left = divmod(end - start, self.global_batch)
+    def _steps(self, start: int, stop: int) -> ConsecutiveSteps:
+        num_full, left = divmod(stop - start, self.global_batch)
         if not left or self.drop_last:
-            return Piece(start, self.global_batch, full)
-        if not full or left >= self.num_shards:
-            return Piece(start, self.global_batch, full, (left,))
-        both = self.global_batch + left
-        is_one = both // 2 < math.gcd(self.global_batch, self.num_shards)
-        tail = (both,) if is_one else (both - both // 2, both // 2)
-        return Piece(start, self.global_batch, full - 1, tail)
+            return ConsecutiveSteps(start, self.global_batch, num_full)
+        if not num_full or left >= self.num_shards:
+            return ConsecutiveSteps(start, self.global_batch, num_full, (left,))
+        shared = self.global_batch + left
+        is_one_step = shared // 2 < math.gcd(self.global_batch, self.num_shards)
+        tail = (shared,) if is_one_step else (shared - shared // 2, shared // 2)
+        return ConsecutiveSteps(start, self.global_batch, num_full - 1, tail)
 
     def __len__(self) -> int:
-        return sum(map(len, self.pieces))
+        return sum(map(len, self.stretches))
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """First and one-past-last position of a step."""
+        """Return the first and one past the last position of a step."""
         left = step
-        for piece in self.pieces:
-            if 0 <= left < len(piece):
-                return piece.edge(left), piece.edge(left + 1)
-            left -= len(piece)
+        for steps in self.stretches:
+            if 0 <= left < len(steps):
+                return steps.position(left), steps.position(left + 1)
+            left -= len(steps)
         raise IndexError(f"step={step}: the schedule has {len(self)} steps")
 
 
@@ -117,101 +141,107 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class SkippedSteps(msgspec.Struct, frozen=True, array_like=True):
-    """The steps that a run leaves out, and the positions that they had when that was decided.
+    """The steps that a run skips, and the positions they had when they were skipped.
 
-    A checkpoint has these two lists of ranges, both counted over all epochs.
+    Both are half-open ranges counted over all epochs, as checkpoints store them.
     """
 
     steps: tuple[tuple[_Count, _Count], ...] = ()
     positions: tuple[tuple[_Count, _Count], ...] = ()
 
     def __post_init__(self) -> None:
-        if any(first >= last for first, last in (*self.steps, *self.positions)):
+        if any(start >= stop for start, stop in (*self.steps, *self.positions)):
             raise ValueError("a range of steps or positions is empty")
 
     def adding(self, steps: tuple[Span, ...], epoch_steps: BatchSchedule) -> "SkippedSteps":
-        """These and others."""
-        count, num_rows = len(epoch_steps), epoch_steps.num_rows
+        """Return these steps and others, which have the positions of a schedule.
 
-        def begin(step: int) -> int:
-            return step // count * num_rows + epoch_steps.bounds(step % count)[0]
+        Raises:
+            ValueError: All steps of an epoch would be skipped.
+        """
+        num_steps = len(epoch_steps)
+        num_rows = epoch_steps.num_rows
 
-        new = [(begin(first), begin(last)) for first, last in _without(steps, self.steps)]
-        positions = _joined([*self.positions, *new])
-        found = SkippedSteps(_joined([*self.steps, *steps]), positions)
-        for first, last in positions:
-            for epoch in range(first // num_rows, -(-last // num_rows)):
-                if not len(replace(epoch_steps, skipped=found.of_epoch(epoch, num_rows))):
+        def position(step: int) -> int:
+            return step // num_steps * num_rows + epoch_steps.bounds(step % num_steps)[0]
+
+        new = [(position(start), position(stop)) for start, stop in _without(steps, self.steps)]
+        positions = _merged([*self.positions, *new])
+        skipped = SkippedSteps(_merged([*self.steps, *steps]), positions)
+        for start, stop in positions:
+            for epoch in range(start // num_rows, -(-stop // num_rows)):
+                if not len(replace(epoch_steps, skipped=skipped.of_epoch(epoch, num_rows))):
                     raise ValueError(
-                        f"skip_steps: all {count} steps of epoch {epoch} would be left out, steps"
-                        f" {epoch * count} to {(epoch + 1) * count - 1} of the run: leave some of"
-                        " them in, or resume from a checkpoint of a later epoch"
+                        f"skip_steps: all {num_steps} steps of epoch {epoch} would be skipped, that"
+                        f" is {epoch * num_steps} to {(epoch + 1) * num_steps - 1} of the run: skip"
+                        " fewer, or resume from a checkpoint of a later epoch"
                     )
-        return found
+        return skipped
 
     def of_epoch(self, epoch: int, num_rows: int) -> tuple[Span, ...]:
-        """The positions that an epoch leaves out, of so many."""
+        """Return the skipped positions of an epoch of ``num_rows`` positions."""
         start = epoch * num_rows
-        found = ((max(0, a - start), min(b - start, num_rows)) for a, b in self.positions)
-        return tuple((first, last) for first, last in found if first < last)
+        spans = ((max(0, a - start), min(b - start, num_rows)) for a, b in self.positions)
+        return tuple((a, b) for a, b in spans if a < b)
 
     def epochs(self, num_rows: int) -> list[int]:
-        """The epochs that leave some out."""
+        """Return the epochs with skipped positions."""
         spans = (range(a // num_rows, -(-b // num_rows)) for a, b in self.positions)
         return sorted({epoch for span in spans for epoch in span})
 
 
-def steps_to_skip(given: Any) -> tuple[Span, ...]:
-    """The argument ``skip_steps`` as ranges: a range, or numbers of steps."""
-    if given is None:
+def steps_to_skip(value: Any) -> tuple[Span, ...]:
+    """Convert the argument ``skip_steps``, a range or integers, to half-open ranges."""
+    if value is None:
         return ()
-    if isinstance(given, range):
-        given = given if given.step > 0 else given[::-1]
-        edges = [(given.start, given.stop)] if given.step == 1 else [(s, s + 1) for s in given]
-    elif isinstance(given, (list, tuple, set)):
-        edges = [(step, step + 1) for step in (check_integer("skip_steps", s, 0) for s in given)]
+    if isinstance(value, range):
+        ascending = value if value.step > 0 else value[::-1]
+        is_one = ascending.step == 1
+        spans = [(ascending.start, ascending.stop)] if is_one else [(s, s + 1) for s in ascending]
+    elif isinstance(value, (list, tuple, set)):
+        spans = [(step, step + 1) for step in (check_integer("skip_steps", s, 0) for s in value)]
     else:
         raise TypeError(
-            f"skip_steps={given!r}: give a range of steps of the run, such as"
+            f"skip_steps={value!r}: pass a range of steps of the run, such as"
             " range(81_200, 81_400), or a list of them"
         )
-    edges = [(first, last) for first, last in edges if first < last]
-    if edges and min(edges)[0] < 0:
-        raise ValueError(f"skip_steps={given!r}: steps of a run are counted from 0")
-    return _joined(edges)
+    spans = [(start, stop) for start, stop in spans if start < stop]
+    if spans and min(spans)[0] < 0:
+        raise ValueError(f"skip_steps={value!r}: steps of a run are counted from 0")
+    return _merged(spans)
 
 
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same numbers in ascending ranges that do not touch."""
-    found = list[Span]()
-    for first, last in sorted(spans):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Merge ranges into ascending ranges that do not touch."""
+    merged = list[Span]()
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
-            found.append((first, last))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _without(spans: tuple[Span, ...], others: tuple[Span, ...]) -> Iterator[Span]:
-    """The numbers of ranges that others lack; both ascend."""
-    for first, last in spans:
-        for begin, end in others:
-            if begin < last and end > first:
-                if first < begin:
-                    yield first, begin
-                first = max(first, end)
-        if first < last:
-            yield first, last
+    """Yield the parts of ranges that other ranges do not cover; both ascend."""
+    for start, stop in spans:
+        for other_start, other_stop in others:
+            if other_start < stop and other_stop > start:
+                if start < other_start:
+                    yield start, other_start
+                start = max(start, other_stop)
+        if start < stop:
+            yield start, stop
 
 
 def default_window(num_shards: int, row_bytes: float) -> int:
-    """Rows of a shard in a block. Depends on the store alone: the same on every machine."""
+    """Return the default rows of a shard in a block: a function of the store only."""
     return max(1, int(DEFAULT_BLOCK_BYTES // max(1, num_shards * row_bytes)))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is read at once in the order of a sampler: a block of each shard."""
+    """The blocks of a sampler's epochs: what is read at once."""
 
     sampler: Sampler
 
@@ -223,12 +253,12 @@ class Blocks:
 
     @property
     def has_runs(self) -> bool:
-        """Whether a block has the same offsets of each shard, in runs of consecutive ones."""
+        """Whether a block holds the same offsets of each shard, in runs of consecutive ones."""
         return self.sampler.block_runs(0, 0) is not None
 
     @property
     def positions(self) -> int:
-        """Positions in a block of all shards."""
+        """Positions of a block over all shards."""
         return self.rows * self.sampler.num_shards
 
     def __len__(self) -> int:
@@ -239,12 +269,13 @@ class Blocks:
         """Positions of a shard in the longest block."""
         return min(self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
 
-    def index(self, epoch: int, number: int, held: Integers) -> Integers:
-        """The rows that a block has of some shards, by their index in the pool."""
-        first = number * self.rows
-        last = min(first + self.rows, -(-self.sampler.num_positions // self.sampler.num_shards))
-        found = self.sampler.grid(epoch, first, last - 1, held, self.sampler.pool.starts[held])
-        rounds = np.arange(first, last, dtype=np.int64)[:, None]
-        wanted = rounds * self.sampler.num_shards + held < self.sampler.num_positions
-        index: Integers = found[wanted.ravel()]
+    def index(self, epoch: int, number: int, shards: Integers) -> Integers:
+        """Return the rows that a block holds of some shards, as indices in the pool."""
+        sampler = self.sampler
+        num_shards = sampler.num_shards
+        start = number * self.rows
+        stop = min(start + self.rows, -(-sampler.num_positions // num_shards))
+        grid = sampler.grid(epoch, start, stop, shards, sampler.pool.starts[shards])
+        positions = np.arange(start, stop, dtype=np.int64)[:, None] * num_shards + shards
+        index: Integers = grid[(positions < sampler.num_positions).ravel()]
         return index

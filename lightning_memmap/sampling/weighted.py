@@ -1,4 +1,17 @@
-"""Rows that come more or less often than others, by weight."""
+"""Rows drawn more or less often, by weight.
+
+Rows are laid out on a line, each as long as it is expected to be drawn, and drawn by points at a
+distance of 1. 7 rows with the weights 2 1 1 1 1 1 1 in 3 shards, for 8 positions::
+
+    row            0       1   2   3   4   5   6        7 rows of length 2 1 1 1 1 1 1
+    line           0 . . . 2 . 3 . 4 . 5 . 6 . 7 . 8    8 long
+    shards         |-----------|-----------|-------|    3, 3 and 2 positions
+    points at .3     x   x   x   x   x   x   x   x
+    drawn          0   0   1   2   3   4   5   6
+
+Shard 0 holds the rows 0 and 1, shard 1 the rows 2, 3 and 4, shard 2 the rows 5 and 6. A row that is
+cut belongs to both shards. A row of length 2.4 is drawn 2 or 3 times, depending on the first point.
+"""
 
 import warnings
 from dataclasses import dataclass
@@ -9,48 +22,49 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_memmap.errors import Described
+from lightning_memmap.sampling.factory import (
+    Fields,
+    SamplerFactory,
+    check_by_row,
+    check_num_samples,
+    one_by_row,
+)
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import order_within, random_bits
 from lightning_memmap.sampling.pool import Pool
-from lightning_memmap.sampling.rows import Integers, Runs, firsts_of, ranges, shard_rows
-from lightning_memmap.sampling.sampler import (
-    Fields,
-    Sampler,
-    SamplerFactory,
-    check_by_row,
-    checked_positions,
-    kept,
-    one_by_row,
-)
+from lightning_memmap.sampling.rows import Integers, Runs, ranges, shard_rows, starts_of
+from lightning_memmap.sampling.sampler import cached_once, cached_per_epoch
+from lightning_memmap.sampling.table_sampler import DrawnSampler
 
-#: Parts of the random bits: where the points of an epoch lie and the order on the line, and how the
-#: line is divided. Part 0 is for the order of positions.
-_POINT, _PARTS = 1, 2
-#: A shard has about so many parts. Rows of one part share an epoch more or less often than others.
-_NUM_PARTS = 48
+#: Streams of the random bits: the first point of an epoch and the order of segments, and how
+#: shards are divided into segments. Stream 0 is used for the order of positions.
+_POINT_BITS, _SEGMENT_BITS = 1, 2
+#: Approximate number of segments of a shard. Rows of one segment share epochs more or less often
+#: than other rows do.
+_NUM_SEGMENTS = 48
 #: The line of an epoch is shorter than 2 to the power of this, in units.
 _LINE_BITS = 62
-_MAX_POSITIONS = 2**40
+_MAX_SAMPLES = 2**40
 
 
 @dataclass(eq=False, repr=False)
 class Weighted(Described, SamplerFactory):
     """Draws rows by weight, again in each epoch, for ``MemmapDataModule(sampler=...)``.
 
-    In each epoch, a row comes as often as ``num_samples * weight / sum(weights)`` says, rounded up
-    or down at random so that this is the mean over epochs. So rows are as even as their weights
-    allow: those of equal weight come equally often, up to once, which independent draws would not
-    do. In blocks, see ``shuffle_window``, an epoch has the same rows.
+    In each epoch, a row is drawn ``num_samples * weight / sum(weights)`` times, rounded up or down
+    at random, so that this is the mean over epochs. Rows of equal weight are drawn equally often,
+    within 1, which independent draws would not achieve. Blocks (see ``shuffle_window``) do not
+    change which rows an epoch holds.
 
     Args:
-        weights: One weight for each row of the dataset, or each window of its series, in their
-            order, not negative: a tensor, an array or a sequence. Or the name of a field: where it
-            has floating-point values, they are the weights. Otherwise they are classes, and all
-            classes come equally often. It must not be None in a row to draw from.
+        weights: One non-negative weight for each row of the dataset, or each window of its series,
+            in dataset order: a tensor, an array or a sequence. Or the name of a field. Values of a
+            floating-point field are the weights. Other values are classes, which are all drawn
+            equally often. The field must not be None in a row to draw from.
         num_samples: Positions of an epoch; by default as many as there are rows.
 
     Raises:
-        TypeError: ``weights`` is neither, or ``num_samples`` is not an integer.
+        TypeError: ``weights`` is of another type, or ``num_samples`` is not an integer.
         ValueError: ``num_samples`` is below 1.
     """
 
@@ -59,7 +73,7 @@ class Weighted(Described, SamplerFactory):
 
     def __post_init__(self) -> None:
         check_by_row("Weighted: weights", self.weights)
-        self.num_samples = checked_positions(self.num_samples)
+        self.num_samples = check_num_samples(self.num_samples)
 
     @override
     def make(self, pool: Pool, seed: int, fields: Fields) -> "WeightedSampler":
@@ -67,182 +81,192 @@ class Weighted(Described, SamplerFactory):
 
         Raises:
             TypeError: The weights are not numbers.
-            ValueError: There is not one weight for each row; one is negative, not finite or None;
-                all are zero; or ``num_samples`` is out of range.
+            ValueError: The number of weights isn't the number of rows; one is negative, not finite
+                or None; all are zero; or ``num_samples`` is out of range.
         """
         weights = self._weights(pool.dataset_rows(pool.index()), fields)
         if not weights.any():
             raise ValueError("Weighted: all weights of the training rows are 0")
         count = pool.num_rows if self.num_samples is None else self.num_samples
-        if count > _MAX_POSITIONS:
-            raise ValueError(f"num_samples={count}: an epoch has 2**40 positions at most")
+        if count > _MAX_SAMPLES:
+            raise ValueError(f"num_samples={count}: must be at most 2**40")
         lengths = _in_units(weights * (count / weights.sum()), count)
-        return WeightedSampler(_cut(pool, lengths, count), seed, lengths=Numbers(lengths))
+        pool = _cut(pool, lengths, count)
+        return WeightedSampler(pool, seed, lengths=Numbers(lengths), num_samples=count)
 
     def _weights(self, rows: Integers, fields: Fields) -> NDArray[np.float64]:
-        """The weights of rows, the largest of which is 1."""
+        """Return the weights of rows, scaled so that the largest is 1."""
         if isinstance(self.weights, str):
-            found = fields.values(self.weights, rows)
-            if not np.issubdtype(found.dtype, np.floating):
-                _, classes, counts = np.unique(found, return_inverse=True, return_counts=True)
-                found = 1 / counts[classes]
-            elif np.isin(found, (0, 1)).all() and (num_zeros := int((found == 0).sum())):
+            values = fields.values(self.weights, rows)
+            if not np.issubdtype(values.dtype, np.floating):
+                _, classes, counts = np.unique(values, return_inverse=True, return_counts=True)
+                values = 1 / counts[classes]
+            elif np.isin(values, (0, 1)).all() and (num_zeros := int((values == 0).sum())):
                 warnings.warn(
-                    f"Weighted({self.weights!r}): the field has floating-point values, which are"
-                    f" weights, and has 0 or 1 alone: {num_zeros} of {len(found)} rows never come;"
-                    " store classes as integers or bools",
+                    f"Weighted({self.weights!r}): the field is floating-point, so its values are"
+                    f" weights, and all are 0 or 1: {num_zeros} of {len(values)} rows are never"
+                    " drawn. Store classes as integers or bools",
                     stacklevel=2,
                 )
         else:
-            given = one_by_row("Weighted: weights", self.weights, fields.num_rows)
-            if given.dtype.kind not in "buif":
-                raise TypeError(f"Weighted: weights of {given.dtype}: give numbers")
-            found = given[rows]
-        weights: NDArray[np.float64] = found.astype(np.float64)
+            all_weights = one_by_row("Weighted: weights", self.weights, fields.num_rows)
+            if all_weights.dtype.kind not in "buif":
+                raise TypeError(f"Weighted: weights of {all_weights.dtype}: pass numbers")
+            values = all_weights[rows]
+        weights: NDArray[np.float64] = values.astype(np.float64)
         wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
         if len(wrong):
             raise ValueError(
-                f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights are"
-                " finite, and 0 or more"
+                f"Weighted: row {rows[wrong[0]]} has the weight {weights[wrong[0]]}: weights must"
+                " be finite and not negative"
             )
         weights /= max(weights.max(), np.finfo(np.float64).tiny)
         return weights
 
 
 class _Line(NamedTuple):
-    """The rows of shards on the line, shard after shard, in parts that keep together."""
+    """The rows of all shards on the line, in segments of neighbouring rows."""
 
-    #: By position: the rows that whole parts of lengths draw, and where others go.
-    whole: NDArray[Any]
-    is_left: NDArray[np.bool_]
-    #: By row: its offset in the shard, what is left of its length, the sum of this up to it, and
-    #: its part.
+    #: By position, shard after shard: the offset of a row drawn for the integer part of its length,
+    #: and which positions are left for fractional parts.
+    integer_draws: NDArray[Any]
+    is_fractional: NDArray[np.bool_]
+    #: By index in the pool: the row's offset in its shard, the fractional part of its length, the
+    #: sum of these parts up to its end, and its segment.
     offsets: NDArray[Any]
-    left: NDArray[np.uint32]
-    ends: NDArray[np.uint32]
-    parts: NDArray[Any]
-    #: By part: the sum before it, and which parts it is exchanged with.
-    befores: NDArray[np.uint32]
-    groups: Integers
+    fractions: NDArray[np.uint32]
+    stops: NDArray[np.uint32]
+    segments: NDArray[Any]
+    #: By segment: the sum before it, and the group of segments that it is exchanged with.
+    segment_starts: NDArray[np.uint32]
+    segment_groups: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedSampler(Sampler):
+class WeightedSampler(DrawnSampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order."""
 
-    # Points lie at a distance of one, from a random offset on, which is another in each epoch. A
-    # row is drawn once for each point on it: the systematic sampling of Madow, "On the Theory of
-    # Systematic Sampling, II", 1949. Before that, the parts of each shard, some neighbouring rows
-    # each, are permuted, so that other rows share an epoch each time; rows that lie on a cut, and
-    # so are in two shards, keep their places.
-    # The whole part of a length is drawn in any case. What is left of it has a point where the sum
-    # of lengths passes a whole number: in units of 2**-32, where it wraps around. A shard is as
-    # long as a whole number, and so one sum serves all of them.
+    # Points lie at a distance of 1, from an offset on that is random in each epoch. A row is drawn
+    # once per point: the systematic sampling of Madow, "On the Theory of Systematic Sampling, II",
+    # 1949. Before that, the segments of each shard are permuted, so that other rows share an epoch
+    # each time. Rows that are cut, and so belong to two shards, keep their places at its ends.
+    # The integer part of a length is drawn in any case. The fractional part is drawn if the sum of
+    # lengths passes an integer within it. In units of 2**-32, an integer is where the sum wraps
+    # around. Shards are integers long, so one sum serves all of them.
 
     lengths: Numbers
     version: ClassVar[int] = 3
 
     @override
-    def draws(self, epoch: int, shards: Integers) -> NDArray[Any]:
-        line, counts = self._line(0), self.pool.counts
-        rows = _together(self.pool.starts[shards], self.pool.sizes[shards])
-        ends = line.ends[rows] + self._shifts(epoch).take(line.parts[rows], mode="wrap")
-        hits = np.flatnonzero(ends < line.left[rows])
-        positions = _together(firsts_of(counts)[shards], counts[shards])
-        found: NDArray[Any] = line.whole[positions].copy()
-        found[line.is_left[positions]] = line.offsets[rows].take(hits)
+    def draw_shards(self, epoch: int, shards: Integers) -> NDArray[Any]:
+        line = self._line()
+        counts = self.counts
+        rows = _concatenated(self.pool.starts[shards], self.pool.sizes[shards])
+        shifts = self._segment_shifts(epoch).take(line.segments[rows], mode="wrap")
+        hits = np.flatnonzero(line.stops[rows] + shifts < line.fractions[rows])
+        positions = _concatenated(starts_of(counts)[shards], counts[shards])
+        drawn: NDArray[Any] = line.integer_draws[positions].copy()
+        drawn[line.is_fractional[positions]] = line.offsets[rows].take(hits)
         if self.shuffle_window is not None:
-            for each in np.split(found, counts[shards].cumsum()):
-                each.sort()
-        return found
+            for shard_draws in np.split(drawn, counts[shards].cumsum()):
+                shard_draws.sort()
+        return drawn
 
-    @kept
-    def _shifts(self, epoch: int) -> NDArray[np.uint32]:
-        """How far each part is from where it lies in the order of the files."""
-        line, bits = self._line(0), random_bits(self.seed, epoch, _POINT)
-        point = bits.random_raw(1).astype(np.uint32)
-        order = order_within(line.groups, bits)
-        sums = np.diff(line.befores, append=np.uint32(0))[order]
-        begins = np.empty_like(sums)
-        begins[order] = sums.cumsum(dtype=np.uint32) - sums + point
-        return begins - line.befores
+    @cached_per_epoch
+    def _segment_shifts(self, epoch: int) -> NDArray[np.uint32]:
+        """Return how far each segment is moved from its place in file order."""
+        line = self._line()
+        bits = random_bits(self.seed, epoch, _POINT_BITS)
+        first_point = bits.random_raw(1).astype(np.uint32)
+        order = order_within(line.segment_groups, bits)
+        sizes = np.diff(line.segment_starts, append=np.uint32(0))[order]
+        starts = np.empty_like(sizes)
+        starts[order] = sizes.cumsum(dtype=np.uint32) - sizes + first_point
+        return starts - line.segment_starts
 
-    @kept
-    def _line(self, _: int) -> _Line:
-        pool, unit_bits = self.pool, _unit_bits(self.num_positions)
+    @cached_once
+    def _line(self) -> _Line:
+        """Lay out the rows of all shards, and divide them into segments."""
+        pool = self.pool
+        unit_bits = _unit_bits(self.num_positions)
         shards = np.repeat(np.arange(pool.num_shards), pool.sizes)
-        rows, offsets = pool.whole(pool.index()), pool.index() - pool.starts[shards]
-        ends = self.lengths.array.cumsum()[rows]
-        ends = np.minimum(ends, (pool.counts.cumsum() << unit_bits)[shards])
-        pieces = np.diff(ends >> max(0, unit_bits - 32), prepend=0)
+        rows = pool.base_index(pool.index())
+        offsets = pool.index() - pool.starts[shards]
+        # A row that is cut ends with its first shard, and starts with the next one.
+        stops = self.lengths.array.cumsum()[rows]
+        stops = np.minimum(stops, (self.counts.cumsum() << unit_bits)[shards])
+        lengths = np.diff(stops >> max(0, unit_bits - 32), prepend=0)
         unit_bits = min(unit_bits, 32)
-        num_whole = pieces >> unit_bits
-        left = (pieces << (32 - unit_bits)).astype(np.uint32)
-        ends = left.cumsum(dtype=np.uint32)
-        counts = np.bincount(shards, num_whole, pool.num_shards).astype(np.int64)
-        is_left = np.ones(self.num_positions, np.bool_)
-        is_left[ranges(firsts_of(pool.counts), counts)] = False
-        whole = np.zeros(self.num_positions, np.min_scalar_type(pool.longest))
-        whole[~is_left] = np.repeat(offsets, num_whole)
-        is_again = np.diff(rows, prepend=-1) == 0
-        is_shared = is_again | np.append(is_again[1:], False)
-        # Of many sizes: the sums of parts of one size might all be whole numbers.
-        numbers = random_bits(self.seed, 0, _PARTS).random_raw(len(shards))
-        is_cut = numbers % np.maximum(1, pool.sizes // _NUM_PARTS).astype(np.uint64)[shards] == 0
-        # What follows a shared row, and a shared row at the end, begin parts of their own.
-        is_cut |= (offsets == 0) | is_shared | np.append(False, is_shared[:-1])
-        parts = is_cut.cumsum() - 1
-        groups = 3 * shards + np.where(is_shared, 2 * (offsets > 0), 1)
+        integer_parts = lengths >> unit_bits
+        fractions = (lengths << (32 - unit_bits)).astype(np.uint32)
+        stops = fractions.cumsum(dtype=np.uint32)
+
+        counts = np.bincount(shards, integer_parts, pool.num_shards).astype(np.int64)
+        is_fractional = np.ones(self.num_positions, np.bool_)
+        is_fractional[ranges(starts_of(self.counts), counts)] = False
+        integer_draws = np.zeros(self.num_positions, np.min_scalar_type(pool.longest))
+        integer_draws[~is_fractional] = np.repeat(offsets, integer_parts)
+
+        is_repeated = np.diff(rows, prepend=-1) == 0
+        is_cut = is_repeated | np.append(is_repeated[1:], False)
+        # Segments of many sizes: the sums of segments of one size might all be integers.
+        keys = random_bits(self.seed, 0, _SEGMENT_BITS).random_raw(len(shards))
+        mean_sizes = np.maximum(1, pool.sizes // _NUM_SEGMENTS).astype(np.uint64)
+        is_first = keys % mean_sizes[shards] == 0
+        # A cut row forms a segment by itself.
+        is_first |= (offsets == 0) | is_cut | np.append(False, is_cut[:-1])
+        segments = is_first.cumsum() - 1
+        # Within a shard, cut rows at its start and its end are groups by themselves.
+        groups = 3 * shards + np.where(is_cut, 2 * (offsets > 0), 1)
         return _Line(
-            whole,
-            is_left,
-            offsets.astype(whole.dtype),
-            left,
-            ends,
-            parts.astype(np.min_scalar_type(len(parts))),
-            (ends - left)[is_cut],
-            groups[is_cut],
+            integer_draws,
+            is_fractional,
+            offsets.astype(integer_draws.dtype),
+            fractions,
+            stops,
+            segments.astype(np.min_scalar_type(len(segments))),
+            (stops - fractions)[is_first],
+            groups[is_first],
         )
 
 
-def _together(firsts: Integers, counts: Integers) -> Integers | slice:
-    """Runs of consecutive numbers: as a slice where they follow one another."""
-    if np.array_equal(firsts[1:], (firsts + counts)[:-1]):
-        return slice(int(firsts[0]), int(firsts[-1] + counts[-1]))
-    return ranges(firsts, counts)
+def _concatenated(starts: Integers, counts: Integers) -> Integers | slice:
+    """Concatenate ranges of integers: as a slice if each starts where the last one stops."""
+    if np.array_equal(starts[1:], (starts + counts)[:-1]):
+        return slice(int(starts[0]), int(starts[-1] + counts[-1]))
+    return ranges(starts, counts)
 
 
-def _cut(pool: Pool, lengths: Integers, num_positions: int) -> Pool:
-    """The rows of a pool in shards that are equal in weight."""
-    # Rows lie one after the other, each as long as it is expected to come often, and the shards are
-    # pieces of this line, as long as the numbers of their positions. A row on a cut is in both
-    # shards; one without weight is in none. Lengths are whole numbers of a small unit: nothing is
-    # rounded.
-    kept = np.flatnonzero(lengths)
-    ends = np.cumsum(lengths[kept])
-    counts = shard_rows(num_positions, pool.num_shards)
-    cuts = np.append(firsts_of(counts), num_positions) << _unit_bits(num_positions)
-    firsts = np.searchsorted(ends, cuts[:-1], side="right")
-    lasts = np.searchsorted(ends, cuts[1:], side="left")
-    # A piece of no length has no row.
+def _cut(pool: Pool, lengths: Integers, num_samples: int) -> Pool:
+    """Cut the line of rows into shards, each as long as the number of its positions."""
+    # A row on a cut belongs to both shards, and a row without weight to none. Lengths are integers
+    # of a small unit, so nothing is rounded.
+    weighted = np.flatnonzero(lengths)
+    stops = np.cumsum(lengths[weighted])
+    counts = shard_rows(num_samples, pool.num_shards)
+    cuts = np.append(starts_of(counts), num_samples) << _unit_bits(num_samples)
+    firsts = np.searchsorted(stops, cuts[:-1], side="right")
+    lasts = np.searchsorted(stops, cuts[1:], side="left")
+    # A shard without a position has no row.
     sizes = np.where(counts > 0, lasts + 1 - firsts, 0)
-    starts, has_rows = firsts_of(sizes), sizes > 0
+    starts = starts_of(sizes)
+    has_rows = sizes > 0
     runs = Runs(starts[has_rows], (firsts - starts)[has_rows])
-    if len(kept) == len(lengths):
-        return pool.drawing(sizes, counts, runs)
-    return pool.drawing(sizes, counts, kept[runs.at(np.arange(int(sizes.sum())))])
+    if len(weighted) == len(lengths):
+        return pool.choose(sizes, runs)
+    return pool.choose(sizes, weighted[runs.at(np.arange(int(sizes.sum())))])
 
 
-def _unit_bits(num_positions: int) -> int:
-    """A length of one is 2 to the power of this in units."""
-    return _LINE_BITS - num_positions.bit_length()
+def _unit_bits(num_samples: int) -> int:
+    """Return the power of 2 that a length of 1 is in units."""
+    return _LINE_BITS - num_samples.bit_length()
 
 
-def _in_units(expected: NDArray[np.float64], num_positions: int) -> Integers:
-    """Lengths in units that add up to the line exactly."""
-    unit_bits = _unit_bits(num_positions)
+def _in_units(expected: NDArray[np.float64], num_samples: int) -> Integers:
+    """Convert lengths to units, and make them add up to the line exactly."""
+    unit_bits = _unit_bits(num_samples)
     units = np.floor(expected * 2.0**unit_bits).astype(np.int64)
     units[(units == 0) & (expected > 0)] = 1
-    # Rounding is made good by the longest row: by far less than 2**-20 of a position.
-    units[units.argmax()] += (num_positions << unit_bits) - int(units.sum())
+    # The longest row makes up for rounding, which is far less than 2**-20 of a position.
+    units[units.argmax()] += (num_samples << unit_bits) - int(units.sum())
     return units

@@ -147,14 +147,14 @@ class FixedColumn(_Column):
             kind = "u" if size in (1, 2, 4, 8) else "V"
             self._write_range(file, rows.start, data.view(f"{kind}{size}"))
         else:
-            write_rows(file, self.shards.locate(rows), data.reshape(len(rows), size))
+            write_rows(file, self.shards.file_rows(rows), data.reshape(len(rows), size))
 
     def _write_range(self, file: int, first: int, data: NDArray[Any]) -> None:
         size, step = self.field.row_bytes, self.shards.num_shards
         # Memory that is new costs more than a copy into it.
         memory = np.empty(-(-len(data) // step), data.dtype)
         # Every `step`-th row is of the same shard, in which these rows follow one another.
-        starts = self.shards.locate(np.arange(first, first + min(step, len(data))))
+        starts = self.shards.file_rows(np.arange(first, first + min(step, len(data))))
         for index, location in enumerate(starts.tolist()):
             part = data[index::step]
             if step > 1:
@@ -250,7 +250,7 @@ class RaggedColumn(_Column):
         places[:, 2:] = values.sizes
         write_rows(
             files.open(self.places_name),
-            self.shards.locate(np.asarray(rows)),
+            self.shards.file_rows(np.asarray(rows)),
             places.view(np.uint8),
         )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError, naming
-from lightning_memmap.sampling.rows import Integers, firsts_of
+from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.build import Asked, check_length
 from lightning_memmap.store.building import Building, read_draft
@@ -541,5 +541,5 @@ class _GrowingItems(ComingItems):
         # Without items, numpy's stride may be 0.
         items = torch.from_numpy(data).as_strided((len(data),), (1,)).view(self.field.dtype)
         sizes = np.ascontiguousarray(entries[:, 2:])
-        located = Located(firsts_of(sizes.prod(axis=1)), sizes)
+        located = Located(starts_of(sizes.prod(axis=1)), sizes)
         return items.view(-1, *self.field.item_shape), located

@@ -24,7 +24,7 @@ from lightning_memmap.sampling.rows import (
     Runs,
     StoreRows,
     WindowedRows,
-    firsts_of,
+    starts_of,
 )
 from lightning_memmap.schema.fields import Field, join_values
 from lightning_memmap.store.columns import Column
@@ -55,7 +55,7 @@ class JoinedStore(Store):
         #: Where the rows of each store begin in memory.
         self._begins = self._begins_of([part.num_rows for part in self.parts])
         self._places = _Places(
-            self._rows, Runs(self._rows.firsts, self._begins - self._rows.firsts)
+            self._rows, Runs(self._rows.starts, self._begins - self._rows.starts)
         )
         #: The files of each field: see `Store.row_files`.
         self._files: dict[str, list[tuple[Path, int, int]]] = {}
@@ -121,7 +121,7 @@ class JoinedStore(Store):
         """Where rows, or items, of each store begin, behind a gap: each field with a page."""
         fields = self.parts[0].schema.fields
         unit = max(_PAGE // math.gcd(_PAGE, field.item_bytes or _PAGE) for field in fields)
-        return firsts_of((np.array(sizes, np.int64) // unit + 1) * unit)
+        return starts_of((np.array(sizes, np.int64) // unit + 1) * unit)
 
     def _joined(self, index: int, columns: Sequence[OpenColumn]) -> OpenColumn:
         """One field of all stores."""
@@ -156,7 +156,7 @@ class JoinedStore(Store):
         stores = self._rows.stores_of(rows)
         for number, part in enumerate(self.parts):
             here = np.flatnonzero(stores == number)
-            yield part, here, rows[here] - self._rows.firsts[number]
+            yield part, here, rows[here] - self._rows.starts[number]
 
     def _get(self, index: int, rows: Integers | None) -> None:
         """Bring rows of one field, or all."""
@@ -198,7 +198,7 @@ class JoinedManifest(Manifest, frozen=True, kw_only=True):
             return super().shard_bytes(pool, num_data_devices)
         sizes = np.zeros(pool.num_shards, np.int64)
         for shard in range(pool.num_shards):
-            rows = pool.rows_of(shard)
+            rows = pool.shard_dataset_rows(shard)
             for number, count in enumerate(np.bincount(self.rows.stores_of(rows)).tolist()):
                 columns = self.parts[number].columns
                 sizes[shard] += sum(c.mean_bytes(count) for c in columns)
@@ -217,9 +217,9 @@ class _Places:
         """The rows of all stores."""
         return self.rows.num_rows
 
-    def locate(self, rows: Any) -> Integers:
-        """The places of rows, int64 of the same shape, or that of one row."""
-        return self.in_memory.at(self.rows.places(np.asarray(rows)))
+    def file_rows(self, rows: Any) -> Integers:
+        """Return where rows are mapped, int64 of the same shape, or one integer."""
+        return self.in_memory.at(self.rows.file_rows(np.asarray(rows)))
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _JoinedItems(ComingItems):
         ((items, sizes, _),) = join_values([[each] for each in found])
         assert sizes is not None
         back = np.argsort(np.argsort(stores, kind="stable"))
-        return items, Located(firsts_of(sizes.prod(axis=1))[back], sizes[back])
+        return items, Located(starts_of(sizes.prod(axis=1))[back], sizes[back])
 
 
 class _JoinedSupply(Supply):

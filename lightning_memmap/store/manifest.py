@@ -19,7 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError, check_integer
-from lightning_memmap.sampling.pool import Pool, spans_of
+from lightning_memmap.sampling.pool import Pool, window_spans
 from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, default_shards
 from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import MAX_FIELDS, AllFields, Schema
@@ -287,8 +287,8 @@ def _shown(value: msgspec.Raw) -> str:
 def _are_stored(pool: Pool, shards: Shards) -> bool:
     """Whether the shards of a pool are those of the store."""
     return (
-        pool.begins is not None
-        and np.array_equal(pool.begins, shards.starts)
+        pool.file_starts is not None
+        and np.array_equal(pool.file_starts, shards.starts)
         and np.array_equal(pool.sizes, shards.sizes)
     )
 
@@ -305,7 +305,7 @@ def _window_bytes(manifest: Manifest, pool: Pool, num_data_devices: int) -> Inte
             series_bytes += column.mean_bytes(1)
 
     def held_bytes(chosen: Sequence[int]) -> int:
-        _, counts = spans_of(pool, chosen)
+        _, counts = window_spans(pool, chosen)
         counts = counts[counts > 0]
         num_steps = int((counts - 1).sum()) * line.stride + len(counts) * line.length
         return num_steps * step_bytes + len(counts) * series_bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import StoreError
-from lightning_memmap.sampling.rows import Integers, firsts_of
+from lightning_memmap.sampling.rows import Integers, starts_of
 from lightning_memmap.schema.fields import Field, Values, take_rows
 from lightning_memmap.store.files import leaf_bytes, open_plain, unreadable
 from lightning_memmap.store.segments import copy_segments
@@ -62,8 +62,8 @@ class Locating(Protocol):
     def num_rows(self) -> int:
         """How many rows there are."""
 
-    def locate(self, rows: Any) -> Any:
-        """The places of rows, int64 of the same shape, or that of one row."""
+    def file_rows(self, rows: Any) -> Any:
+        """Return where rows are stored, int64 of the same shape, or one integer."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ class MappedRows:
 
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
-        return self.tensor[int(self.shards.locate(row))].clone()
+        return self.tensor[int(self.shards.file_rows(row))].clone()
 
     def fetch(self, rows: Integers) -> Values:
         """Copies of rows."""
-        return Values(take_rows(self.tensor, self.shards.locate(rows)))
+        return Values(take_rows(self.tensor, self.shards.file_rows(rows)))
 
 
 def packed_index(sizes: Integers) -> Integers:
@@ -196,18 +196,18 @@ class ItemRows:
         lengths = np.empty(self.shards.num_rows, np.int64)
         for first in range(0, len(lengths), LOCATED_ROWS):
             rows = np.arange(first, min(first + LOCATED_ROWS, len(lengths)), dtype=np.int64)
-            lengths[rows] = self.at(self.shards.locate(rows)).sizes.prod(axis=1)
+            lengths[rows] = self.at(self.shards.file_rows(rows)).sizes.prod(axis=1)
         return lengths
 
     def row(self, row: int) -> Tensor:
         """A copy of one row."""
-        items, ((start,), sizes) = self.among(self.shards.locate(np.array([row])))
+        items, ((start,), sizes) = self.among(self.shards.file_rows(np.array([row])))
         end = start + math.prod(shape := sizes[0].tolist())
         return items[start:end].clone().view(*shape, *self.field.item_shape)
 
     def fetch(self, rows: Integers) -> Values:
         """Copies of rows."""
-        return self.read(self.shards.locate(rows))
+        return self.read(self.shards.file_rows(rows))
 
     def read(self, locations: Integers) -> Values:
         """Copies of rows that are given by where they lie."""
@@ -215,7 +215,7 @@ class ItemRows:
         lengths, size = sizes.prod(axis=1), self.field.item_bytes
         shape = int(lengths.sum()), *items.shape[1:]
         data = torch.empty(shape, dtype=items.dtype, device="cpu")
-        target, places = leaf_bytes(data), firsts_of(lengths)
+        target, places = leaf_bytes(data), starts_of(lengths)
         copy_segments(leaf_bytes(items), starts * size, target, places * size, lengths * size)
         return Values(data, sizes)
 

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_memmap.sampling.factory import Fields
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.rows import Integers, Rows, WindowedRows
-from lightning_memmap.sampling.sampler import Fields
 from lightning_memmap.schema.forms import Form, Windows
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn
 from lightning_memmap.store.store import Store
@@ -67,7 +67,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     for name, other in zip(fields, found, strict=True):
         wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
         if len(wrong):
-            row = int(rows.dataset_rows(rows.on_line(wrong[:1]))[0])
+            row = int(rows.dataset_rows(rows.in_storage_order(wrong[:1]))[0])
             raise ValueError(
                 f"variable: up to row {row}, field {name!r} has other steps than field"
                 f" {fields[0]!r}: fields that are cut into windows together need as many in each"
@@ -79,7 +79,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
 def series_places(rows: Rows) -> Integers:
     """The places of all rows in the order of their line, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
-    return index if rows.is_in_files else rows.places(rows.on_line(index))
+    return index if rows.is_file_order else rows.file_rows(rows.in_storage_order(index))
 
 
 def _series(column: OpenColumn, places: Integers) -> Series:
@@ -123,7 +123,7 @@ class _WindowFields:
     @property
     def _all_series(self) -> Integers:
         """The row of the store that each window is of."""
-        return self._windows.stored_rows(np.arange(self.num_rows, dtype=np.int64))
+        return self._windows.store_rows(np.arange(self.num_rows, dtype=np.int64))
 
 
 def fields_of(store: Store, rows: Rows) -> Fields:

@@ -202,7 +202,7 @@ class Store:
     def _texts(self, field: Field, rows: Integers) -> NDArray[Any]:
         """The texts of rows, as objects: beside one long text, all would take its length."""
         column = self._items_of(field)
-        data, (starts, sizes) = column.items.numpy(), column.at(column.shards.locate(rows))
+        data, (starts, sizes) = column.items.numpy(), column.at(column.shards.file_rows(rows))
         pairs = zip(starts.tolist(), sizes[:, 0].tolist(), strict=True)
         texts = (field.decode(data[start : start + size].tobytes()) for start, size in pairs)
         return np.fromiter(texts, object, len(rows))

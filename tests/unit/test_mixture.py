@@ -166,7 +166,7 @@ def test_command_shows_set_and_row(
         ([1], None, "dict of shares"),
         ({"a": "much"}, None, "'much'"),
         ({"a": -1.0}, None, "-1.0"),
-        ({"a": 0}, None, "no set has a share"),
+        ({"a": 0}, None, "shares="),
         ({"a": 1}, 0, "num_samples=0"),
     ],
 )

@@ -412,13 +412,13 @@ DATED: Any = [
     ("rows", "option", "words"),
     [
         (DATED, {"sampler": Weighted("words")}, r"field 'words': .*list of text"),
-        (DATED, {"subset": RandomSplit(0.5, stratify="note")}, "stratify='note': it is None in 6"),
+        (DATED, {"subset": RandomSplit(0.5, stratify="note")}, "stratify='note': .* 6 of 24"),
         (
             AGED,
             {"subset": RandomSplit(0.5, stratify="age")},
-            "stratify='age': it is None in 8 of 24",
+            "stratify='age': .* 8 of 24",
         ),
-        (AGED, {"subset": RandomSplit(0.5, group="age")}, "group='age': .* a dataset of the other"),
+        (AGED, {"subset": RandomSplit(0.5, group="age")}, "group='age': .* 8 of 24"),
         (
             AGED,
             {"sampler": Weighted("age")},
@@ -469,9 +469,9 @@ def test_values_that_no_row_has_are_said(tmp_path: Path) -> None:
     store = build_store(DATED, tmp_path / "dated", progress=False)
     noon = datetime.datetime(2024, 1, 3, 12)
     for field, values in (("patient", ["p9"]), ("day", [noon]), ("day", ["2024-03-01"])):
-        with pytest.raises(ValueError, match=f"field '{field}' has none of values="):
+        with pytest.raises(ValueError, match=f"field '{field}' .*values="):
             Subset(field=field, values=values).subset("train", 0, store)
-    with pytest.raises(ValueError, match=r"field 'day', values=\['yesterday'\]: .*give"):
+    with pytest.raises(ValueError, match=r"field 'day', values=\['yesterday'\]: "):
         Subset(field="day", values=["yesterday"]).subset("train", 0, store)
     with pytest.raises(ValueError, match=r"field 'patien'.*did you mean 'patient'"):
         store.values("patien")

@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[Places, Sampler]:
     pool = sampler.pool
     if kind == "joined":
         return Places(pool, None, moved), sampler
-    return Places(pool, pool.begins), sampler
+    return Places(pool, pool.file_starts), sampler
 
 
 @given(cases(), st.integers(0, 3), st.data())
@@ -58,7 +58,7 @@ def test_rows_are_found_where_they_lie_with_a_table_or_without(
     positions = range(begin, sampler.num_positions)
     rows = sampler.dataset_rows(epoch, positions)
     every = found_at.pool.rows
-    expected = (StoreRows(every.shards) if isinstance(every, StoreRows) else every).places(rows)
+    expected = (StoreRows(every.shards) if isinstance(every, StoreRows) else every).file_rows(rows)
     expected = found_at.moved(expected)
     found = found_at.locate(sampler, epoch, positions)
     assert found.dtype == np.int64

@@ -71,21 +71,21 @@ class TestMemory:
         lengths = np.random.default_rng(seed).pareto(0.8, num_rows).astype(np.int64) % 5000
         stored = Shards(num_rows, num_shards)
         every: Rows = StoreRows(stored)
-        ends = np.cumsum(lengths[every.on_line(np.arange(num_rows))])
+        ends = np.cumsum(lengths[every.in_storage_order(np.arange(num_rows))])
         items = torch.empty(int(ends[-1]), dtype=torch.uint8)
         rows = ItemRows(Field("x", torch.uint8, (None,)), stored, items, ends[:, None])
         if is_subset and num_rows > 1:
             every = StridedRows(0, 2).among(every)
         pool = Pool.of(every, num_shards)
         held = list(range(0, num_shards, 2))
-        places = Places(pool, pool.begins)
+        places = Places(pool, pool.file_starts)
         sampler, found = ShuffledSampler(pool, seed, window), [0]
         most = largest_window(rows, places, held, Blocks(sampler))
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
                 here = [
-                    lengths[pool.rows_of(shard)[run.start : run.stop]]
+                    lengths[pool.shard_dataset_rows(shard)[run.start : run.stop]]
                     for run in runs
                     for shard in held
                 ]

@@ -63,7 +63,7 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
         begins, lengths = located_steps(series, np.array(held), windows, 1, number)
         firsts, counts = begins // line.stride, (lengths[:, 0] - line.length) // line.stride + 1
         found = [*chain(*(range(a, a + n) for a, n in zip(firsts, counts, strict=True)))]
-        wanted = pool.places(windows.index(1, number, np.array(held))).tolist()
+        wanted = pool.file_rows(windows.index(1, number, np.array(held))).tolist()
         assert (counts > 0).all()
         assert len(set(found)) == len(found)
         places = line.in_series(firsts)[0]
@@ -77,7 +77,7 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
     everything = int((line.counts[line.counts > 0] - 1).sum()) * line.stride
     everything += int((line.counts > 0).sum()) * line.length
     edges = np.array([0, line.num_rows])
-    assert line.steps_before(edges, pool.is_striped).tolist() == [0, everything]
+    assert line.num_steps_before(edges, pool.is_striped).tolist() == [0, everything]
 
 
 # Loaders

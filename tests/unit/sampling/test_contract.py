@@ -46,5 +46,5 @@ def test_positions_are_served_by_their_shards_in_any_division(
         == whole[start:stop:step]
     )
     for shard in range(shards):
-        mine = set(sampler.pool.rows_of(shard).tolist())
+        mine = set(sampler.pool.shard_dataset_rows(shard).tolist())
         assert set(whole[shard::shards]) <= mine

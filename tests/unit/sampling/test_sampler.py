@@ -49,7 +49,7 @@ def whole_epoch(sampler: Sampler, epoch: int) -> list[int]:
 @given(st.integers(1, 500), st.integers(1, 60))
 def test_rows_at_places_are_those_that_were_located(num_rows: int, num_shards: int) -> None:
     shards, rows = Shards(num_rows, num_shards), np.arange(num_rows)
-    assert shards.rows_at(shards.locate(rows)).tolist() == rows.tolist()
+    assert shards.rows(shards.file_rows(rows)).tolist() == rows.tolist()
 
 
 @given(st.integers(1, 500), st.integers(1, 60))
@@ -273,7 +273,7 @@ def test_sampler_any_shards_give_the_orders_of_each(size: int) -> None:
     _, whole = at(sampler, 2, range(20 * 6))
     for shards in ([0, 1], [4], [0, 1, 5], [2, 3, 4, 5], [0, 2, 4], [5, 0]):
         columns = np.array(shards)
-        found = sampler.grid(2, 0, 19, columns, 10 * columns)
+        found = sampler.grid(2, 0, 20, columns, 10 * columns)
         assert (found.reshape(20, -1) == whole.reshape(20, 6)[:, shards] + 10 * columns).all()
 
 
@@ -391,7 +391,7 @@ def test_sampler_bad_argument_is_named(arguments: dict[str, int], named: str) ->
 
 
 def test_sampler_step_that_does_not_divide_shards_is_refused() -> None:
-    with pytest.raises(ValueError, match="a step of 5 does not divide 24"):
+    with pytest.raises(ValueError, match=r"range\(0, 100, 5\)"):
         make_sampler(100, 24).index(0, range(0, 100, 5))
 
 

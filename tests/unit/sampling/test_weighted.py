@@ -71,13 +71,13 @@ def test_lengths_fill_the_line_and_shards_cover_it(
 ) -> None:
     sampler = made(given_weights, num_shards, num_samples=num_samples)
     pool, lengths = sampler.pool, sampler.lengths.array
-    assert pool.counts.tolist() == [
+    assert sampler.counts.tolist() == [
         len(range(shard, num_samples, num_shards)) for shard in range(num_shards)
     ]
     # In whole units, and so exactly as long as the epoch.
     unit = int(lengths.sum()) // num_samples
     assert int(lengths.sum()) == unit * num_samples
-    held = [row for shard in range(num_shards) for row in pool.rows_of(shard).tolist()]
+    held = [row for shard in range(num_shards) for row in pool.shard_dataset_rows(shard).tolist()]
     assert set(held) == set(np.flatnonzero(given_weights).tolist())
     # Only a row on a cut is in two shards.
     assert pool.num_rows <= len(given_weights) + num_shards - 1

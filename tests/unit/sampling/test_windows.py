@@ -59,7 +59,7 @@ def test_block_is_permuted_once_for_all_threads(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(permutations, "permuted", slow)
     zeros = np.zeros(2, np.int64)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: order.grid(0, 8, np.arange(2), zeros), range(4)))
+        found = list(threads.map(lambda _: order.grid(0, 9, np.arange(2), zeros), range(4)))
     assert all(np.array_equal(each, found[0]) for each in found)
     # That of the blocks was made before.
     assert len(calls) == 1

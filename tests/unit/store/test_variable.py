@@ -313,7 +313,7 @@ def test_hostile_index_is_refused_before_a_row_is_copied(ragged: Path, value: in
     for place in (0, 40, NUM_ROWS - 1):
         index = np.memmap(store.files / "sound.index", np.int64, "r+")
         before, index[place] = int(index[place]), value
-        row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+        row = int(store.manifest.shards.rows(np.array([place]))[0])
         with pytest.raises(StoreError, match=r"'sound': the index of its rows is damaged"):
             open_store(ragged)[row]
         index[place] = before
@@ -330,7 +330,7 @@ def test_hostile_sizes_are_refused(ragged: Path, sizes: tuple[int, int]) -> None
     place = int(np.flatnonzero(lengths == 0)[0])
     index[place, 1:] = sizes
     del index
-    row = int(store.manifest.shards.rows_at(np.array([place]))[0])
+    row = int(store.manifest.shards.rows(np.array([place]))[0])
     with pytest.raises(StoreError, match=r"'image': the index of its rows is damaged"):
         open_store(store.path)[row]
 
