@@ -1,4 +1,4 @@
-"""Sizes for people: bytes as text, and text as bytes."""
+"""Sizes and durations for people: numbers as text, and text as bytes."""
 
 import re
 
@@ -22,3 +22,16 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as text, such as ``0.05 s``, ``3 min 20 s`` or ``2 h 40 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    if seconds < 600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min" + f" {rest} s" * bool(rest)
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h" * bool(hours) + " " * bool(hours and rest) + f"{rest} min" * bool(rest)

@@ -2,7 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
@@ -13,8 +16,17 @@ from torch.utils.data import Dataset
 
 from lightning_memmap.arguments import BriefParser, print_error
 from lightning_memmap.commands.store_page import section_of
-from lightning_memmap.commands.store_plan import plan_devices
+from lightning_memmap.commands.store_plan import (
+    Machine,
+    describe_build,
+    describe_texts,
+    device_counts,
+    plan_devices,
+    planned_store,
+)
+from lightning_memmap.commands.store_rates import Trial, text_bytes_of, try_build, try_writing
 from lightning_memmap.errors import MemmapError, StoreNotFoundError, nearest_file
+from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sizes import format_bytes
 from lightning_memmap.store import (
     Store,
@@ -28,7 +40,7 @@ from lightning_memmap.store import (
     verify_store,
 )
 from lightning_memmap.store.building import unfinished_build
-from lightning_memmap.store.directory import unknown_files
+from lightning_memmap.store.directory import is_store, unknown_files
 from lightning_memmap.store.manifest import MANIFEST
 from lightning_memmap.store.places import StoreUrl, place_of, store_directory
 from lightning_memmap.store.progress import show_progress
@@ -53,6 +65,10 @@ _FLAGS = {
     "_push": {"overwrite": "Replace stores that are there."},
     "_pull": {"overwrite": "Replace stores that are there."},
 }
+_PLANNED_PATH = (
+    "Directory of a store, or of one store per split. With --dataset or --row_bytes, where the"
+    " store will be: the trial writes to its disk, by default to a temporary folder."
+)
 
 
 def store_command(args: list[str]) -> int:
@@ -62,7 +78,7 @@ def store_command(args: list[str]) -> int:
     for name, function in _COMMANDS.items():
         summary = str(function.__doc__).partition("\n")[0]
         commands.add_subcommand(name, _make_parser(function), help=summary)
-    config = parser.parse_args(args)
+    config = parser.parse_args(list(map(_with_underscores, args)))
     options = parser.instantiate(config)[config.subcommand]
     try:
         return _COMMANDS[config.subcommand](**vars(options))
@@ -71,20 +87,30 @@ def store_command(args: list[str]) -> int:
         return 2
 
 
+def _with_underscores(argument: str) -> str:
+    """Accept ``--row-bytes`` for ``--row_bytes``: no option has a dash in its name."""
+    name, equals, value = argument.partition("=")
+    is_option = name.startswith("--")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if is_option else argument
+
+
 def _make_parser(function: Callable[..., int]) -> BriefParser:
     """A parser for the arguments of a function, described by its docstring."""
     parser, flags = BriefParser(), _FLAGS.get(function.__name__, {})
     described = {"_build": build_store, "_append": append_store}.get(function.__name__, function)
-    is_build = described is not function
-    own = ("dataset", "progress") if is_build else ()
+    is_build, is_plan = described is not function, function is _plan
+    own = ("dataset", "progress") * is_build + ("dataset", "path") * is_plan
     skip: set[str | int] = {*flags, *own}
+    if is_plan:
+        parser.add_argument("path", nargs="?", type=str, help=_PLANNED_PATH)
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=skip)
-    if is_build:
+    if is_build or is_plan:
         parser.add_argument(
             "--dataset",
             type=Dataset,
             required=function is _append,
-            help="The dataset: the name or path of its class.",
+            help="The dataset: the name or path of its class."
+            + " Some of its rows are stored for a trial." * is_plan,
         )
     if function is _build:
         part = "Write part i of n, counted from 0, such as 0/8; then --finish."
@@ -182,20 +208,86 @@ def _verify(path: str) -> int:
 
 
 def _plan(
-    path: str, *, devices: str = "1..8", memory: str = "80GiB", memory_fraction: float = 0.7
+    path: str | None = None,
+    *,
+    dataset: Any = None,
+    rows: int | None = None,
+    row_bytes: int | None = None,
+    devices: str = "1..8",
+    memory: str = "80GiB",
+    host_memory: str | None = None,
+    memory_fraction: float = 0.7,
+    num_workers: int = 0,
+    variable: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print which device would hold what.
+    """Print which device would hold what, and how long a build takes.
 
     Args:
-        path: Directory of a store, or of one store per split.
+        rows: With --row_bytes, the number of rows; also needed for a dataset without a length.
+        row_bytes: Bytes of a row, of data that isn't here.
         devices: Counts of devices, like 4 or 1..8.
         memory: Memory of one device, in bytes or with a unit such as GB or GiB.
-        memory_fraction: Share of it that shards may take, above 0 and at most 1.
+        host_memory: Memory of the host; by default what is free on this one.
+        memory_fraction: Share of both that shards may take, above 0 and at most 1.
+        num_workers: Worker processes of the trial build.
+        variable: With --dataset, fields that differ in length or may be None: see store build.
     """
-    manifests = {name: store.manifest for name, store in stores_in(path).items()}
-    plan = plan_devices(manifests, devices, memory, memory_fraction)
+    machine = Machine.of(memory, host_memory or available_bytes(), memory_fraction)
+    counts = device_counts(devices)
+    if dataset is not None or row_bytes is not None:
+        trial = _try(path, dataset, rows, row_bytes, num_workers, variable)
+        name = f"{trial.num_rows:,} rows of {trial.name}"
+        plan = plan_devices({name: planned_store(trial.row_bytes, trial.num_rows)}, counts, machine)
+        texts = describe_texts(trial.text_bytes * trial.num_rows)
+        plan = replace(plan, notes=[*plan.notes, *texts, *describe_build(trial)])
+    elif path is None:
+        raise ValueError(
+            "path is missing: pass the directory of a store; or, where there is none yet,"
+            " --dataset, or --row_bytes and --rows"
+        )
+    elif rows is not None:
+        raise ValueError(f"rows={rows}: needs --row_bytes, or a --dataset without a length")
+    else:
+        manifests = {name: store.manifest for name, store in stores_in(path).items()}
+        plan = plan_devices(manifests, counts, machine)
+        texts = describe_texts(sum(map(text_bytes_of, manifests.values())))
+        plan = replace(plan, notes=[*plan.notes, *texts])
     Console(markup=False).print(plan)
     return 0
+
+
+def _try(
+    path: str | None,
+    dataset: Any,
+    rows: int | None,
+    row_bytes: int | None,
+    num_workers: int,
+    variable: Mapping[str, Any] | None,
+) -> Trial:
+    """Store some rows for a trial: of a dataset, or of so many bytes."""
+    with _folder_for(path) as folder:
+        if row_bytes is None:
+            return try_build(
+                dataset, folder, num_rows=rows, num_workers=num_workers, variable=variable
+            )
+        if dataset is not None:
+            raise ValueError(f"row_bytes={row_bytes}: --dataset measures them; leave one out")
+        if rows is None:
+            raise ValueError(f"row_bytes={row_bytes}: --rows is missing, the number of rows")
+        return try_writing(row_bytes, rows, folder)
+
+
+@contextmanager
+def _folder_for(path: str | None) -> Iterator[Path]:
+    """Find the nearest folder above a store that isn't there yet, or make a temporary one."""
+    if path is None:
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(directory)
+        return
+    place = store_directory(path).absolute()
+    if is_store(place):
+        raise ValueError(f"path={path!r} is a store: leave --dataset and --row_bytes out")
+    yield next(folder for folder in place.parents if folder.is_dir())
 
 
 def _show(path: str, *, out: str = "store.html") -> int:

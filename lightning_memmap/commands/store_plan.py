@@ -1,66 +1,178 @@
 """``lightning-memmap store plan``: which device would hold what, as a table."""
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from rich.text import Text
 
+from lightning_memmap.commands.store_rates import Trial
 from lightning_memmap.placement.plan import Residency, SplitSize, divided, plan_placement
 from lightning_memmap.placement.topology import DataTopology, check_memory_fraction
-from lightning_memmap.sampling.rows import StoreRows
+from lightning_memmap.sampling.rows import StoreRows, default_shards
 from lightning_memmap.sampling.sampler import SequentialSampler
-from lightning_memmap.sizes import format_bytes, parse_bytes
+from lightning_memmap.schema.fields import Field
+from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.structure import LEAF
+from lightning_memmap.sizes import format_bytes, format_duration, parse_bytes
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
 
 
-def plan_devices(
-    stores: Mapping[str, Manifest], devices: str, memory: str, memory_fraction: float
-) -> TitledTable:
-    """Plan for data that is held by devices, and by the host what they have no room for."""
-    counts = _counts(devices)
-    check_memory_fraction(memory_fraction)
-    total = sum(manifest.num_bytes for manifest in stores.values())
+@dataclass(frozen=True)
+class Machine:
+    """The memory that shards may take: of each device, and of the host."""
+
+    device_bytes: int
+    host_bytes: int
+    memory_fraction: float
+
+    @classmethod
+    def of(cls, memory: str, host_memory: str | int, memory_fraction: float) -> "Machine":
+        """Read sizes such as ``80GiB``."""
+        check_memory_fraction(memory_fraction)
+        host = host_memory if isinstance(host_memory, int) else _bytes("host_memory", host_memory)
+        return cls(_bytes("memory", memory), host, memory_fraction)
+
+    @property
+    def device_budget(self) -> int:
+        """Bytes for shards on each device."""
+        return int(self.device_bytes * self.memory_fraction)
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes for shards in the memory of the host."""
+        return int(self.host_bytes * self.memory_fraction)
+
+
+def _bytes(name: str, size: str) -> int:
     try:
-        device_bytes = parse_bytes(memory)
+        return parse_bytes(size)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"memory={memory!r:.50}: {error}") from error
-    budget = int(device_bytes * memory_fraction)
-    rows = []
+        raise ValueError(f"{name}={size!r:.50}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where the rows are with a number of devices."""
+
+    on_devices: int
+    in_host_memory: int
+    on_disk: int
+    fullest_device: int
+
+    @property
+    def residency(self) -> str:
+        """What to pass as ``residency``."""
+        if self.on_disk:
+            return "stream"
+        return "auto" if self.in_host_memory else "device"
+
+
+def planned_store(row_bytes: int, num_rows: int) -> Manifest:
+    """Make the manifest of a store that isn't built yet."""
+    schema = Schema((Field("value", torch.uint8, (row_bytes,)),), LEAF)
+    return Manifest.draft(num_rows, default_shards(num_rows), schema)
+
+
+def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine) -> TitledTable:
+    """Plan for data that devices hold, and the host as far as they have no room for it.
+
+    Args:
+        stores: By name.
+        counts: Counts of devices, ascending.
+        machine: The memory that there is.
+    """
+    total = sum(manifest.num_bytes for manifest in stores.values())
+    rows, plans = [], dict[int, Held]()
     for count in counts:
         if short := [name for name, found in stores.items() if found.num_rows < count]:
             why = text(f"{short[0]} has {stores[short[0]].num_rows}", UNSURE)
-            rows.append([text(count), *map(text, "---"), text("no", UNSURE), why])
+            rows.append([text(count), *map(text, "----"), text("none", UNSURE), why])
             continue
-        held = _held_bytes(stores, count, budget)
-        sizes = map(format_bytes, (sum(held), total - sum(held), max(held)))
-        fits = text("yes", GOOD) if sum(held) == total else text("no", UNSURE)
+        plans[count] = held = held_bytes(stores, count, machine)
+        sizes = (held.on_devices, held.in_host_memory, held.on_disk, held.fullest_device)
+        residency = text(held.residency, GOOD if held.residency == "device" else UNSURE)
         is_restriped = any(manifest.num_shards % count for manifest in stores.values())
         order = text("re-striped", UNSURE) if is_restriped else text("as stored")
-        rows.append([text(count), *map(text, sizes), fits, order])
+        rows.append([text(count), *map(text, map(format_bytes, sizes)), residency, order])
     title = (
         f"{format_bytes(total)} of {', '.join(stores)} on devices of"
-        f" {format_bytes(device_bytes)}, {format_bytes(budget)} of each for shards"
+        f" {format_bytes(machine.device_bytes)}, {format_bytes(machine.device_budget)} of each for"
+        f" shards, and {format_bytes(machine.host_budget)} of the host"
     )
-    labels = ("devices", "on devices", "in host memory", "fullest device", "fits", "rows")
-    return TitledTable(title, make_table(labels, rows))
+    labels = (
+        "devices", "on devices", "in host memory", "on disk", "fullest device", "residency",
+        "rows",
+    )  # fmt: skip
+    return TitledTable(title, make_table(labels, rows), _notes(plans, total, machine))
 
 
-def _held_bytes(stores: Mapping[str, Manifest], count: int, budget: int) -> list[int]:
-    """Bytes of shards on each of ``count`` devices with ``residency="auto"``."""
+def _notes(plans: Mapping[int, Held], total: int, machine: Machine) -> list[Text]:
+    notes = []
+    least = next((count for count, held in plans.items() if held.residency == "device"), None)
+    if least is not None:
+        notes.append(text(f"{least} or more devices hold all rows.", GOOD))
+    elif plans:
+        notes.append(text(f"{max(plans)} devices don't hold all rows.", UNSURE))
+    if any(held.residency == "stream" for held in plans.values()):
+        notes.append(
+            text(
+                f"stream: devices and host together are too small, so an epoch reads all"
+                f" {format_bytes(total)} from disk. Blocks of rows, up to"
+                f" {format_bytes(machine.host_budget)}, are in host memory; shuffling is in blocks."
+            )
+        )
+    return notes
+
+
+def describe_texts(num_bytes: int) -> list[Text]:
+    """Say which bytes are in host memory with every residency."""
+    if not num_bytes:
+        return []
+    size = format_bytes(num_bytes)
+    return [text(f"{size} are texts or encoded images: they stay in host memory.", UNSURE)]
+
+
+def describe_build(trial: Trial) -> list[Text]:
+    """Say how long a build takes, and what was measured."""
+    is_written_only = trial.how == "from memory"
+    words = "Writing the store takes" if is_written_only else "Building the store takes"
+    notes = [text(f"{words} about {format_duration(trial.build_s)}: {trial}.")]
+    if is_written_only:
+        notes.append(
+            text("Reading and decoding the dataset isn't part of it: --dataset measures that.")
+        )
+    return notes
+
+
+def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> Held:
+    """Plan ``residency="auto"`` for a number of devices: the bytes in each memory.
+
+    Where the host is too small for the rest, the shards are in the files alone: they are
+    streamed.
+    """
     topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
     sizes = {}
     for name, found in stores.items():
         pool = divided(name, StoreRows(found.shards), found.num_shards, topology)
         sizes[name] = SplitSize.of(SequentialSampler(pool), found, topology)
-    budgets = dict.fromkeys((*topology.data_devices, torch.device("cpu")), budget)
-    held = [0] * count
+    budgets = dict.fromkeys(topology.data_devices, machine.device_budget)
+    budgets[torch.device("cpu")] = machine.host_budget
+    devices, memories = Counter[int](), Counter[Residency]()
     for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():
+        memories[shards.residency] += shards.num_bytes
         if shards.residency is Residency.DEVICE:
-            held[shards.device_index] += shards.num_bytes
-    return held
+            devices[shards.device_index] += shards.num_bytes
+    if memories[Residency.MMAP]:
+        return Held(0, 0, memories.total(), 0)
+    on_devices, on_host = memories[Residency.DEVICE], memories[Residency.HOST]
+    return Held(on_devices, on_host, 0, max(devices.values(), default=0))
 
 
-def _counts(text: str) -> range:
+def device_counts(text: str) -> range:
+    """Read counts of devices, such as ``4`` or ``1..8``."""
     first, _, last = text.partition("..")
     try:
         counts = range(int(first), int(last or first) + 1)

@@ -3,15 +3,20 @@
 import importlib
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.utils.data import IterableDataset
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.cli import main
+from lightning_memmap.commands import store_rates
 from lightning_memmap.errors import StoreNotFoundError
 from tests.command_line import CommandLine
+from tests.datasets import Counting, Ragged
 from tests.models import Points
 from tests.unit.store.layout import files_of
 
@@ -301,33 +306,34 @@ class TestFolder:
 class TestPlan:
     def test_plan_shows_what_fits_where(self, command: Command, store_path: Path) -> None:
         arguments = ("--devices", "1..5", "--memory", "1000", "--memory_fraction", "0.7")
-        assert command("plan", store_path, *arguments) == 0
-        assert "2.6 KiB of points on devices of 1000 B, 700 B of each for shards" in command.out
+        assert command("plan", store_path, *arguments, "--host_memory", "2000") == 0
         # Device d of D holds the shards c with c % D == d while they fit into 700 bytes:
         # 1: 5 x 132 = 660;  2: 5 x 132 = 660;  3: 4 x 132 + 88 = 616;  4: 3 x 132 + 3 x 88 = 660,
         # which is all;  5: 25 shards, of which each device has 2 x 132 + 3 x 88 = 528, all.
+        # The host has 1400 bytes for shards, and with one device the rest is 1980.
         assert command.table() == [
-            ["1", "660 B", "1.9 KiB", "660 B", "no", "as stored"],
-            ["2", "1.3 KiB", "1.3 KiB", "660 B", "no", "as stored"],
-            ["3", "1.8 KiB", "792 B", "616 B", "no", "as stored"],
-            ["4", "2.6 KiB", "0 B", "660 B", "yes", "as stored"],
-            ["5", "2.6 KiB", "0 B", "528 B", "yes", "re-striped"],
+            ["1", "0 B", "0 B", "2.6 KiB", "0 B", "stream", "as stored"],
+            ["2", "1.3 KiB", "1.3 KiB", "0 B", "660 B", "auto", "as stored"],
+            ["3", "1.8 KiB", "792 B", "0 B", "616 B", "auto", "as stored"],
+            ["4", "2.6 KiB", "0 B", "0 B", "660 B", "device", "as stored"],
+            ["5", "2.6 KiB", "0 B", "0 B", "528 B", "device", "re-striped"],
         ]
+        assert re.search(r"^4 .*\n.*reads all 2.6 KiB", command.out, re.MULTILINE)
 
     def test_plan_puts_whole_shards_on_devices(self, command: Command, store_path: Path) -> None:
         # Seven times 380 bytes are more than all 2640, but 9 of the 60 rows would be on device 0.
         assert command("plan", store_path, "--memory", "380", "--memory_fraction", "1") == 0
-        assert [row[4] for row in command.table()] == ["no"] * 7 + ["yes"]
+        assert [row[5] for row in command.table()] == ["auto"] * 7 + ["device"]
 
     def test_plan_for_more_devices_than_rows(self, command: Command, store_path: Path) -> None:
         build_store(Points(2), store_path.parent / "tiny", progress=False)
         assert command("plan", store_path.parent, "--devices", "2..3") == 0
         assert len(command.table()) == 1
-        assert re.search(r"3 +- +- +- +no +tiny has 2\n", command.out)
+        assert re.search(r"3 +- +- +- +- +none +tiny has 2\n", command.out)
 
     def test_plan_where_nothing_fits(self, command: Command, store_path: Path) -> None:
         assert command("plan", store_path, "--memory", "40", "--devices", "60") == 0
-        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "no", "re-striped"]]
+        assert command.table() == [["60", "0 B", "2.6 KiB", "0 B", "0 B", "auto", "re-striped"]]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -338,6 +344,10 @@ class TestPlan:
             (("--memory", "lots"), "memory='lots': 'lots' is not a size: write it like 80GiB"),
             (("--memory", "9" * 400), "memory='999"),
             (("--memory_fraction", "1.5"), "memory_fraction=1.5"),
+            (("--host_memory", "lots"), "host_memory='lots'"),
+            (("--rows", "7"), "rows=7"),
+            (("--row_bytes", "7", "--rows", "7"), "path="),
+            (POINTS, "path="),
         ],
     )
     def test_plan_with_bad_argument_says_so(
@@ -346,6 +356,95 @@ class TestPlan:
         assert command("plan", store_path, *arguments) == 2
         assert message in command.err
         assert command.table() == []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of builds end once they have stored some rows."""
+    monkeypatch.setattr(store_rates, "_GOAL_S", 0.0)
+    monkeypatch.setattr(store_rates, "_MOST_BYTES", 2**16)
+
+
+@pytest.mark.usefixtures("quick")
+class TestPlanOfData:
+    def test_rows_of_some_bytes(self, command: Command) -> None:
+        sizes = ("--row-bytes", "1000", "--rows", "48", "--devices=1..2", "--memory", "40000")
+        assert command("plan", *sizes, "--host-memory", "0.1M") == 0
+        # 28000 of 48000 bytes fit on a device: 14 of 24 shards.
+        assert command.table() == [
+            ["1", "27.3 KiB", "19.5 KiB", "0 B", "27.3 KiB", "auto", "as stored"],
+            ["2", "46.9 KiB", "0 B", "0 B", "23.4 KiB", "device", "as stored"],
+        ]
+        assert re.search(r"Writing .* 32 rows", command.out)
+
+    def test_dataset_is_tried_out_and_nothing_is_left(
+        self, command: Command, tmp_path: Path
+    ) -> None:
+        path, devices = tmp_path / "new" / "train", ("--devices", "3", "--memory", "10K")
+        points = (*POINTS[:-1], "6000")
+        assert command("plan", path, *points, *devices, "--host_memory", "1G") == 0
+        ((count, *_, residency, _),) = command.table()
+        assert (count, residency) == ("3", "auto")
+        assert "257.8 KiB of 6,000 rows of tests.models.Points" in command.out
+        assert re.search(r"Building .* 32 rows", command.out)
+        assert [*tmp_path.iterdir()] == []
+
+    def test_rows_that_differ_in_length_have_their_mean(self, command: Command) -> None:
+        ragged = ("--dataset", "tests.datasets.Ragged", "--dataset.num_rows", "32")
+        assert command("plan", *ragged, "--devices", "1") == 0
+        sizes = [len(bytes(Ragged(32)[row]["text"], "utf-8")) for row in range(32)]
+        stored = store_rates.try_build(Ragged(32), Path(tempfile.gettempdir()))
+        assert stored.trial_rows == stored.num_rows == 32
+        assert stored.row_bytes > sum(sizes) / 32 + 8
+
+    def test_stream_needs_its_rows_and_ends(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="--rows"):
+            store_rates.try_build(iter([]), tmp_path)
+        trial = store_rates.try_build(Stream(500), tmp_path, num_rows=10_000)
+        assert (trial.num_rows, trial.trial_rows) == (10_000, 32)
+        trial = store_rates.try_build(Stream(7), tmp_path, num_rows=10_000)
+        assert (trial.num_rows, trial.trial_rows, trial.row_bytes) == (7, 7, 8)
+
+    def test_trial_grows_to_its_goal_and_its_bytes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store_rates, "_GOAL_S", 1e9)
+        assert store_rates.try_build(Points(300), tmp_path).trial_rows == 300
+        # 44 bytes each, at most 65,536.
+        assert store_rates.try_build(Points(6000), tmp_path).trial_rows == 2**16 // 44
+
+    def test_rows_of_a_dataset_are_spread_over_it(self, tmp_path: Path) -> None:
+        counting = Counting(Points(3200))
+        store_rates.try_build(counting, tmp_path)
+        assert min(counting.rows) < 10
+        assert max(counting.rows) > 2800
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((), "path"),
+            (("--row_bytes", "10"), "row_bytes=10: --rows"),
+            (("--row_bytes", "0", "--rows", "10"), "row_bytes=0"),
+            (("--row_bytes", "10", "--rows", "0"), "rows=0"),
+            ((*POINTS, "--row_bytes", "10"), "row_bytes=10"),
+            ((*POINTS, "--rows", "10"), "rows=10"),
+            ((*POINTS, "--devices", "x"), "devices='x'"),
+        ],
+    )
+    def test_bad_argument_says_so(
+        self, command: Command, arguments: tuple[str, ...], message: str
+    ) -> None:
+        assert command("plan", *arguments) == 2
+        assert message in command.err
+        assert command.table() == []
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_rows))
 
 
 class TestProgram:

@@ -1,0 +1,175 @@
+"""How fast stores are built on this machine: some rows are stored for a trial."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from lightning_memmap.errors import check_integer
+from lightning_memmap.sampling.rows import default_shards
+from lightning_memmap.sizes import format_bytes, format_duration
+from lightning_memmap.store import Store, build_store
+from lightning_memmap.store.build import check_length
+from lightning_memmap.store.manifest import Manifest
+from lightning_memmap.store.sources.source import is_read_by_item
+from lightning_memmap.store.sources.stream import is_stream
+
+#: A trial grows until it has taken this long, and a second more for each worker that is started.
+_GOAL_S = 2.0
+_FIRST_ROWS, _NUM_RUNS = 32, 8
+#: What a trial writes at most.
+_MOST_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial build: the size of all rows, and how fast some of them were stored."""
+
+    name: str
+    """What was stored."""
+    num_rows: int
+    """Rows of the whole dataset."""
+    row_bytes: int
+    """Stored bytes of one row, on average and rounded up."""
+    text_bytes: int
+    """Of these, the bytes of texts and of encoded images."""
+    trial_rows: int
+    seconds: float
+    how: str
+    """How the rows were read."""
+
+    @property
+    def build_s(self) -> float:
+        """Seconds that storing all rows takes at this rate."""
+        return self.num_rows * self.seconds / self.trial_rows
+
+    def __str__(self) -> str:
+        rate, took = self.trial_rows / self.seconds, format_duration(self.seconds)
+        size = format_bytes(self.trial_rows * self.row_bytes)
+        return (
+            f"{self.trial_rows:,} rows ({size}) were stored here in {took}, {self.how}:"
+            f" {rate:,.0f} rows/s, {format_bytes(rate * self.row_bytes)}/s"
+        )
+
+
+class _First(IterableDataset[Any]):
+    """The first rows of a dataset that is iterated over."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self.dataset = dataset
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.count)
+
+
+def try_build(
+    dataset: Any,
+    folder: Path,
+    *,
+    num_rows: int | None = None,
+    num_workers: int = 0,
+    variable: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> Trial:
+    """Store some rows of a dataset in a temporary directory, and remove them.
+
+    Args:
+        dataset: As for `build_store`.
+        folder: An existing folder, on the disk that the store is for.
+        num_rows: Rows of the dataset; needed where it has no length.
+        num_workers: As for `build_store`.
+        variable: As for `build_store`.
+        clock: Returns the time in seconds.
+
+    Raises:
+        ValueError: The dataset has no length, and ``num_rows`` is None; or it has another length.
+    """
+    total = _num_rows(dataset, num_rows)
+    # With its module: a class of that name may be imported from several.
+    name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    goal_s = _GOAL_S + num_workers
+    count = min(total, _FIRST_ROWS)
+    with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:
+        while True:
+            some: Any = _First(dataset, count) if is_stream(dataset) else _some_of(dataset, count)
+            start = clock()
+            store = build_store(
+                some,
+                Path(directory, str(count)),
+                num_shards=default_shards(total),
+                num_workers=num_workers,
+                variable=variable,
+                progress=False,
+            )
+            seconds = clock() - start
+            if store.num_rows < count:  # A stream that has ended.
+                total = count = store.num_rows
+            most = max(1, _MOST_BYTES // max(1, store.manifest.row_bytes))
+            if seconds >= goal_s or count >= min(total, most):
+                break
+            count = min(total, most, count * max(2, min(16, round(goal_s / seconds))))
+    workers = f"{num_workers} worker processes" if num_workers else "this process alone"
+    return _trial(name, total, store, seconds, f"read by {workers}")
+
+
+def _trial(name: str, num_rows: int, store: Store, seconds: float, how: str) -> Trial:
+    text_bytes = text_bytes_of(store.manifest) // store.num_rows
+    row_bytes = store.manifest.row_bytes
+    return Trial(name, num_rows, row_bytes, text_bytes, store.num_rows, seconds, how)
+
+
+def text_bytes_of(manifest: Manifest) -> int:
+    """Count the bytes of texts and encoded images, which are never on a device."""
+    return sum(column.num_bytes for column in manifest.columns if column.field.is_text)
+
+
+def _num_rows(dataset: Any, num_rows: int | None) -> int:
+    if not hasattr(type(dataset), "__len__") and is_stream(dataset):
+        if num_rows is None:
+            raise ValueError(
+                f"--rows is missing: {type(dataset).__name__} has no length, so pass the number of"
+                " its rows"
+            )
+        return num_rows
+    found = check_length(dataset)
+    if num_rows not in (None, found):
+        raise ValueError(f"rows={num_rows}: the dataset has {found:,} rows; leave --rows out")
+    return found
+
+
+def _some_of(dataset: Any, count: int) -> Subset[Any]:
+    """Choose rows: one run of consecutive rows of a table, which is read by slices, or several."""
+    total, num_runs = len(dataset), _NUM_RUNS if is_read_by_item(dataset) else 1
+    runs = np.array_split(np.arange(count), min(num_runs, count))
+    gap = (total - count) // len(runs)
+    rows = [run + gap * index for index, run in enumerate(runs)]
+    return Subset(dataset, np.concatenate(rows).tolist())
+
+
+def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:
+    """Store rows that are in memory: what a build takes at least.
+
+    Args:
+        row_bytes: Bytes of a row.
+        num_rows: Rows of the dataset that is planned for.
+        folder: An existing folder, on the disk that the store is for.
+    """
+    row_bytes = check_integer("row_bytes", row_bytes, 1)
+    num_rows = check_integer("rows", num_rows, 1)
+    count = min(num_rows, max(1, _MOST_BYTES // 2 // row_bytes))
+    data = np.random.default_rng(0).integers(0, 256, (count, row_bytes), np.uint8)
+    rows = TensorDataset(torch.from_numpy(data))
+    with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:
+        start = perf_counter()
+        shards = default_shards(num_rows)
+        store = build_store(rows, Path(directory, "s"), num_shards=shards, progress=False)
+        seconds = perf_counter() - start
+    return _trial(f"{row_bytes:,} bytes", num_rows, store, seconds, "from memory")
