@@ -160,6 +160,82 @@ class TwoOptimizers(Regression):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
 
 
+class LossesByHand(L.LightningModule):
+    """Optimizes by hand the sum of two losses, with their backward passes in every order. For a
+    class that has a step."""
+
+    step: Any
+    loss: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx % 3 == 0:
+            # Both are computed before the first backward pass.
+            first, second = self.step(batch, "train"), self.shifted(batch)
+            self.manual_backward(first)
+            self.manual_backward(second)
+        elif batch_idx % 3 == 1:
+            self.manual_backward(self.step(batch, "train"))
+            self.manual_backward(self.shifted(batch))
+        else:
+            self.manual_backward(self.step(batch, "train") + self.shifted(batch))
+        optimizer.step()
+
+    def shifted(self, batch: dict[str, Tensor]) -> Any:
+        """The loss of other inputs."""
+        return self.loss(self(batch["x"].roll(1, 1)), batch) / 2
+
+
+class PlayersByHand(L.LightningModule):
+    """Steps every optimizer on each batch, while the parameters of all others are frozen. For a
+    class that has a step."""
+
+    step: Any
+    loss: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(self(batch["x"]), batch) if index else self.step(batch, "train")
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+class SeveralLosses(LossesByHand, Regression):
+    pass
+
+
+class Players(PlayersByHand, Regression):
+    """Two layers with an optimizer each, which are children that are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = nn.ModuleList(self.net)
+
+    def stages(self) -> list[nn.Module]:
+        return [nn.Sequential(self.net[0], self.net[1]), self.net[2]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = layer(x)
+        return x
+
+    def configure_optimizers(self) -> Any:
+        return TwoOptimizers.configure_optimizers(self)[0]  # type: ignore[arg-type]
+
+
 class Scheduled(Regression):
     """A learning rate that halves with every optimizer step."""
 

@@ -37,6 +37,7 @@ REQUIRED: dict[str, tuple[str, tuple[str, ...]]] = {
             # Either of them.
             "torch.distributed.pipelining:PipelineStage._compute_outputs"
             "|torch.distributed.pipelining:PipelineStage._shape_inference",
+            "torch.autograd:Variable._execution_engine.queue_callback",
         ),
     ),
 }

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
@@ -246,8 +246,18 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Para
             parameter.grad = grad
 
 
-def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
-    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others."""
+def loss_of(
+    value: Tensor,
+    grads: dict[nn.Parameter, Tensor],
+    on_backward: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """A loss whose gradients are known: ``backward`` scales them, and adds them to the others.
+
+    Args:
+        value: The loss.
+        grads: Its gradients, by parameter. They may be overwritten.
+        on_backward: Called once the gradients have been added.
+    """
     known: dict[nn.Parameter, Tensor] | None = grads
 
     def add(scale: Tensor) -> None:
@@ -260,6 +270,7 @@ def loss_of(value: Tensor, grads: dict[nn.Parameter, Tensor]) -> Tensor:
                 grad.mul_(scale.to(grad))
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         known = None
+        on_backward()
 
     leaf = value.detach().requires_grad_()
     leaf.register_hook(add)  # type: ignore[no-untyped-call]

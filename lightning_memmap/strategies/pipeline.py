@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_memmap._compat.dynamo import compiler_context
 from lightning_memmap._compat.modules import is_called_in
+from lightning_memmap._compat.tensors import after_backward
 from lightning_memmap.errors import check_integer
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import STEPS, SplitModule, module_tensors
@@ -98,8 +99,8 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         self._pipeline: StagePipeline | None = None
         self._own_loss: Any = None
         self._averages = True
-        # The parameters of this process that losses were computed with since the last average.
-        self._trained: dict[nn.Parameter, None] = {}
+        # The parameters that have gradients of this pipeline alone, not averaged yet.
+        self._local_grads: dict[nn.Parameter, None] = {}
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
 
     # Processes
@@ -238,6 +239,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._local_grads.clear()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if self._pipeline is not None:
             for name in ("forward", "loss"):
@@ -273,10 +275,17 @@ class PipelineStrategy(SplitModule, DDPStrategy):
             return self._own_loss(output, batch)
         assert self._pipeline is not None
         local = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
+        # The same on every pipeline, also where a parameter gets a gradient on some of them only.
+        trained = dict.fromkeys(p for p in local if p.requires_grad)
         with gradients_apart(local) as grads:
             mean = self._pipeline.train(output.args, output.num_rows, batch, self._micro_loss)
-        self._trained.update(dict.fromkeys(p for p in local if p.requires_grad))
-        return loss_of(mean, grads)
+
+        def note_backward() -> None:
+            self._local_grads.update(trained)
+            # Before hooks that may read gradients.
+            after_backward(self._average)
+
+        return loss_of(mean, grads, note_backward)
 
     def _micro_loss(self, output: Any, batch: Any) -> Tensor:
         with self.precision_plugin.forward_context():
@@ -299,14 +308,13 @@ class PipelineStrategy(SplitModule, DDPStrategy):
         finally:
             self._averages = True
 
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
+    def _average(self) -> None:
+        """Average the gradients of all losses whose backward pass has run since the last time."""
+        # Not during the backward pass of the stages, as DDP would: what scales the loss after it,
+        # such as its weight, may differ between pipelines.
         if self._averages:
-            # Not during the backward pass of the stages, as DDP would: what scales the loss after
-            # it, such as its weight, may differ between pipelines.
-            average_gradients(list(self._trained), self._group_of("dp"))
-            self._trained.clear()
+            average_gradients(list(self._local_grads), self._group_of("dp"))
+            self._local_grads.clear()
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))

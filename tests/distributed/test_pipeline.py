@@ -30,7 +30,7 @@ class Setup:
     cases: tuple[str, ...]
 
 
-FEW = ("plain", "accumulation", "manual", "double", "frozen")
+FEW = ("plain", "accumulation", "manual", "several_losses", "players", "double", "frozen")
 SETUPS = {
     "gpipe": Setup(2, {"schedule": "gpipe"}, tuple(CASES)),
     "interleaved": Setup(

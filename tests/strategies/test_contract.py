@@ -67,7 +67,7 @@ GRAPHS = pytest.param(
 )
 
 #: memmap_dp does not support modules that step their optimizers themselves.
-BY_HAND = ("manual", "two_optimizers")
+BY_HAND = ("manual", "two_optimizers", "several_losses", "players")
 
 
 def fit(

@@ -20,7 +20,14 @@ from torchmetrics import SumMetric
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import PipelineStrategy
-from tests.models import ByLbfgs, Penalised, Points, make_trainer
+from tests.models import (
+    ByLbfgs,
+    LossesByHand,
+    Penalised,
+    PlayersByHand,
+    Points,
+    make_trainer,
+)
 
 GLOBAL_BATCH = 10
 #: Seven steps of an epoch: five of 10 rows, and the last two, of 7 and 6.
@@ -143,6 +150,17 @@ class Manual(Staged):
         ]
 
 
+class SeveralLosses(LossesByHand, Staged):
+    pass
+
+
+class Players(PlayersByHand, Staged):
+    """Two optimizers, each of some stages."""
+
+    def configure_optimizers(self) -> Any:
+        return Manual.configure_optimizers(self)  # type: ignore[arg-type]
+
+
 class Frozen(Sgd):
     """Freezes a parameter in the steps that average gradients, which it has from those before, and
     another one between forward and backward pass; and has buffers that a stage shares with the
@@ -194,6 +212,8 @@ CASES = {
     "accumulation": Case(options={"accumulate_grad_batches": 3}),
     "clip_norm": Case(Sgd, {"gradient_clip_val": 0.05}),
     "manual": Case(Manual, {"max_epochs": 2}),
+    "several_losses": Case(SeveralLosses, {"max_epochs": 2}),
+    "players": Case(Players, {"max_epochs": 2}),
     "fused": Case(Fused),
     "double": Case(Double, atol=1e-12),
     "frozen": Case(Frozen, {"accumulate_grad_batches": 2}),
