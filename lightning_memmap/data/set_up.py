@@ -40,7 +40,10 @@ class Planner:
         options, topology = self.stores.options, self.topology
         sizes = {split: self.size(split, store) for split, store in opened.items()}
         budgets = device_budgets(
-            topology.data_devices, options.memory_fraction, topology.num_local_processes
+            topology.data_devices,
+            options.memory_fraction,
+            topology.num_local_processes,
+            topology.processes_per_device,
         )
         return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
 

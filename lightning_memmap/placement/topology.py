@@ -18,13 +18,14 @@ class DataTopology:
     # r + 2R ..., W = R * D in all. Data device w owns the shards c with c % W == w. One device may
     # be named more than once: these are logical data devices. ``assemble_on`` is None where the
     # batches of the data devices stay apart. ``num_local_processes`` share the memory of this
-    # machine.
+    # machine, and ``processes_per_device`` of them the memory of each other data device.
 
     data_devices: tuple[torch.device, ...]
     rank: int = 0
     size: int = 1
     assemble_on: torch.device | None = None
     num_local_processes: int = 1
+    processes_per_device: int = 1
 
     def __post_init__(self) -> None:
         if not self.data_devices:
@@ -56,7 +57,14 @@ def topology_of(strategy: Any) -> DataTopology:
         return declared
     rank, size = data_parallel_rank(strategy)
     root, processes = strategy.root_device, local_processes(strategy)
-    return DataTopology((root,), rank, size, assemble_on=root, num_local_processes=processes)
+    return DataTopology(
+        (root,),
+        rank,
+        size,
+        assemble_on=root,
+        num_local_processes=processes,
+        processes_per_device=getattr(strategy, "processes_per_device", 1),
+    )
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
@@ -71,12 +79,16 @@ def local_processes(strategy: Any) -> int:
 
 
 def device_budgets(
-    devices: Sequence[torch.device], fraction: float, num_local_processes: int = 1
+    devices: Sequence[torch.device],
+    fraction: float,
+    num_local_processes: int = 1,
+    processes_per_device: int = 1,
 ) -> dict[torch.device, int]:
-    """The bytes that shards may take on each device: a share of what is free now."""
+    """Compute the bytes that this process's shards may take on each device, of those free now."""
     sharing = {"cpu": num_local_processes}
     return {
-        device: int(free_bytes(device) * fraction) // sharing.get(device.type, 1)
+        device: int(free_bytes(device) * fraction)
+        // sharing.get(device.type, processes_per_device)
         for device in dict.fromkeys((*devices, torch.device("cpu")))
     }
 

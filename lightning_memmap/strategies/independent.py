@@ -290,6 +290,12 @@ class IndependentStrategy(OneNode):
     num_processes = num_members
 
     @property
+    def processes_per_device(self) -> int:
+        """The members on this member's device, which all hold their data there."""
+        num_devices = max(1, len(self.parallel_devices))
+        return len(range(self.member % num_devices, self.num_members, num_devices))
+
+    @property
     def results(self) -> MemberResults | None:
         """How the latest stage ended for all members, in the process that the user started.
 

@@ -276,6 +276,20 @@ class TestBudgets:
         with pytest.raises(ValueError, match="there are: cpu, xpu:0, xpu:1"):
             free_bytes(torch.device("xpu", 2))
 
+    @pytest.mark.parametrize(("member", "sharing"), [(0, 3), (1, 2), (2, 3), (4, 3)])
+    def test_members_on_one_device_share_its_memory(
+        self, monkeypatch: pytest.MonkeyPatch, member: int, sharing: int
+    ) -> None:
+        monkeypatch.setenv("LIGHTNING_MEMMAP_MEMBER", str(member))
+        monkeypatch.setattr(topology, "free_bytes", lambda device: 6000)
+        strategy = IndependentStrategy(num_members=5)
+        strategy.parallel_devices = GPUS[:2]
+        found = topology.topology_of(strategy)
+        budgets = device_budgets(
+            found.data_devices, 0.5, found.num_local_processes, found.processes_per_device
+        )
+        assert budgets == {GPUS[member % 2]: 3000 // sharing, CPU: 3000 // 5}
+
     def test_run_of_several_processes_says_how_many_share_the_machine(self) -> None:
         for strategy, expected in (
             (SingleDeviceStrategy("cpu"), 1),
