@@ -30,6 +30,7 @@ class Launched(subprocess.Popen[bytes]):
         *,
         head: bytes = b"",
         env: Mapping[str, str] = os.environ,
+        cwd: str | None = None,
         stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
     ) -> None:
@@ -45,6 +46,7 @@ class Launched(subprocess.Popen[bytes]):
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={name: env[name] for name in env.keys() - _LAUNCHERS},
+                cwd=cwd,
                 start_new_session=start_new_session,
             )
 

@@ -2,12 +2,10 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.launchers import subprocess_script as fabric_script
 from lightning.fabric.utilities import distributed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -33,14 +31,58 @@ class _NeverRaised(Exception):  # noqa: N818
 TunerExit: Any = getattr(exceptions, "_TunerExitException", _NeverRaised)
 
 
-def script_command() -> Sequence[str]:
-    """Return the command that runs this program again."""
-    if (command := getattr(fabric_script, "_basic_subprocess_cmd", None)) is not None:
-        return list(command())
+def _current_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # It was removed.
+        return None
+
+
+#: Where the program began, unless it had changed its directory before this import.
+_BEGAN_IN = _current_directory()
+
+
+def script_command(suffix: str) -> tuple[list[str], str | None]:
+    """Return the command that runs this program again, and the directory to run it in.
+
+    Args:
+        suffix: Under Hydra, it is added to the name of the job, by which its log is called.
+    """
     main = sys.modules["__main__"]
+    directory = _BEGAN_IN
+    options: list[str] = []
+    if (job := _hydra_config()) is not None:
+        # With hydra.job.chdir=true Hydra has changed the directory before it called the program.
+        directory = job.runtime.cwd
+        options = [
+            # All processes of a job have one output directory.
+            f"hydra.run.dir={_quoted(job.run.dir)}",
+            f"hydra.sweep.dir={_quoted(job.sweep.dir)}",
+            f"hydra.job.name={_quoted(job.job.name + suffix)}",
+            # The first process has written the config there.
+            "hydra.output_subdir=null",
+        ]
     if main.__spec__ is None:
-        return [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-    return [sys.executable, "-m", main.__spec__.name, *sys.argv[1:]]
+        # The path in sys.argv is relative to where the program began, unlike this one.
+        script = getattr(main, "__file__", None) or sys.argv[0]
+        program = [os.path.join(directory or "", script)]
+    else:
+        program = ["-m", main.__spec__.name]
+    return [sys.executable, *program, *sys.argv[1:], *options], directory
+
+
+def _hydra_config() -> Any:
+    """The part of Hydra's config about the job that this program is; None without Hydra."""
+    core = sys.modules.get("hydra.core.hydra_config")
+    if core is None or not core.HydraConfig.initialized():
+        return None
+    return core.HydraConfig.get()
+
+
+def _quoted(value: str) -> str:
+    """A text as Hydra's grammar of overrides reads it."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def share_threads(num_processes: int) -> None:

@@ -449,10 +449,12 @@ class _Members(ScriptLauncher):  # type: ignore[misc]
                 path.unlink()
             for member in range(1, self._num_members):
                 variables = {MEMBER_VARIABLE: str(member), _DIRECTORY_VARIABLE: str(root)}
+                command, directory = script_command(f"_{_folder_of(member)}")
                 self._others[member] = Launched(
-                    script_command(),
+                    command,
                     self._output(member),
                     head=_OUTPUT_HEAD,
+                    cwd=directory,
                     env={**os.environ, **variables},
                     # Ctrl-C reaches all members.
                     start_new_session=False,

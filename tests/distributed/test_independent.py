@@ -1,6 +1,9 @@
 """Independent members in real processes: each as a lone run, and none harmed by another."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 
 from lightning_memmap.strategies import read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
-from tests.distributed.harness import launch_any
+from tests.distributed.harness import ROOT, TIMEOUT_S, launch_any
 from tests.distributed.scenarios import independent
 
 ROWS = independent.ROWS
@@ -119,3 +122,62 @@ def test_first_member_that_is_asked_to_stop_stops_the_others(tmp_path: Path) -> 
     results = read_results(tmp_path)
     assert [result.status for result in results.members] == ["done", "failed"]
     assert str(results.failed[0].error).startswith("SIGTERMException")
+
+
+TRAIN = """
+import os, sys
+import lightning as L
+from lightning_memmap import MemmapDataModule
+from lightning_memmap.strategies import IndependentStrategy
+from tests.models import Points, Regression
+
+
+def train():
+    strategy = IndependentStrategy(num_members=2)
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)
+    data = MemmapDataModule(Points(20), store_dir=f"stores_{strategy.member}", batch_size=5)
+    trainer.fit(Regression(), data)
+    with open(f"arguments_{strategy.member}", "w") as file:
+        file.write(" ".join(sys.argv[1:]))
+
+"""
+CHANGES_DIRECTORY = """
+with open("config") as file:
+    assert file.read() == "here"
+os.mkdir("out") if IndependentStrategy().member == 0 else None
+os.chdir("out")
+train()
+"""
+WITH_HYDRA = """
+import hydra
+hydra.main(version_base=None)(lambda config: train())()
+"""
+
+
+@pytest.mark.parametrize("kind", ["changes directory", "hydra"])
+def test_program_that_changes_its_directory_runs_again_where_it_began(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == "hydra":
+        pytest.importorskip("hydra")
+    script = {"changes directory": CHANGES_DIRECTORY, "hydra": WITH_HYDRA}[kind]
+    (tmp_path / "train.py").write_text(TRAIN + script)
+    (tmp_path / "config").write_text("here")
+    given = ["hydra.job.chdir=true", "hydra.run.dir='out'", "+lr=0.1"] if kind == "hydra" else ["a"]
+    paths = os.environ.get("PYTHONPATH", "")
+    done = subprocess.run(
+        [sys.executable, "train.py", *given],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{paths}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    results = read_results(tmp_path / "out")
+    assert [result.status for result in results.members] == ["done", "done"]
+    for member in range(2):
+        arguments = (tmp_path / "out" / f"arguments_{member}").read_text().split()
+        assert arguments[: len(given)] == given
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "config", "out"}
