@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
 from lightning_memmap._compat.tensors import scale_all
 from lightning_memmap.errors import check_integer
+from lightning_memmap.loading.device_streams import current, has_streams
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
@@ -60,7 +61,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
 
     strategy_name = "memmap_model_parallel"
     _trains_alone = False
-    _hooks: Sequence[RemovableHandle] = ()
+    _hooks: "Sequence[RemovableHandle | _OnDevice]" = ()
 
     def __init__(self, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -172,13 +173,15 @@ def move_stages(module: Any, stages: Sequence[Stage]) -> None:
         layer.to(device)
 
 
-def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
-    """Move tensors between stages whenever layers are called."""
-    handles = [
-        layer.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
-        for device, layers in stages
-        for layer in dict.fromkeys(layers)
-    ]
+def connect_stages(stages: Sequence[Stage]) -> "list[RemovableHandle | _OnDevice]":
+    """Move tensors between stages whenever layers are called, and run each on its device."""
+    handles: list[RemovableHandle | _OnDevice] = []
+    # A layer without parameters may be in several stages.
+    for layer, device in {layer: device for device, layers in stages for layer in layers}.items():
+        move = partial(_move_inputs, device)
+        handles.append(layer.register_forward_pre_hook(move, with_kwargs=True))
+        if has_streams(device):
+            handles.append(_OnDevice(layer, device))
     (root, _), (_, last) = stages[0], stages[-1]
     handles.append(
         last[-1].register_forward_hook(
@@ -186,6 +189,33 @@ def connect_stages(stages: Sequence[Stage]) -> list[RemovableHandle]:
         )
     )
     return handles
+
+
+class _OnDevice:
+    """Lets a device be the current one while a layer computes, until `remove` is called."""
+
+    # Kernels that are written by hand, as of Triton, run on the current device, and so do tensors
+    # that are made without a device in "cuda".
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._layer = layer
+        # An attribute of the instance takes the place of the method of its class.
+        self._before = vars(layer).get("forward")
+        layer.forward = partial(_forward_on, device, layer, self._before)
+
+    def remove(self) -> None:
+        """Give the layer the forward that it had before."""
+        del self._layer.forward
+        if self._before is not None:
+            self._layer.forward = self._before
+
+
+def _forward_on(
+    device: torch.device, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a forward, or that of the layer's class, with a device as the current one."""
+    with current(device):
+        return (forward or partial(type(layer).forward, layer))(*args, **kwargs)
 
 
 def _move_inputs(device: torch.device, layer: nn.Module, args: Any, kwargs: Any) -> Any:
