@@ -5,7 +5,7 @@ there is done at once, or in the order in which it was enqueued.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -104,20 +104,28 @@ class SideStreams:
                 stack.enter_context(module.stream(stream))
             yield
 
-    def mark(self) -> list[Any]:
-        """Events for all work enqueued on the current streams of the targets so far."""
-        events = []
-        for device in self._targets:
+    def mark(self, tensors: Iterable[Tensor] = ()) -> dict[torch.device, Any]:
+        """Record events for all work enqueued so far on the current streams of the targets, and of
+        other devices where tensors are. Returns an event per device."""
+        # A transform may have moved a tensor anywhere.
+        elsewhere = (tensor.device for tensor in tensors if has_streams(tensor.device))
+        events = {}
+        for device in dict.fromkeys([*self._targets, *elsewhere]):
             module = stream_module(device)
-            events.append(module.Event())
-            events[-1].record(module.current_stream(device))
+            events[device] = module.Event()
+            events[device].record(module.current_stream(device))
         return events
 
-    def hand_over(self, events: Sequence[Any], tensors: Iterable[Tensor]) -> None:
-        """Let the current streams of the targets use tensors that side streams make."""
-        streams = {each: stream_module(each).current_stream(each) for each in self._targets}
-        for event, stream in zip(events, streams.values(), strict=True):
-            event.wait(stream)
+    def hand_over(self, events: Mapping[torch.device, Any], tensors: Iterable[Tensor]) -> None:
+        """Let the current streams of devices use tensors that side streams make.
+
+        Args:
+            events: What `mark` has returned for the tensors.
+            tensors: The tensors.
+        """
+        streams = {device: stream_module(device).current_stream(device) for device in events}
+        for device, event in events.items():
+            event.wait(streams[device])
         for tensor in tensors:
             if has_streams(tensor.device):
                 tensor.record_stream(streams[tensor.device])

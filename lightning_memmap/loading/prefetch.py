@@ -12,7 +12,7 @@ from lightning_memmap.loading.nested import dense_tensors, named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 
 #: A step that was enqueued and not yet delivered: its batch, all tensors of it, and events.
-_Ready: TypeAlias = tuple[SuperBatch, Any, list[Tensor], list[Any]]
+_Ready: TypeAlias = tuple[SuperBatch, Any, list[Tensor], dict[torch.device, Any]]
 
 #: Steps to prefetch for a device that works asynchronously.
 _DEFAULT_STEPS = 2
@@ -34,7 +34,7 @@ def prefetched(
     made ready some steps ahead."""
     streams = SideStreams(data_devices if device is None else [device], data_devices)
     ready: deque[_Ready] = deque()
-    used: deque[list[Any]] = deque()
+    used: deque[dict[torch.device, Any]] = deque()
     error: Exception | None = None
     is_open = True
     # The rows may have been brought to the devices just now.
@@ -62,7 +62,7 @@ def prefetched(
             del batch
             used.append(streams.mark())
             if len(used) > depth + 1:
-                for event in used.popleft():
+                for event in used.popleft().values():
                     event.synchronize()
     finally:
         # Work that frees or overwrites the rows later must come after the work that reads them.
@@ -86,4 +86,4 @@ def _make_next(
         batch = super_batch if device is None else super_batch.to(device)
         parts = super_batch.batches if device is None else batch
         tensors = [each for _, leaf in named_leaves(parts) for each in dense_tensors(leaf)]
-        return super_batch, batch, tensors, streams.mark()
+        return super_batch, batch, tensors, streams.mark(tensors)

@@ -87,8 +87,7 @@ def device_budgets(
     """Compute the bytes that this process's shards may take on each device, of those free now."""
     sharing = {"cpu": num_local_processes}
     return {
-        device: int(free_bytes(device) * fraction)
-        // sharing.get(device.type, processes_per_device)
+        device: int(free_bytes(device) * fraction) // sharing.get(device.type, processes_per_device)
         for device in dict.fromkeys((*devices, torch.device("cpu")))
     }
 

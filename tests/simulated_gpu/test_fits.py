@@ -306,6 +306,76 @@ def test_transform_runs_with_its_device_current(tmp_path: Path) -> None:
     assert found == {(0, 0), (1, 1)}
 
 
+class Noting(nn.Linear):
+    """Notes the current device, also in the backward pass, and the device of its weights."""
+
+    seen: set[tuple[int | None, int]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        output: Tensor = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.note())  # type: ignore[no-untyped-call]
+        return output
+
+    def note(self) -> None:
+        self.seen.add((self.weight.device.index, torch.cuda.current_device()))
+
+
+class Failing(L.Callback):
+    """Lets the second stage fail in one step, which goes on without it."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        with pytest.raises(RuntimeError):
+            pl_module.net(batch["x"][:, :3])
+        with pytest.raises(TypeError):
+            pl_module.net[1]()
+        assert torch.cuda.current_device() == 0
+
+
+def test_device_of_a_stage_is_the_current_one_while_it_computes(tmp_path: Path) -> None:
+    module = Net()
+    Noting.seen = set()
+    module.net = nn.Sequential(Noting(8, 16), nn.Tanh(), Noting(16, 16), Noting(16, 1))
+    data = MemmapDataModule(TRAIN, VAL, store_dir=tmp_path / "stores", batch_size=12)
+    trainer = make_trainer(
+        tmp_path,
+        accelerator="gpu",
+        devices=2,
+        strategy=LocalModelParallelStrategy(),
+        callbacks=[Failing()],
+    )
+    trainer.fit(module, datamodule=data)
+    assert Noting.seen == {(0, 0), (1, 1)}
+    # Nothing of it stays.
+    assert all("forward" not in vars(layer) for layer in module.net)
+
+
+@pytest.mark.parametrize("make", [SuperBatchStrategy, DataParallelStrategy])
+def test_transform_of_a_super_batch_may_move_a_tensor(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    def moved(batch: Any) -> Any:
+        return {**batch, "x": batch["x"].to("cuda:1") * 2}
+
+    def doubled(batch: Any) -> Any:
+        return {**batch, "x": batch["x"] * 2}
+
+    found = []
+    for transform in (moved, doubled):
+        module = Net()
+        data = MemmapDataModule(
+            TRAIN,
+            store_dir=tmp_path / "stores",
+            batch_size=12,
+            transform=OnSuperBatch(transform),
+            prefetch=2,
+        )
+        make_trainer(tmp_path, accelerator="gpu", devices=2, strategy=make()).fit(module, data)
+        found.append(weights(module))
+    assert torch.equal(*found)
+
+
 def test_root_device_is_the_current_one_where_steps_are_made_ahead() -> None:
     root, other = torch.device("cuda", 0), torch.device("cuda", 1)
     before = [torch.cuda.current_stream(device) for device in (root, other)]

@@ -21,6 +21,7 @@ from lightning_memmap.sampling import ShuffledSampler
 from lightning_memmap.schema.fields import DTYPES, Field
 from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
+from lightning_memmap.transforms import OnSuperBatch
 from tests.datasets import FORMS, EncodedImages, Ragged, assert_images, assert_ragged
 from tests.models import IS_SIMULATED
 from tests.rows import CPU, assembled, loader_over, make_loader, size_of, split_with
@@ -79,6 +80,28 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(
         for one, other in zip(found, expected, strict=True):
             whole = other.to("cpu")
             assert all(torch.equal(one[key].cpu(), whole[key]) for key in one)
+
+
+def moved_to_last(batch: Any, generator: torch.Generator) -> Any:
+    """Leaves a tensor on another device than that of the batch, and one on the CPU."""
+    batch, last = scaled(batch, generator), torch.device("cuda", torch.cuda.device_count() - 1)
+    return {**batch, "image": batch["image"].to(last) * 2, "row": batch["row"].cpu()}
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_transform_may_move_tensors_of_a_super_batch(
+    numbered_store: Stores, residency: str, prefetch: int
+) -> None:
+    store, root = numbered_store(96, 24, HEAVY), torch.device("cuda", 0)
+    expected = make_loader(store, 2, 2, shuffle=True)
+    loader = gpu_loader(store, residency, transform=OnSuperBatch(moved_to_last))
+    batches = [batch | {"image": batch["image"] * 1} for batch in loader.assembled(root, prefetch)]
+    assert {batch["image"].device.index for batch in batches} == {torch.cuda.device_count() - 1}
+    for batch, other in zip(batches, expected, strict=True):
+        whole = other.to("cpu")
+        assert torch.equal(batch["row"], whole["row"])
+        assert torch.equal(batch["image"].cpu(), whole["image"] * 2)
 
 
 def test_super_batch_of_a_gpu_that_is_brought_to_the_cpu_is_there(numbered_store: Stores) -> None:
