@@ -35,7 +35,8 @@ from lightning_memmap.sampling.table_sampler import DrawnSampler
 _MIN_GROUP = 4
 #: Streams of the random bits: how rows are dealt to shards, and the first of the streams of shards.
 #: Stream 0 is used for the order of layers, and stream 1 for the order of buckets.
-_DEAL_BITS, _SHARD_BITS = 2, 3
+_DEAL_BITS = 2
+_SHARD_BITS = 3
 
 
 @dataclass(eq=False, repr=False)

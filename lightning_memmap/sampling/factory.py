@@ -33,7 +33,7 @@ class Fields(Protocol):
             An array of shape (N,), of texts as objects.
 
         Raises:
-            ValueError: There is no such field, its rows have more than one value, or the field is
+            ValueError: The field doesn't exist, its rows have more than one value, or the field is
                 None in one of the rows; see `given`.
         """
 
@@ -44,10 +44,10 @@ class Fields(Protocol):
             field: Name of a field.
 
         Returns:
-            Of shape (num_rows,), in dataset order: False where it is None.
+            A mask of shape (num_rows,) in dataset order, False if the field is None.
 
         Raises:
-            ValueError: There is no such field.
+            ValueError: The field doesn't exist.
         """
 
     def lengths(self, field: str) -> Integers:
@@ -60,7 +60,7 @@ class Fields(Protocol):
             The items of each row, for text its bytes: int64 of shape (num_rows,), in dataset order.
 
         Raises:
-            ValueError: There is no such field, or its rows have one length.
+            ValueError: The field doesn't exist, or all its rows have one length.
         """
 
 

@@ -41,7 +41,7 @@ from lightning_memmap.sampling.table_sampler import DrawnSampler
 
 #: The fractional parts of its multiples are spread evenly, however many there are.
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
-#: The same number in units of 2**-64.
+#: `_GOLDEN_RATIO` in units of 2**-64.
 _GOLDEN_UNITS = np.uint64(_GOLDEN_RATIO * 2**64)
 
 
@@ -101,7 +101,7 @@ class Mixture(Described, SamplerFactory):
         """Make the sampler; see `SamplerFactory.make`.
 
         Raises:
-            ValueError: The training sets are not those of ``shares``, or a set with a share has no
+            ValueError: ``shares`` names other training sets, or a set with a share has no
                 row.
         """
         names, sizes = self._sets(pool)
@@ -326,11 +326,11 @@ class MixtureSampler(DrawnSampler):
         number = sections.set
         sizes = np.array(self.sets.sizes, object)[number]
         counts = np.array(self.sets.counts, object)[number]
-        whole = rows * counts // sizes
+        integer_part = rows * counts // sizes
         fraction = (rows * counts % sizes * 2**64 // sizes).astype(np.uint64)
         turns, past_turns = self._turns(epoch)
-        points = whole + (turns[number] < fraction)
-        past_points = epoch * whole
+        points = integer_part + (turns[number] < fraction)
+        past_points = epoch * integer_part
         for index, past in enumerate(past_turns):
             is_of_set = number == index
             past_points[is_of_set] += past.searchsorted(fraction[is_of_set])

@@ -1,7 +1,7 @@
 """The rows of each shard, which orders draw from.
 
 Rows of a pool are counted shard after shard: index ``starts[c] + j`` is row ``j`` of shard ``c``.
-There are three kinds of pools. Of the rows 0 to 6 in 3 shards::
+There are three kinds of pools, here for the rows 0 to 6 in 3 shards::
 
     striped      shards 0 3 6 | 1 4 | 2 5    row i belongs to shard i % 3, as a store's files do
     contiguous   shards 0 1 2 | 3 4 | 5 6    ranges of storage order: neighbours share a shard, as

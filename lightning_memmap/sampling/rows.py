@@ -8,7 +8,7 @@ series. Each kind has three numberings. A subset (6, 1, 4, 3) of 7 rows stored i
     file row       2  3  4  1    index in the files, which hold 0 3 6 | 1 4 | 2 5
 
     storage rank   0  2  3  1    index in the files of a store that held these rows alone, which
-                                 would be the numbers 0 3 | 1 | 2. Of all rows: the file row.
+                                 would be the numbers 0 3 | 1 | 2; for all rows, the file row
 """
 
 from abc import ABC, abstractmethod
@@ -68,7 +68,7 @@ class Runs(NamedTuple):
 
     #: The index at which each run starts, int64 of shape (runs,), ascending.
     starts: Integers
-    #: What is added to an index in each run, int64 of shape (runs,).
+    #: Added to an index in each run, int64 of shape (runs,).
     shifts: Integers
 
     def at(self, index: Integers) -> Integers:

@@ -1,6 +1,6 @@
 """Orders: which row each position of an epoch holds.
 
-An epoch has the positions ``0 .. N-1``. Whatever the order, position ``p`` is served by shard
+An epoch has the positions ``0 .. N-1``. In every order, position ``p`` is served by shard
 ``p % C``. Rows therefore stay where they are stored, and a global batch holds the same rows under
 every strategy and on every number of devices. An order only decides which row of the shard it is::
 

@@ -25,7 +25,7 @@ from lightning_memmap.errors import check_integer
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
-#: Bytes of a block over all shards if the user gives no number: 21 MiB of each of 24 shards.
+#: Bytes of a block over all shards if the user sets none: 21 MiB of each of 24 shards.
 DEFAULT_BLOCK_BYTES = 512 * 2**20
 
 

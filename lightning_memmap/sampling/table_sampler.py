@@ -200,7 +200,7 @@ class DrawnSampler(TableSampler):
     def _permuted(self, epoch: int, shards: Integers) -> NDArray[Any]:
         """Draw the rows of some shards and permute them, one column per shard."""
         drawn = self.draw_shards(epoch, shards)
-        if not len(drawn):  # None of these shards has a position.
+        if not len(drawn):  # these shards have no position
             drawn = np.zeros(1, np.int64)
         drawn_starts = starts_of(self.counts[shards])
         order = self._permutation(epoch).grid(0, int(self.counts.max()), shards, drawn_starts)

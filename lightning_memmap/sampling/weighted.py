@@ -38,7 +38,8 @@ from lightning_memmap.sampling.table_sampler import DrawnSampler
 
 #: Streams of the random bits: the first point of an epoch and the order of segments, and how
 #: shards are divided into segments. Stream 0 is used for the order of positions.
-_POINT_BITS, _SEGMENT_BITS = 1, 2
+_POINT_BITS = 1
+_SEGMENT_BITS = 2
 #: Approximate number of segments of a shard. Rows of one segment share epochs more or less often
 #: than other rows do.
 _NUM_SEGMENTS = 48
@@ -61,7 +62,7 @@ class Weighted(Described, SamplerFactory):
             in dataset order: a tensor, an array or a sequence. Or the name of a field. Values of a
             floating-point field are the weights. Other values are classes, which are all drawn
             equally often. The field must not be None in a row to draw from.
-        num_samples: Positions of an epoch; by default as many as there are rows.
+        num_samples: Positions of an epoch; by default the number of rows.
 
     Raises:
         TypeError: ``weights`` is of another type, or ``num_samples`` is not an integer.
