@@ -88,6 +88,7 @@ class Sampler(ABC):
             together when rows are streamed. None for a single block.
 
     Raises:
+        TypeError: The pool isn't a `Pool`, or the seed or ``shuffle_window`` isn't an integer.
         ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
     """
 
@@ -104,9 +105,15 @@ class Sampler(ABC):
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if self.shuffle_window is not None:
-            check_integer("shuffle_window", self.shuffle_window, 1, "at least 1 row of a shard")
+        if not isinstance(self.pool, Pool):
+            raise TypeError(
+                f"{type(self).__name__}: pool={self.pool!r}: pass the pool that the function of"
+                " sampler= receives"
+            )
+        object.__setattr__(self, "seed", check_seed(self.seed))
+        if (window := self.shuffle_window) is not None:
+            window = check_integer("shuffle_window", window, 1, "at least 1 row of a shard")
+            object.__setattr__(self, "shuffle_window", window)
 
     @property
     def num_positions(self) -> int:

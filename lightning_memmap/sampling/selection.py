@@ -76,6 +76,7 @@ class _Named(Described, Selection):
                 f"{self!r}: pass either rows, as numbers or as a mask, or a field with values or"
                 f" where: {name}([0, 1, 2]) or {name}(field='label', values=[0, 1])"
             )
+        _check_field(f"{name}: field", self.field)
         if self.where is not None and not callable(self.where):
             raise TypeError(f"{name}: where={self.where!r}: pass a function of the field's values")
 
@@ -135,8 +136,9 @@ class Subset(_Named):
             same shape. Rows in which the field is None are not selected.
 
     Raises:
-        TypeError: Neither ``rows`` nor a field is passed, or both; a field is passed without
-            ``values`` and ``where``, or with both; or ``where`` isn't callable or returns no mask.
+        TypeError: Neither ``rows`` nor a field is passed, or both; the field isn't a name; a field is
+            passed without ``values`` and ``where``, or with both; or ``where`` isn't callable or
+            returns no mask.
     """
 
     @override
@@ -193,6 +195,8 @@ class _HoldingOut(Selection):
 
     def _check_division(self) -> None:
         self.seed = check_seed(self.seed)
+        _check_field(f"{type(self).__name__}: stratify", self.stratify)
+        _check_field(f"{type(self).__name__}: group", self.group)
         if self.stratify is not None and self.group is not None:
             raise ValueError(
                 f"{type(self).__name__}: stratify={self.stratify!r} and group={self.group!r} can't"
@@ -250,7 +254,8 @@ class RandomSplit(Described, _HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The order has its own seed.
 
     Raises:
-        TypeError: ``validation`` is not a number, or the seed not an integer.
+        TypeError: ``validation`` is not a number, the seed not an integer, or ``stratify`` or
+            ``group`` not the name of a field.
         ValueError: ``validation`` or the seed is out of range, or both ``stratify`` and ``group``
             are passed.
     """
@@ -329,9 +334,8 @@ class KFold(Described, _HoldingOut):
         seed: Seed of the choice, ``0 <= seed < 2**63``. The order has its own seed.
 
     Raises:
-        TypeError: ``num_folds`` or the seed is not an integer.
-        ValueError: ``num_folds`` or the seed is out of range, or both ``stratify`` and ``group``
-            are passed.
+        TypeError: ``num_folds`` or the seed is not an integer, or ``stratify`` or ``group`` is not
+            the name of a field.
     """
 
     num_folds: int
@@ -362,6 +366,12 @@ class KFold(Described, _HoldingOut):
                 f"num_folds={self.num_folds}: must be at most the number of rows, {fields.num_rows}"
             )
         return self._dealt(fields)[member :: self.num_folds]
+
+
+def _check_field(argument: str, name: object) -> None:
+    """Check an argument that names a field, or is None."""
+    if name is not None and not (isinstance(name, str) and name):
+        raise TypeError(f"{argument}={name!r}: pass the name of a field")
 
 
 def check_rows(rows: Any, num_rows: int, what: str) -> Integers:

@@ -1,12 +1,25 @@
 """What holds for every order: the same positions in any division, served by their shards."""
 
+import json
 import pickle
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memmap.sampling import Sampler
-from tests.rows import at
+from lightning_memmap.sampling import (
+    DrawnSampler,
+    KFold,
+    Sampler,
+    SequentialSampler,
+    ShuffledSampler,
+    Subset,
+)
+from tests.rows import at, pool_of
 from tests.unit.sampling import test_bucketed, test_weighted
 from tests.unit.sampling.test_mixture_windows import by_batch, mixtures
 from tests.unit.sampling.test_sampler import samplers
@@ -48,3 +61,67 @@ def test_positions_are_served_by_their_shards_in_any_division(
     for shard in range(shards):
         mine = set(sampler.pool.shard_dataset_rows(shard).tolist())
         assert set(whole[shard::shards]) <= mine
+
+
+# Arguments
+
+
+@dataclass(frozen=True)
+class FirstRows(DrawnSampler):
+    """Draws the first rows of each shard, as many as there are positions."""
+
+    def draw(self, epoch: int, shard: int) -> Any:
+        return np.arange(self.counts[shard]) % self.pool.sizes[shard]
+
+
+@dataclass(frozen=True)
+class Backwards(DrawnSampler):
+    """All rows once, in an order of its own."""
+
+    def arrange(self, epoch: int, shard: int, offsets: Any) -> Any:
+        return np.sort(offsets)[::-1]
+
+
+@pytest.mark.parametrize("num_samples", [96, 479, 481, 960])
+def test_order_that_draws_nothing_has_as_many_positions_as_rows(num_samples: int) -> None:
+    pool = pool_of(480, 24)
+    with pytest.raises(ValueError, match=r"Backwards\.draw"):
+        Backwards(pool, num_samples=num_samples).dataset_rows(0, range(num_samples))
+    for kind in (ShuffledSampler, SequentialSampler):
+        with pytest.raises(TypeError, match="num_samples"):
+            kind(pool, num_samples=num_samples)  # type: ignore[call-arg]
+    found = Backwards(pool, num_samples=480).dataset_rows(1, range(480))
+    assert sorted(found.tolist()) == list(range(480))
+    drawn = FirstRows(pool, num_samples=num_samples).dataset_rows(0, range(num_samples))
+    assert {*drawn.tolist()} == {*range(min(480, num_samples))}
+
+
+@pytest.mark.parametrize("kind", [ShuffledSampler, SequentialSampler, FirstRows])
+@pytest.mark.parametrize("name", ["seed", "shuffle_window"])
+@pytest.mark.parametrize("value", [-1, 2**63, 1.5, "1", True])
+def test_argument_of_an_order_is_checked(kind: Any, name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name}={value!r}"):
+        kind(pool_of(480, 24), **{name: value})
+
+
+def test_integers_of_numpy_are_those_of_python() -> None:
+    pool = pool_of(480, 24)
+    found = ShuffledSampler(pool, np.int64(3), shuffle_window=np.int32(4))
+    assert found == ShuffledSampler(pool, 3, shuffle_window=4)
+    assert json.dumps(found.identity) == json.dumps(
+        ShuffledSampler(pool, 3, shuffle_window=4).identity
+    )
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", True])
+def test_number_of_positions_is_checked(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^num_samples={value!r}"):
+        FirstRows(pool_of(480, 24), num_samples=value)
+
+
+@pytest.mark.parametrize("value", [3, "", ["label"]])
+@pytest.mark.parametrize("name", ["stratify", "group", "field"])
+def test_field_of_a_selection_is_a_name(name: str, value: Any) -> None:
+    made = partial(Subset, values=[1]) if name == "field" else partial(KFold, 2)
+    with pytest.raises(TypeError, match=f"{name}="):
+        made(**{name: value})
