@@ -11,7 +11,7 @@ from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.structure import LEAF, Node, builder
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"
@@ -34,23 +34,25 @@ class FormedCollate:
         if with_row_numbers:
             _check_has_place(schema.structure)
         forms = _forms_of_fields(schema, variable or {})
-        self._build = schema.builder(sample)
-        self._forms = [
-            (form, byte_pool()) if (form := forms.get(field.name)) else None
-            for field in schema.fields
-        ]
+        names = [field.name for field in schema.fields]
+        structure, self._is_masked = _with_masks(schema.structure, names, forms)
+        self._build = builder(structure, sample, range(structure.num_fields))
+        self._forms = [(form, byte_pool()) if (form := forms.get(name)) else None for name in names]
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
         """Make a batch."""
         others: Iterator[Any] = iter(leaves[len(self._forms) :])
         numbers = next(others) if self._with_row_numbers else None
         made = list[Any]()
-        for formed, leaf in zip(self._forms, leaves, strict=False):
+        for formed, is_masked, leaf in zip(self._forms, self._is_masked, leaves, strict=False):
             if formed is None:
                 made.append(leaf)
                 continue
             form, allocate = formed
-            if isinstance(leaf, VariableRows):
+            if is_masked:
+                padded = form.batch(leaf.but(allocate=allocate))
+                made += [padded.values, padded.mask()]
+            elif isinstance(leaf, VariableRows):
                 made.append(form.batch(leaf.but(allocate=allocate)))
             elif isinstance(form, Decode) and form.with_scale:
                 made.append(Scaled.of(leaf, next(others)))
@@ -58,6 +60,50 @@ class FormedCollate:
                 made.append(leaf)
         batch = self._build(made)
         return _numbered(batch, numbers) if self._with_row_numbers else batch
+
+
+def _with_masks(
+    node: Node, names: Sequence[str], forms: Mapping[str, Form], is_record: bool = False
+) -> tuple[Node, list[bool]]:
+    """Return a structure in which a TensorDict has a mask after each of its padded fields.
+
+    Args:
+        node: The structure of a sample.
+        names: Its fields.
+        forms: The forms of those that differ in length.
+        is_record: Whether it is in a list of records.
+
+    Returns:
+        The structure, and for each field whether a mask follows it.
+
+    Raises:
+        ValueError: A TensorDict has no place for what a form makes.
+    """
+    if node.is_field:
+        return node, [False]
+    keys, children, is_masked = [*node.keys], list[Node](), list[bool]()
+    is_record |= node.kind == "records"
+    for index, (_, child, within) in enumerate(node.parts(names)):
+        found, masked = _with_masks(child, within, forms, is_record)
+        children.append(found)
+        form = forms.get(within[0]) if child.is_field and node.kind == "tensordict" else None
+        if isinstance(form, Pad):
+            keys.insert(len(children), mask := f"{node.keys[index]}_mask")
+            children.append(LEAF)
+            masked = [True]
+            if mask in node.keys:
+                raise ValueError(
+                    f"variable: field {within[0]!r} is padded, and the TensorDict has a key"
+                    f" {mask!r} of its own, where its mask would be: choose 'jagged', or rename"
+                    " the key in the dataset"
+                )
+        elif (isinstance(form, Rows) and not is_record) or getattr(form, "with_scale", False):
+            raise ValueError(
+                f"variable: form {form.name!r} for field {within[0]!r}, and a TensorDict has"
+                " tensors alone: choose 'pad' or 'jagged', or give a dict in the dataset"
+            )
+        is_masked += masked
+    return Node(node.kind, tuple(keys), tuple(children), node.name, node.feature_dims), is_masked
 
 
 def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, Form]:

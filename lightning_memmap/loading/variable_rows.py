@@ -46,6 +46,18 @@ class Padded(NamedTuple):
     """How much of each row is not padding: int64 of shape (B,), or (B, k) where ``k`` dimensions
     differ. On the device of ``values``."""
 
+    def mask(self) -> Tensor:
+        """Return what is not padding: bool of shape (B, *padded lengths), on the same device."""
+        lengths = self.lengths.view(len(self.lengths), -1)
+        mask = torch.ones((len(lengths), *[1] * lengths.shape[1]), dtype=torch.bool)
+        mask = mask.to(lengths.device)
+        for dim in range(1, mask.dim()):
+            width = self.values.shape[dim]
+            shape = [width if each == dim else 1 for each in range(mask.dim())]
+            index = torch.arange(width, device=lengths.device).view(shape)
+            mask = mask & (index < lengths[:, dim - 1].view(-1, *[1] * (mask.dim() - 1)))
+        return mask
+
     def rows(self) -> list[Tensor]:
         """The rows without their padding, views of ``values``."""
         sizes = self.lengths.view(len(self.lengths), -1).tolist()

@@ -249,9 +249,13 @@ def builder(node: Node, sample: Any, fields: range, *, is_row: bool = False) -> 
     if node.kind == "tensordict":
 
         def build_tensordict(leaves: Leaves) -> Any:
+            values = {str(key): child(leaves) for key, child in children}
             shape = leaves[fields[0]].shape
             batch_size = shape[: max(0, len(shape) - node.feature_dims)]
-            return TensorDict({str(key): child(leaves) for key, child in children}, batch_size)
+            # Beyond the rows, fields that differ in length may be padded to different lengths.
+            while any(value.shape[: len(batch_size)] != batch_size for value in values.values()):
+                batch_size = batch_size[:-1]
+            return TensorDict(values, batch_size)
 
         return build_tensordict
     class_type: Any = type(sample) if found else _look_alike(node.kind, node.name, node.keys)

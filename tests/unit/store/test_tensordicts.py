@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, tensorclass
+from tensordict import TensorDict, lazy_stack, tensorclass
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap import MemmapDataModule, build_store
 from lightning_memmap.errors import SchemaError
+from lightning_memmap.loading.variable_batch import FormedCollate
+from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.sources.source import source_of
 from tests.datasets import Wrapped, column_files
+from tests.rows import assembled, make_loader
 from tests.unit.schema.reading import read_schema, to_json
 
 
@@ -129,3 +132,130 @@ def test_tensordicts_are_the_datasets_of_a_data_module(tmp_path: Path) -> None:
     assert_same(torch.cat(batches), rows["val"])
     trained: Any = torch.cat(list(data.train_dataloader()))
     assert_same(trained[trained["x"][:, 0].argsort()], rows["train"])
+
+
+# Fields whose rows differ in length
+
+
+def of_length(row: int) -> int:
+    return 1 + row * 7 % 5
+
+
+def first_field(row: int) -> Any:
+    x = torch.arange(of_length(row) * 3.0).view(-1, 3) + 100 * row
+    return TensorDict({"x": x, "y": torch.tensor(row)}, [])
+
+
+def later_field(row: int) -> Any:
+    found = first_field(row)
+    return TensorDict({"y": found["y"], "x": found["x"]}, [])
+
+
+def trajectory(row: int) -> Any:
+    x = first_field(row)["x"]
+    return TensorDict({"x": x, "done": x[:, 0] > 3, "y": x[:, 0].long() // 100}, [len(x)])
+
+
+def lazy_trajectory(row: int) -> Any:
+    return lazy_stack([*trajectory(row)])
+
+
+def inner_field(row: int) -> Any:
+    found = first_field(row)
+    inner = TensorDict({"x": found["x"]}, [len(found["x"])])
+    return {"y": found["y"], "inner": inner}
+
+
+def two_lengths(row: int) -> Any:
+    return TensorDict({"x": torch.full((of_length(row), 1 + row % 3), row), "y": row}, [])
+
+
+VARIABLE = [first_field, later_field, trajectory, lazy_trajectory, inner_field, two_lengths]
+
+
+def batches_of(
+    path: Path,
+    make: Any,
+    devices: int = 1,
+    variable: dict[str, Any] | None = None,
+) -> list[Any]:
+    """The batches of 20 rows, 8 in each, of the rows of some data devices."""
+    dataset = Wrapped([make(row) for row in range(20)])
+    store = build_store(dataset, path / "store", progress=False)
+    collate = FormedCollate(store.schema, read_forms(variable))
+    loader = make_loader(store, devices, 8 // devices, collate=collate, forms=variable)
+    return list(assembled(loader))
+
+
+def flat(value: Any) -> dict[str, Tensor]:
+    td = value if isinstance(value, TensorDict) else TensorDict(value, [])
+    return dict(td.flatten_keys(".").items())
+
+
+@pytest.mark.parametrize("make", VARIABLE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_variable_field_is_padded_with_a_mask_beside_it(
+    tmp_path: Path, make: Any, devices: int
+) -> None:
+    row = 0
+    for batch in batches_of(tmp_path, make, devices):
+        found = flat(batch)
+        (count,) = {len(value) for value in found.values()}
+        for index in range(count):
+            for name, value in flat(make(row)).items():
+                mask = found.get(f"{name}_mask")
+                kept = found[name][index] if mask is None else found[name][index][mask[index]]
+                assert torch.equal(kept, value.flatten(0, -1).view_as(kept))
+                assert mask is None or int(mask[index].sum()) == len(kept)
+            row += 1
+    assert row == 20
+
+
+def test_trajectories_are_batched_with_their_longest_time(tmp_path: Path) -> None:
+    # The last 4 rows are fewer than shards: they are in one step with the 8 before them.
+    steps = [range(8), range(8, 20)]
+    for rows, batch in zip(steps, batches_of(tmp_path, trajectory), strict=True):
+        assert batch.batch_size == (len(rows), max(map(of_length, rows)))
+    # Of other multiples, they have the rows alone in common.
+    forms = {"x": {"form": "pad", "multiple": 8}}
+    (batch, *_) = batches_of(tmp_path, trajectory, variable=forms)
+    assert batch.batch_size == (8,)
+    assert batch["x"].shape == (*batch["x_mask"].shape, 3) == (8, 8, 3)
+
+
+@pytest.mark.parametrize("make", [first_field, trajectory], ids=["first", "trajectory"])
+def test_jagged_fields_stay_nested_tensors(tmp_path: Path, make: Any) -> None:
+    forms = {
+        name: "jagged" for name in ("x", "done", "y") if name in make(1) and make(1)[name].dim()
+    }
+    (batch, *_) = batches_of(tmp_path, make, variable=forms)
+    assert batch.batch_size[0] == 8
+    for row, part in enumerate(batch["x"].unbind()):
+        assert torch.equal(part, make(row)["x"])
+
+
+def test_form_that_a_tensordict_cannot_hold_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"variable: .*'x'.*'jagged'"):
+        batches_of(tmp_path, first_field, variable={"x": "list"})
+    with pytest.raises(ValueError, match=r"variable: .*'x'.*'x_mask'.*'jagged'"):
+        batches_of(tmp_path / "own", lambda row: first_field(row).set("x_mask", torch.ones(1)))
+
+
+def test_row_numbers_and_records_of_tensordicts_have_masks_too(tmp_path: Path) -> None:
+    rows = Wrapped([first_field(row) for row in range(20)])
+    data = MemmapDataModule(
+        rows, store_dir=tmp_path, batch_size=8, shuffle=False, with_row_numbers=True
+    )
+    data.prepare_data()
+    data.setup("fit")
+    batch: Any = next(iter(data.train_dataloader()))
+    assert batch["row_number"].tolist() == list(range(8))
+    assert batch["x_mask"].sum(1).tolist() == [*map(of_length, range(8))]
+
+    def records(row: int) -> Any:
+        return {"y": row, "parts": [TensorDict({"x": x}, []) for x in first_field(row)["x"]]}
+
+    (batch, *_) = batches_of(tmp_path / "2", records)
+    assert [part.batch_size[0] for part in batch["parts"]] == [*map(of_length, range(8))]
+    (batch, *_) = batches_of(tmp_path / "2", records, variable={"parts": "pad"})
+    assert batch["parts"]["x_mask"].sum(1).tolist() == [*map(of_length, range(8))]
