@@ -189,13 +189,14 @@ class DrawnSampler(TableSampler):
 
     @override
     def _fill(self, table: NDArray[Any], epoch: int, shards: Integers) -> None:
-        permuted_rows = self._permuted(epoch, shards)
-        table[:, as_slice(shards)] = permuted_rows
+        rows = self._permuted(epoch, shards)
         for column, shard in enumerate(shards.tolist()):
-            offsets = permuted_rows[: int(self.counts[shard]), column]
+            offsets = rows[: int(self.counts[shard]), column]
             arranged = self.arrange(epoch, shard, offsets)
             if arranged is not offsets:
-                table[: len(offsets), shard] = self._checked("arrange", shard, arranged)
+                rows[: len(offsets), column] = self._checked("arrange", shard, arranged)
+        # Only in its last state: another thread may have filled these columns in, and read them.
+        table[:, as_slice(shards)] = rows
 
     def _permuted(self, epoch: int, shards: Integers) -> NDArray[Any]:
         """Draw the rows of some shards and permute them, one column per shard."""

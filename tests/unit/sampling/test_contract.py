@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,6 +83,55 @@ class Backwards(DrawnSampler):
 
     def arrange(self, epoch: int, shard: int, offsets: Any) -> Any:
         return np.sort(offsets)[::-1]
+
+
+class Stages(threading.local):
+    """Where a thread waits while it fills a table in; None: nowhere."""
+
+    wait: Callable[[str], None] | None = None
+
+
+STAGES = Stages()
+
+
+@dataclass(frozen=True)
+class Waiting(Backwards):
+    """Lets a test stop a thread while it computes the table."""
+
+    def draw(self, epoch: int, shard: int) -> Any:
+        if STAGES.wait is not None:
+            STAGES.wait("draw")
+        return super().draw(epoch, shard)
+
+    def arrange(self, epoch: int, shard: int, offsets: Any) -> Any:
+        if STAGES.wait is not None:
+            STAGES.wait("arrange")
+        return super().arrange(epoch, shard, offsets)
+
+
+def test_thread_that_computes_a_table_again_changes_nothing_that_is_read() -> None:
+    order, expected = (Waiting(pool_of(48, 1)) for _ in range(2))
+    reached = {stage: threading.Event() for stage in ("draw", "arrange")}
+    released = {stage: threading.Event() for stage in ("draw", "arrange")}
+
+    def wait(stage: str) -> None:
+        reached[stage].set()
+        assert released[stage].wait(20)
+
+    def other() -> Any:
+        STAGES.wait = wait
+        return order.dataset_rows(0, range(48)).tolist()
+
+    rows = expected.dataset_rows(0, range(48)).tolist()
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(other)
+        assert reached["draw"].wait(20)
+        assert order.dataset_rows(0, range(48)).tolist() == rows
+        released["draw"].set()
+        assert reached["arrange"].wait(20)
+        found = order.dataset_rows(0, range(48)).tolist()
+        released["arrange"].set()
+        assert found == rows == done.result(20)
 
 
 @pytest.mark.parametrize("num_samples", [96, 479, 481, 960])
