@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_memmap.loading.buffers import byte_pool
 from lightning_memmap.loading.image_decoder import Scaled
 from lightning_memmap.loading.variable_rows import VariableRows
+from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import LEAF, Node, builder
@@ -34,10 +35,12 @@ class FormedCollate:
         if with_row_numbers:
             _check_has_place(schema.structure)
         forms = _forms_of_fields(schema, variable or {})
-        names = [field.name for field in schema.fields]
-        structure, self._is_masked = _with_masks(schema.structure, names, forms)
+        structure, self._is_masked = _with_masks(schema.structure, schema.fields, forms)
         self._build = builder(structure, sample, range(structure.num_fields))
-        self._forms = [(form, byte_pool()) if (form := forms.get(name)) else None for name in names]
+        self._forms = [
+            (form, byte_pool()) if (form := forms.get(field.name)) else None
+            for field in schema.fields
+        ]
 
     def __call__(self, leaves: Sequence[Tensor | VariableRows]) -> Any:
         """Make a batch."""
@@ -49,7 +52,7 @@ class FormedCollate:
                 made.append(leaf)
                 continue
             form, allocate = formed
-            if is_masked:
+            if is_masked and isinstance(leaf, VariableRows):
                 padded = form.batch(leaf.but(allocate=allocate))
                 made += [padded.values, padded.mask()]
             elif isinstance(leaf, VariableRows):
@@ -63,13 +66,13 @@ class FormedCollate:
 
 
 def _with_masks(
-    node: Node, names: Sequence[str], forms: Mapping[str, Form], is_record: bool = False
+    node: Node, fields: Sequence[Field], forms: Mapping[str, Form], is_record: bool = False
 ) -> tuple[Node, list[bool]]:
     """Return a structure in which a TensorDict has a mask after each of its padded fields.
 
     Args:
         node: The structure of a sample.
-        names: Its fields.
+        fields: Its fields.
         forms: The forms of those that differ in length.
         is_record: Whether it is in a list of records.
 
@@ -83,26 +86,28 @@ def _with_masks(
         return node, [False]
     keys, children, is_masked = [*node.keys], list[Node](), list[bool]()
     is_record |= node.kind == "records"
-    for index, (_, child, within) in enumerate(node.parts(names)):
+    for index, (_, child, within) in enumerate(node.parts(fields)):
         found, masked = _with_masks(child, within, forms, is_record)
         children.append(found)
-        form = forms.get(within[0]) if child.is_field and node.kind == "tensordict" else None
+        is_masked += masked
+        if node.kind != "tensordict" or not child.is_field:
+            continue
+        form, name = forms.get(within[0].name), within[0].name
         if isinstance(form, Pad):
             keys.insert(len(children), mask := f"{node.keys[index]}_mask")
             children.append(LEAF)
-            masked = [True]
+            is_masked[-1] = True
             if mask in node.keys:
                 raise ValueError(
-                    f"variable: field {within[0]!r} is padded, and the TensorDict has a key"
+                    f"variable: field {name!r} is padded, and the TensorDict has a key"
                     f" {mask!r} of its own, where its mask would be: choose 'jagged', or rename"
                     " the key in the dataset"
                 )
-        elif (isinstance(form, Rows) and not is_record) or getattr(form, "with_scale", False):
+        elif isinstance(form, Rows if not is_record else ()) or getattr(form, "with_scale", False):
             raise ValueError(
-                f"variable: form {form.name!r} for field {within[0]!r}, and a TensorDict has"
+                f"variable: field {name!r} as {type(form).__name__}, and a TensorDict has"
                 " tensors alone: choose 'pad' or 'jagged', or give a dict in the dataset"
             )
-        is_masked += masked
     return Node(node.kind, tuple(keys), tuple(children), node.name, node.feature_dims), is_masked
 
 

@@ -136,7 +136,7 @@ class Subset(_Named):
             same shape. Rows in which the field is None are not selected.
 
     Raises:
-        TypeError: Neither ``rows`` nor a field is passed, or both; the field isn't a name; a field is
+        TypeError: Neither ``rows`` nor a field is passed, or both; the field isn't a name; it is
             passed without ``values`` and ``where``, or with both; or ``where`` isn't callable or
             returns no mask.
     """
