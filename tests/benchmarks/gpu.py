@@ -11,6 +11,9 @@
 - wait: the share of a training step that is spent waiting for data, which is what the step takes
   longer than one that is given the same batch again and again; with and without steps made ready
   ahead, for rows on the device and for rows on the host.
+- resnet: images/s of ResNet-50 in bf16, trained by Lightning from a resident store, from encoded
+  JPEGs in a store, from a DataLoader with 8 and 16 workers, and on one batch again and again. It
+  takes about 90 s; ``--only resnet --device cpu --tiny`` tries it out.
 
 ``--all`` first runs tests on GPUs: the loading of data and the contract of the strategies of one
 process, which on a single GPU have it twice; from two GPUs on, those of several processes, too.
@@ -30,42 +33,59 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 from gpu_figures import ROOT, Bench, Images, Row
+from gpu_resnet import TINY, Sizes, make_network, resnet_rates
 from timing import machine, spread
 
-from lightning_memmap.store import build_store
+from lightning_memmap.store import Store, build_store
 
 #: The tests for one GPU, and those that need two.
 TESTS = ("tests/unit/loading/test_gpu.py", "tests/strategies/test_contract.py")
 OF_TWO = ("tests/distributed/test_contract.py", "tests/distributed/test_gpus.py")
 IS_SIMULATED = "SIMULATED_GPU_LIBRARY" in os.environ
-FIGURES = ("fetch", "load", "wait")
+FIGURES = ("fetch", "load", "wait", "resnet")
 TITLES = {
     "fetch": "Fetches of random rows",
     "load": "Loading a store",
     "wait": "Training steps",
+    "resnet": "ResNet-50",
     "compare": "Strategies",
 }
 
 
 def measured(args: argparse.Namespace, bench: Bench, directory: Path) -> Iterator[tuple[str, Row]]:
     """The rows of all figures, as they are measured, each with the figure's name."""
-    num_rows = max(24, bench.num_bytes // Images(1).images.nbytes)
-    store = build_store(Images(num_rows), directory / "images", progress=False)
+
+    @cache
+    def store() -> Store:
+        num_rows = max(24, bench.num_bytes // Images(1).images.nbytes)
+        return build_store(Images(num_rows), directory / "images", progress=False)
+
     figures: dict[str, Callable[[], Iterator[Row]]] = {
         "fetch": bench.fetches,
-        "load": lambda: bench.loads(store),
-        "wait": lambda: bench.waits(store, args.batch, args.width),
+        "load": lambda: bench.loads(store()),
+        "wait": lambda: bench.waits(store(), args.batch, args.width),
+        "resnet": lambda: resnet(bench, TINY if args.tiny else Sizes(), directory),
     }
     for name in FIGURES:
         if name in args.only:
             for row in figures[name]():
                 yield name, row
+
+
+def resnet(bench: Bench, sizes: Sizes, directory: Path) -> Iterator[Row]:
+    """A row for each loader."""
+    best = None
+    for name, rates in resnet_rates(bench.device, bench.wait, sizes, directory):
+        best = best or median(rates)
+        yield Row(name, {"images/s": rates, "of one batch": [rate / best for rate in rates]})
 
 
 def text_of(row: Row) -> str:
@@ -81,6 +101,8 @@ def form_of(values: list[float]) -> str:
 def markdown(report: dict[str, Any]) -> str:
     """The tables of a report."""
     parts = [f"{report['machine']}; {report['device']}; {report['rounds']} rounds."]
+    if network := report.get("network"):
+        parts.append(f"Network: {network}.")
     if tests := report.get("tests"):
         parts.append(f"Tests: {', '.join(f'{n} {k}' for k, n in tests.items())}.")
         found = (f"`{name}` {status}" for name, status in report["compare"].items())
@@ -163,6 +185,9 @@ def report_of(args: argparse.Namespace, bench: Bench, directory: Path) -> dict[s
         "width": args.width,
         "figures": {},
     }
+    if "resnet" in args.only:
+        report["network"] = make_network()[1]
+        print(report["network"])
     print(f"{report['machine']}; {report['device']}; {args.rounds} rounds", flush=True)
     if bench.device.type == "cpu" or IS_SIMULATED:
         report["device"] += ": this shows that the program runs, and nothing of a GPU"

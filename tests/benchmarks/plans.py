@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jpegs import make_jpeg
 from PIL import Image, ImageOps
 from timing import CLOCKS, machine
 from torch.utils.data import Dataset, TensorDataset
@@ -34,8 +35,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "placement.md"
 START, END = "<!-- plans -->\n", "<!-- end of plans -->\n"
 #: Devices, the memory of one, and of their host.
 MACHINES = [(1, "24GiB", "64GiB"), (1, "80GiB", "256GiB"), (8, "80GiB", "2TiB")]
-#: The training images of ImageNet-1k, and the bytes of a file of 500 x 375 pixels on average.
-IMAGENET, JPEG_BYTES, JPEG_SIZE = 1_281_167, 115_000, (500, 375)
+#: The training images of ImageNet-1k.
+IMAGENET = 1_281_167
 _NUM_FILES = 16
 
 
@@ -61,23 +62,6 @@ class Files(Dataset[Any]):
             return {"image": data, "label": label}
         image = ImageOps.fit(Image.open(io.BytesIO(data)), (self.side, self.side))
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
-
-
-def make_jpeg(seed: int) -> bytes:
-    """Make a file with structure at all scales, as photographs have, and about `JPEG_BYTES`."""
-    random, (width, height) = np.random.default_rng(seed), JPEG_SIZE
-    pixels = np.zeros((height, width, 3), np.float32)
-    for size in (4, 16, 64, 256):
-        noise = random.normal(0, 160 / size**0.5, (size, size, 3)).clip(-127, 127) + 128
-        layer = Image.fromarray(noise.astype(np.uint8)).resize(JPEG_SIZE, Image.Resampling.BICUBIC)
-        pixels += np.asarray(layer, np.float32) - 128
-    image = Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8))
-    files = []
-    for quality in range(70, 99):
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=quality)
-        files.append(file.getvalue())
-    return min(files, key=lambda data: abs(len(data) - JPEG_BYTES))
 
 
 def arrays(num_rows: int, *shape: int) -> TensorDataset:

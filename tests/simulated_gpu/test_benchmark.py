@@ -30,7 +30,7 @@ def test_one_command_runs_everything_and_writes_both_files(tmp_path: Path) -> No
     assert not any(report["tests"].values())
     figures = report["figures"]
     assert report["compare"] == {"auto": "ok", "memmap_superbatch": "ok"}
-    assert list(figures) == ["compare", "fetch", "load", "wait"]
+    assert list(figures) == ["compare", "fetch", "load", "wait", "resnet"]
     for rows in figures.values():
         assert rows
         for values in rows.values():
