@@ -5,19 +5,28 @@ Otherwise a process that differs, or that failed to set up, shows as a collectiv
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from lightning_memmap.errors import RankMismatchError
 
+T = TypeVar("T")
+
+
+def gather_from_ranks(value: T) -> list[T]:
+    """Return a value of each process. All ranks of the default process group must call it."""
+    ranks = [value]
+    if dist.is_available() and dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, value)
+    return ranks
+
 
 def check_ranks_match(facts: Mapping[str, object], error: BaseException | None = None) -> None:
     """Compare facts over all processes. All ranks of the default process group must call it."""
     ours = ({name: str(value) for name, value in facts.items()}, _described(error))
-    ranks = [ours]
-    if dist.is_available() and dist.is_initialized():
-        ranks *= dist.get_world_size()
-        dist.all_gather_object(ranks, ours)
+    ranks = gather_from_ranks(ours)
     if error is not None:
         raise error
     if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text]:

@@ -1,6 +1,6 @@
 """Predictions of all processes in dataset order: a store with a row for each row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from typing_extensions import override
 from lightning_memmap.data.splits import check_store_name
 from lightning_memmap.errors import MemmapError, SchemaError, StoreError, with_article
 from lightning_memmap.loading.loader import SuperBatchLoader
+from lightning_memmap.loading.nested import opened
 from lightning_memmap.placement.topology import data_parallel_rank
-from lightning_memmap.ranks import check_ranks_match
+from lightning_memmap.ranks import check_ranks_match, gather_from_ranks
 from lightning_memmap.sampling.rows import default_shards
+from lightning_memmap.schema.fields import Values
+from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.store.directory import is_store
 from lightning_memmap.store.manifest import Manifest
@@ -34,7 +37,8 @@ class PredictionTable(BasePredictionWriter):
     ``predict_step`` returns tensors whose first dimension is the rows of the batch, in any nesting
     of dicts, tuples, lists, named tuples and dataclasses. Where rows differ in length it returns a
     nested tensor, or a `lightning_memmap.loading.RowList` of tensors, str or bytes. The
-    store has the same structure, and the same shards as the predicted store.
+    store has the same structure, and the same shards as the predicted store. The first batches of
+    all processes show in which dimensions rows differ; ``variable`` names what they don't show.
 
     Each process writes its own rows batch by batch, so that no process needs memory for more than
     one batch unless predictions are returned as well: use ``trainer.predict(...,
@@ -48,6 +52,8 @@ class PredictionTable(BasePredictionWriter):
             ``memmap_independent`` each member writes its own store, and ``{member}`` in the path is
             replaced by its number.
         overwrite: Replace an existing store. It stays until the new one is complete.
+        variable: Fields whose rows may differ in length, each with a form, such as
+            ``{"mask": {"form": "pad", "dims": 2}}``: see `lightning_memmap.schema.Pad`.
 
     Raises:
         StoreError: ``path`` exists; a row was not predicted, or predicted twice.
@@ -56,12 +62,26 @@ class PredictionTable(BasePredictionWriter):
             shape or dtype than before.
         ValueError: Not all batches are predicted, the rows of the batches are unknown, the name of
             a loader is no name of a store, or ``{member}`` is in the path and there are no members.
+            A form in ``variable`` is not for rows that differ in length.
     """
 
-    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        overwrite: bool = False,
+        variable: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__("batch")
         self.path = Path(path).resolve()
         self.overwrite = overwrite
+        self._forms = read_forms(variable)
+        for name, form in self._forms.items():
+            if not form.dims or form.nullable:
+                raise ValueError(
+                    f"PredictionTable: variable: {form!r} for field {name!r} is not a form of rows"
+                    " that differ in length: choose 'pad', or {'form': 'pad', 'dims': 2} for two"
+                    " dimensions"
+                )
         self._tables: list[_Table] = []
 
     @override
@@ -82,7 +102,7 @@ class PredictionTable(BasePredictionWriter):
         for (path, loader), num_batches in zip(
             loaders.items(), trainer.num_predict_batches, strict=True
         ):
-            table = _Table(path, self.overwrite, loader)
+            table = _Table(path, self.overwrite, loader, self._forms)
             check_place(path, overwrite=self.overwrite)
             if num_batches < len(loader) and not getattr(trainer, "fast_dev_run", False):
                 raise _incomplete(trainer, f"{num_batches} of {len(loader)} batches")
@@ -125,8 +145,8 @@ class PredictionTable(BasePredictionWriter):
 class _Table:
     """The table of one loader, as one rank writes it."""
 
-    def __init__(self, path: Path, overwrite: bool, loader: Any) -> None:
-        self._path, self._overwrite = path, overwrite
+    def __init__(self, path: Path, overwrite: bool, loader: Any, forms: Mapping[str, Form]) -> None:
+        self._path, self._overwrite, self._forms = path, overwrite, forms
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         self._loader = sampler if isinstance(sampler, SuperBatchLoader) else None
         if self._loader is not None:
@@ -148,12 +168,7 @@ class _Table:
         batch_indices: Sequence[int] | None,
         batch_idx: int,
     ) -> None:
-        try:
-            if self._schema is None:
-                self._schema = Schema.from_batch(prediction)
-            values = self._schema.stack_batch(prediction)
-        except SchemaError as error:
-            raise SchemaError(f"predict_step, batch {batch_idx}: {error}") from error
+        values = self._stacked(prediction, batch_idx)
         if not batch_indices:
             raise _unknown_rows(trainer.predict_dataloaders)
         if self._loader is not None:
@@ -163,12 +178,41 @@ class _Table:
             raise ValueError(
                 f"predict_step, batch {batch_idx}: it returned {values[0].num_rows} rows for a"
                 f" batch of {len(batch_indices)}; the first dimension of every tensor must be the"
-                " rows of the batch"
+                f" rows of the batch{_about_lists(prediction)}"
             )
         if batch_idx == 0:
+            assert self._schema is not None
+            # The batches of other ranks may show more dimensions that differ.
+            self._schema = self._schema.admitting(gather_from_ranks(self._schema))
             self._open(trainer, self._schema)
+            values = self._stacked(prediction, batch_idx)
         if self._writer is not None:
             self._writer.write(batch_indices, values)
+
+    def _stacked(self, prediction: Any, batch_idx: int) -> list[Values]:
+        """Check the rows of a batch, and stack them."""
+        try:
+            if self._schema is None:
+                self._schema = Schema.from_batch(prediction, self._forms)
+            return self._schema.stack_batch(prediction)
+        except SchemaError as error:
+            raise SchemaError(
+                f"predict_step, batch {batch_idx}: {error}{self._needed_forms(prediction)}"
+            ) from error
+
+    def _needed_forms(self, prediction: Any) -> str:
+        """Return the argument that would admit a batch, where its rows differ in shape alone."""
+        if self._schema is None:
+            return ""
+        try:
+            found = self._schema.admitting([Schema.from_batch(prediction)])
+            found.stack_batch(prediction)
+        except SchemaError:
+            return ""
+        return (
+            ". The first batch did not show that these rows differ in length:"
+            f" PredictionTable(..., variable={found.arguments()})"
+        )
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Complete the table on rank zero. All ranks must call this."""
@@ -212,6 +256,23 @@ class _Table:
         with _all_or_none():
             if writes:
                 self._writer = TableWriter(self._path, draft, token)
+
+
+def _about_lists(prediction: Any) -> str:
+    """Return what to say of a prediction that has a list, which may be meant to be of rows."""
+    if not any(type(each) in (list, tuple) for each in _containers(prediction)):
+        return ""
+    return (
+        ". A list is a field for each of its items: return a list of rows as a"
+        " lightning_memmap.loading.RowList"
+    )
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if (children := opened(value)) is not None:
+        yield value
+        for child in children.values():
+            yield from _containers(child)
 
 
 def _by_path(path: Path, loaders: Any) -> dict[Path, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError
 from lightning_memmap.schema.fields import Field, dtype_name, field_name, where
@@ -147,10 +148,25 @@ def _merged(fields: Sequence[Field], path: Path) -> Field:
     """The field that has the rows of several: sizes that differ are None."""
     if len({(field.dtype, len(field.shape), field.kind) for field in fields}) > 1:
         raise _differ(path)
-    sizes = map(set, zip(*(field.shape for field in fields), strict=True))
+    return merged_shapes(fields)
+
+
+def merged_shapes(fields: Sequence[Field]) -> Field:
+    """Return the first of several fields, which admits the rows of all that differ in shape alone.
+
+    Sizes up to the last one that differs are None.
+    """
+    first = fields[0]
+    alike = [
+        field.shape
+        for field in fields
+        if (field.dtype, field.kind, len(field.shape))
+        == (first.dtype, first.kind, len(first.shape))
+    ]
+    sizes = map(set, zip(*alike, strict=True))
     differing = [len(each) > 1 or None in each for each in sizes]
     count = len(differing) - differing[::-1].index(True) if any(differing) else 0
-    return replace(fields[0], shape=(None,) * count + fields[0].shape[count:])
+    return replace(first, shape=(None,) * count + first.shape[count:])
 
 
 def _differ(path: Path) -> MismatchError:
@@ -185,7 +201,11 @@ def describe_rows(name: str, leaf: Any) -> Field:
         found = describe_leaf(name, leaf)
         return replace(found, shape=found.shape[1:])
     if rows and (first := describe_leaf(name, rows[0])).shape:
-        return replace(first, shape=(None, *first.shape[1:]))
+        # Rows that differ in more than their shapes are described when they are stacked.
+        shapes = {tuple(row.shape): row for row in rows if isinstance(row, Tensor)}
+        fields = [describe_leaf(name, row) for row in shapes.values()]
+        found = merged_shapes([first, *fields])
+        return replace(found, shape=(None, *found.shape[1:]))
     raise SchemaError(
         f"field {name!r}: found {'numbers' if rows else 'no rows'} in a list of rows: give one for"
         " each row of the batch, and of numbers a tensor"

@@ -13,7 +13,7 @@ from lightning_memmap.errors import SchemaError, nearest
 from lightning_memmap.schema.fields import Field, Values, check_names, field_name
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.held import HeldSamples, Sharing
-from lightning_memmap.schema.infer import Inference
+from lightning_memmap.schema.infer import Inference, merged_shapes
 from lightning_memmap.schema.stack import Batch, Samples, stack
 from lightning_memmap.schema.structure import Node, builder
 
@@ -125,13 +125,22 @@ class Schema:
         names = [field.name for field in self.fields]
         return f"there is no field {name!r}, among {names}{nearest(name, names)}"
 
+    def admitting(self, others: Sequence["Schema"]) -> "Schema":
+        """Return a schema that also admits the rows of others which differ in shapes alone."""
+        by_name = [{field.name: field for field in other.fields} for other in others]
+        fields = [
+            merged_shapes([field, *(known[field.name] for known in by_name if field.name in known)])
+            for field in self.fields
+        ]
+        return Schema(tuple(fields), self.structure)
+
     @classmethod
-    def from_batch(cls, batch: Any) -> "Schema":
-        """Describe the rows of a batch."""
+    def from_batch(cls, batch: Any, forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
+        """Describe the rows of a batch, which may differ from it as forms say."""
         structure, fields = Inference({}, is_batch=True).part([batch], ())
         if not fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return cls(tuple(fields), structure)
+        return cls(tuple(fields), structure)._declaring(forms)
 
     @property
     def has_classes(self) -> bool:

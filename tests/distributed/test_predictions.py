@@ -32,7 +32,7 @@ def assert_holds_predictions(path: Path, rows: int = ROWS) -> None:
 def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> None:
     ranks = launch("predicting.tables", tmp_path, processes=2, rows=ROWS)
     for rank in ranks:
-        for name in (*WHOLE, "several"):
+        for name in (*WHOLE, "several", "sizes"):
             assert rank[name] == "", name
         assert "202 rows were written, and the table has 101" in rank["twice"]
         for name, difference in (("dtype", "row int32"), ("apart", str(tmp_path / "1" / "apart"))):
@@ -45,6 +45,12 @@ def test_ddp_tables_of_all_ranks_are_whole_or_refused_by_all(tmp_path: Path) -> 
     assert ranks[1]["held"] == f"RankMismatchError: another process failed. rank 0: {held}"
     for name in WHOLE:
         assert_holds_predictions(tmp_path / name)
+    # A rank's first batch shows that lengths differ; both together, that widths do.
+    sizes = open_store(tmp_path / "sizes")
+    assert sizes.schema.fields[0].num_variable == 2
+    found = [sizes[row]["mask"] for row in range(ROWS)]
+    assert all((mask == row).all() and len(mask) == 1 + row % 3 for row, mask in enumerate(found))
+    assert {mask.shape[1] for mask in found} == {3, 5}
     assert_holds_predictions(tmp_path / "several" / "short", 7)
     assert_holds_predictions(tmp_path / "several" / "long")
     assert open_store(tmp_path / "data module").num_shards == 6

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.callbacks import PredictionTable
+from lightning_memmap.loading import RowList
 from lightning_memmap.store.directory import StoreDirectory
 from lightning_memmap.strategies import SuperBatchDDPStrategy
 from tests.models import Points, Regression, make_trainer
@@ -35,6 +36,14 @@ class Failing(Regression):
             os.kill(os.getpid(), signal.SIGKILL)
         prediction = super().predict_step(batch, batch_idx)
         return {**prediction, "row": prediction["row"].to(self.dtype_there)}
+
+
+class OfSizes(Regression):
+    """Returns rows of one width on each rank, and of several lengths."""
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        rows, width = batch["row"].tolist(), 3 + 2 * self.global_rank
+        return {"mask": RowList(torch.full((1 + row % 3, width), row) for row in rows)}
 
 
 class OfSeveral(Regression):
@@ -102,6 +111,7 @@ def tables(out: Path, rows: int) -> dict[str, Any]:
         ),
         "stock": predict(out, "stock", Regression(), stock),
         "several": predict(out, "several", OfSeveral(), several),
+        "sizes": predict(out, "sizes", OfSizes(), data),
         "twice": predict(out, "twice", Regression(), stock, use_distributed_sampler=False),
         "dtype": predict(out, "dtype", Failing(torch.int32), data),
         "apart": predict(out / str(rank), "apart", Regression(), data),

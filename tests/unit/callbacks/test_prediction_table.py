@@ -1,5 +1,6 @@
 """The table that `PredictionTable` writes, row by row, and what it refuses."""
 
+import ast
 import dataclasses
 import re
 from collections import namedtuple
@@ -53,11 +54,12 @@ def predict(
     loader: Any = None,
     *,
     overwrite: bool = False,
+    variable: Any = None,
     num_shards: int = 24,
     **options: Any,
 ) -> Store:
     """Predict the points, or what a loader gives, and open the table."""
-    callback = PredictionTable(path / "table", overwrite=overwrite)
+    callback = PredictionTable(path / "table", overwrite=overwrite, variable=variable)
     trainer = make_trainer(path, callbacks=[callback], **options)
     data: Any = {"dataloaders": loader}
     if loader is None:
@@ -160,6 +162,29 @@ class TestRows:
             assert_holds(open_store(tmp_path / "tables" / str(name)), points)
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
+def masks(rows: Tensor) -> RowList:
+    return RowList(torch.full((row % 3, 1 + row % 4, 2), row) for row in rows.tolist())
+
+
+def boxes_and_masks(rows: Tensor) -> Any:
+    boxes = RowList(torch.full((row % 3, 4), float(row)) for row in rows.tolist())
+    return {"boxes": boxes, "masks": [masks(rows)], "row": rows}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """A row is that of a batch of one row."""
+    if isinstance(expected, dict):
+        for name, value in expected.items():
+            assert_same(found[name], value)
+    elif type(expected) is list:
+        assert_same(found[0], expected[0])
+    else:
+        assert torch.equal(found, expected[0])
+
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -216,6 +241,49 @@ class TestStructure:
         assert not [*store.files.glob("*.tmp")]
         assert verify_store(store.path) == []
 
+    @pytest.mark.parametrize("make", [masks, boxes_and_masks], ids=["masks", "nested"])
+    def test_masks_of_several_sizes_are_stored(self, tmp_path: Path, make: Any) -> None:
+        store = predict(tmp_path, Predictor(lambda batch, _: make(batch["row"])))
+        for row in range(NUM_ROWS):
+            assert_same(store[row], make(torch.tensor([row])))
+        assert verify_store(store.path) == []
+
+    def test_sizes_that_later_batches_differ_in_are_declared(self, tmp_path: Path) -> None:
+        def of_batch(batch: Any, step: int) -> Any:
+            rows = batch["row"].tolist()
+            return {
+                # In the first batch, all have one width; and padded to the longest of each batch.
+                "mask": RowList(torch.full((1 + row % 3, 2 + step), row) for row in rows),
+                "logits": batch["row"][:, None].expand(-1, 3 + step).float(),
+            }
+
+        module = Predictor(of_batch)
+        with pytest.raises(SchemaError, match=r"batch 1: .*'mask'.*variable=") as raised:
+            predict(tmp_path, module)
+        assert nothing_at(tmp_path)
+        _, _, argument = str(raised.value).rpartition("variable=")
+        forms = ast.literal_eval(argument.removesuffix(")"))
+        assert forms == {"mask": {"form": "pad", "dims": 2}, "logits": "pad"}
+        store = predict(tmp_path, module, variable=forms)
+        for row in range(NUM_ROWS):
+            assert (store[row]["mask"] == row).all()
+            assert store[row]["mask"].shape[0] == 1 + row % 3
+            assert (store[row]["logits"] == row).all()
+            assert len(store[row]["logits"]) == store[row]["mask"].shape[1] + 1
+
+    @pytest.mark.parametrize("form", ["nullable", "decode", {"form": "pad", "nullable": True}])
+    def test_form_that_is_not_of_lengths_is_refused(self, tmp_path: Path, form: Any) -> None:
+        with pytest.raises(ValueError, match=r"variable: .*'mask'"):
+            PredictionTable(tmp_path / "table", variable={"mask": form})
+
+    def test_unknown_field_in_variable_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(SchemaError, match=r"variable: .*'maks'.*'mask'"):
+            predict(
+                tmp_path,
+                Predictor(lambda batch, _: {"mask": masks(batch["row"])}),
+                variable={"maks": "pad"},
+            )
+
     def test_predictions_that_need_gradients_are_stored(self, tmp_path: Path) -> None:
         def differentiate(batch: Any, _: int) -> Tensor:
             with torch.enable_grad():
@@ -264,8 +332,8 @@ class TestRefusals:
             ),
             (lambda row, step: (row, row[:2]), "batch 0: field '1': found 2 rows, and 6"),
             (
-                lambda row, step: RowList(torch.ones(2, 3 + (i > 2)) for i in range(len(row))),
-                r"batch 0: field 'value': found float32 \(2, 4\).* expected float32 \(None, 3\)",
+                lambda row, step: RowList(torch.ones(2, i).to(DTYPES[i > 2]) for i in range(1, 7)),
+                r"batch 0: field 'value': found float64 \(2, 3\)",
             ),
             (lambda row, step: RowList(), "batch 0: field 'value': found no rows"),
         ],
@@ -284,6 +352,13 @@ class TestRefusals:
     def test_prediction_of_other_rows_than_the_batch_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="batch 0: it returned 5 rows for a batch of 6"):
             predict(tmp_path, Predictor(lambda batch, _: batch["row"][1:]))
+        assert nothing_at(tmp_path)
+
+    @pytest.mark.parametrize("kind", [list, tuple])
+    def test_list_of_rows_is_refused_with_the_way_out(self, tmp_path: Path, kind: Any) -> None:
+        rows = Predictor(lambda batch, _: {"text": kind(torch.zeros(3) for _ in batch["row"])})
+        with pytest.raises(ValueError, match=r"batch 0: .*\bRowList\b"):
+            predict(tmp_path, rows)
         assert nothing_at(tmp_path)
 
     @pytest.mark.parametrize(
