@@ -186,7 +186,9 @@ def report_of(args: argparse.Namespace, bench: Bench, directory: Path) -> dict[s
         "figures": {},
     }
     if "resnet" in args.only:
-        report["network"] = make_network()[1]
+        sizes = TINY if args.tiny else Sizes()
+        step = f"rounds of {sizes.steps} steps of {sizes.batch} images of {sizes.side} pixels"
+        report["network"] = f"{make_network()[1]}; {sizes.rounds} {step}, {sizes.precision}"
         print(report["network"])
     print(f"{report['machine']}; {report['device']}; {args.rounds} rounds", flush=True)
     if bench.device.type == "cpu" or IS_SIMULATED:
