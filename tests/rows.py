@@ -17,14 +17,13 @@ from torch.utils.data import Dataset
 from lightning_memmap.loading import row_file
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.row_file import RowFile
-from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
+from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_batch import FormedCollate
 from lightning_memmap.placement.plan import (
     Residency,
-    SplitPlacement,
-    SplitSize,
-    divided,
+    SplitShards,
+    divide,
     plan_placement,
 )
 from lightning_memmap.placement.topology import DataTopology
@@ -116,16 +115,16 @@ def size_of(
     order: Callable[[Pool, int], Sampler] | None = None,
     measure: Callable[[Blocks, Sequence[int]], int] | None = None,
     split: str = "train",
-) -> SplitSize:
+) -> SplitShards:
     """The size of a split of a store, in dataset order unless it is said otherwise."""
     rows = StoreRows(Shards(store.num_rows, store.num_shards)) if rows is None else rows
-    pool = divided(split, rows, store.num_shards, topology)
+    pool = divide(split, rows, store.num_shards, topology)
     stored = rows.series if isinstance(rows, WindowedRows) else rows
     row_bytes = store.row_bytes * stored.num_rows / rows.num_rows
     window = window or default_window(pool.num_shards, row_bytes)
     made = order(pool, window) if order else SequentialSampler(pool, shuffle_window=window)
     held = topology.held(pool.num_shards)
-    return SplitSize.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
+    return SplitShards.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
 
 
 def make_split(
@@ -168,7 +167,7 @@ def split_with(
         warnings.filterwarnings("ignore", "the train rows are in .* shards, which")
         rows = chosen_of(store, subset)
         size = size_of(store.manifest, topology, rows, window)
-    return load_split(store, topology, SplitPlacement(size, residency), read_forms(forms))
+    return load_split(store, topology, replace(size, residencies=residency), read_forms(forms))
 
 
 def make_sampler(
@@ -401,7 +400,7 @@ def make_window_loader(
     forms: Any = dict.fromkeys(fields, windows)
     topology = DataTopology((CPU,) * num_devices, rank, size)
     chosen = windowed(store, chosen_of(store, subset), forms)
-    measure = partial(largest_window_bytes, store) if residency == "stream" else None
+    measure = partial(largest_block_bytes, store) if residency == "stream" else None
     sized = size_of(store.manifest, topology, chosen, window, order, measure)
     placement = plan_placement({"train": sized}, topology, residency, budget_bytes={CPU: memory})
     rows = load_split(store, topology, placement.splits["train"])

@@ -8,7 +8,7 @@ import torch
 from rich.text import Text
 
 from lightning_memmap.commands.store_rates import Trial
-from lightning_memmap.placement.plan import Residency, SplitSize, divided, plan_placement
+from lightning_memmap.placement.plan import Residency, SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology, check_memory_fraction
 from lightning_memmap.sampling.rows import StoreRows, default_shards
 from lightning_memmap.sampling.sampler import SequentialSampler
@@ -156,8 +156,8 @@ def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> 
     topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
     sizes = {}
     for name, found in stores.items():
-        pool = divided(name, StoreRows(found.shards), found.num_shards, topology)
-        sizes[name] = SplitSize.of(SequentialSampler(pool), found, topology)
+        pool = divide(name, StoreRows(found.shards), found.num_shards, topology)
+        sizes[name] = SplitShards.of(SequentialSampler(pool), found, topology)
     budgets = dict.fromkeys(topology.data_devices, machine.device_budget)
     budgets[torch.device("cpu")] = machine.host_budget
     devices, memories = Counter[int](), Counter[Residency]()

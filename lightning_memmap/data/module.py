@@ -442,7 +442,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """The order of the training rows, except under ``overfit_batches``."""
         planner = Planner(self._split_stores, topology or topology_of(None))
-        return planner.size("train", store).order
+        return planner.shards("train", store).order
 
     @property
     def _is_overfitting(self) -> bool:
@@ -590,7 +590,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     def _print_placement(self, placement: Placement) -> None:
         found = {
-            split: (plan.window, *plan.held(placement.topology, split))
+            split: (
+                plan.order.shuffle_window if plan.is_streamed else None,
+                *plan.held(placement.topology, split),
+            )
             for split, plan in placement.splits.items()
         }
         # Nothing is printed of splits that lie as the last table shows them, such as the next fold.
@@ -646,7 +649,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _loader(self, split: str) -> SuperBatchLoader | BatchLoader:
         rows, made = self._rows_of(split), self._set_up
         assert made is not None
-        order, options = made.placement.splits[split].size.order, dict[str, Any]()
+        order, options = made.placement.splits[split].order, dict[str, Any]()
         if split == "train":
             order = made.order_with(self._split_stores.options)
             progress = None if self.trainer is None else TrainerProgress(self.trainer)

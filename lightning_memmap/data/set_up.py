@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.split_stores import SplitStores
 from lightning_memmap.errors import MemmapError
-from lightning_memmap.loading.split import SplitRows, largest_window_bytes, load_split
-from lightning_memmap.placement.plan import Placement, SplitSize, divided, plan_placement
+from lightning_memmap.loading.split import SplitRows, largest_block_bytes, load_split
+from lightning_memmap.placement.plan import Placement, SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology, device_budgets
 from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.pool import Pool
@@ -38,14 +38,14 @@ class Planner:
     def place(self, opened: Mapping[str, Store]) -> Placement:
         """Plan where the shards live."""
         options, topology = self.stores.options, self.topology
-        sizes = {split: self.size(split, store) for split, store in opened.items()}
+        splits = {split: self.shards(split, store) for split, store in opened.items()}
         budgets = device_budgets(
             topology.data_devices,
             options.memory_fraction,
             topology.num_local_processes,
             topology.processes_per_device,
         )
-        return plan_placement(sizes, topology, options.residency, budget_bytes=budgets)
+        return plan_placement(splits, topology, options.residency, budget_bytes=budgets)
 
     def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
         """The rows of the first training steps, by store, each with its place among them. Of the
@@ -53,7 +53,7 @@ class Planner:
         # A field cannot be looked up yet, and what is wrong with an order is said at the set-up.
         with suppress(ValueError, MemmapError):
             if (store := self.stores.joined("train", found)) is not None:
-                order = self.size("train", store).order
+                order = self.shards("train", store).order
                 num_rows = min(FIRST_STEPS * self.step_rows, order.num_positions)
                 rows = order.dataset_rows(0, range(num_rows))
                 parts = zip(self.stores.parts("train"), store.each(rows), strict=True)
@@ -74,12 +74,12 @@ class Planner:
             rows[split] = replace(found, are_numbered=options.with_row_numbers)
         return SetUp(self, opened, placement, rows)
 
-    def size(self, split: str, store: Store) -> SplitSize:
-        """Divide a split into shards, in an order, and find its size."""
+    def shards(self, split: str, store: Store) -> SplitShards:
+        """Divide a split into shards, choose its order, and measure the shards."""
         options, topology = self.stores.options, self.topology
         rows = windowed(store, self.stores.rows(split, store), options.forms)
         given = options.num_shards or store.manifest.shards_of(rows.num_rows)
-        order = self._order(split, store, divided(split, rows, given, topology))
+        order = self._order(split, store, divide(split, rows, given, topology))
         if order.num_shards != given and not order.is_sequential:
             *others, last = map(str, divisors(given))
             counts = f"{', '.join(others)} or {last}" if others else last
@@ -88,11 +88,11 @@ class Planner:
                 f" devices do not divide: they are re-striped over {order.num_shards}, in another"
                 f" order: {counts} data devices keep it"
             )
-        window_bytes = 0
+        block_bytes = 0
         if options.is_streamed:
             held = topology.held(order.num_shards)
-            window_bytes = largest_window_bytes(store, Blocks(order), held)
-        return SplitSize.of(order, store.manifest, topology, window_bytes)
+            block_bytes = largest_block_bytes(store, Blocks(order), held)
+        return SplitShards.of(order, store.manifest, topology, block_bytes)
 
     def _order(self, split: str, store: Store, pool: Pool) -> Sampler:
         """The order of the rows of a split."""
@@ -130,11 +130,11 @@ class SetUp:
     @property
     def order(self) -> Sampler | None:
         """The order of the training rows; None where they are not set up."""
-        return self.placement.splits["train"].size.order if "train" in self.stores else None
+        return self.placement.splits["train"].order if "train" in self.stores else None
 
     def order_with(self, options: DataOptions) -> Sampler:
         """The order of the training rows that are set up, as it is set now."""
-        was, made = self.options, self.placement.splits["train"].size.order
+        was, made = self.options, self.placement.splits["train"].order
         window = options.shuffle_window
         if was.is_streamed and window != was.shuffle_window:
             raise ValueError(
@@ -146,7 +146,7 @@ class SetUp:
         # Where the rows live is as it was set up.
         changed = replace(was, num_shards=made.num_shards, **options.order)
         planner = replace(self.planner, stores=replace(self.planner.stores, options=changed))
-        order = planner.size("train", self.stores["train"]).order
+        order = planner.shards("train", self.stores["train"]).order
         if order.pool != made.pool:
             raise ValueError(
                 f"sampler={options.sampler!r}: it needs other rows than those that are set up: call"

@@ -23,7 +23,7 @@ from lightning_memmap.loading.stream import (
     largest_window,
     largest_window_steps,
 )
-from lightning_memmap.placement.plan import Residency, SplitPlacement
+from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, StoreRows, WindowedRows
@@ -69,7 +69,7 @@ class SplitRows:
 def load_split(
     store: Store,
     topology: DataTopology,
-    placement: SplitPlacement,
+    placement: SplitShards,
     forms: Mapping[str, Form] | None = None,
 ) -> SplitRows:
     """Bring the shards of a split to where the plan wants them."""
@@ -84,7 +84,7 @@ def load_split(
             f"variable: field {cut[0]!r} is cut into windows, and images are decoded for"
             " each row of a batch, not for each step of a window: leave one of them out"
         )
-    held = [shard for shard, residency in enumerate(placement.residency) if residency is not None]
+    held = [shard for shard, residency in enumerate(placement.residencies) if residency is not None]
     opened = store.provide(None, _stored_shards(store, pool, held))
     sources: list[RowSource] = []
     source_of_shard = np.full(pool.num_shards, -1, np.int64)
@@ -125,7 +125,7 @@ def load_split(
 
 def _source(
     store: Store,
-    placement: SplitPlacement,
+    placement: SplitShards,
     opened: Sequence[OpenColumn],
     residency: Residency,
     device: torch.device,
@@ -149,12 +149,12 @@ def _source(
         places,
         int(places.moved(last)[0]) + 1 if series is None else series.num_slots,
         held=shards,
-        blocks=Blocks(placement.size.order),
+        blocks=Blocks(placement.order),
         series=series,
     )
 
 
-def largest_window_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
+def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
     """The memory that rows take which are read window by window. No row is read."""
     fields = store.schema.fields
     pool, rows = blocks.sampler.pool, blocks.longest

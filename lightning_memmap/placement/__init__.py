@@ -1,5 +1,5 @@
-"""Placement: where each shard lives, and whether it fits.
+"""Where each shard is kept, and whether it fits.
 
-topology  the data devices, how much memory shards may take, where batches are assembled
-plan      which shard lives where, decided and as a table
+topology  the data devices, how much memory shards may use, and where batches are assembled
+plan      the residency of each shard, as a plan and as a table
 """

@@ -1,12 +1,11 @@
-"""The plan: which shard lives where, decided, and refused, before anything is allocated."""
+"""Plan where each shard is kept, and reject what does not fit before anything is allocated."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 
-import numpy as np
 import torch
 from rich.table import Table
 
@@ -21,19 +20,19 @@ from lightning_memmap.store.manifest import Manifest
 
 
 class Residency(str, Enum):
-    """Where a shard's rows live while they are used."""
+    """The memory that keeps a shard's rows while they are used."""
 
-    #: In the memory of its data device.
+    #: The memory of its data device.
     DEVICE = "device"
-    #: In memory of this process on the host, read once and in long pieces.
+    #: Host memory of this process, filled once by long reads.
     HOST = "host"
-    #: In the file mapping itself: in the host's page cache as far as it fits.
+    #: The file mapping itself, which the host's page cache keeps as far as it fits.
     MMAP = "mmap"
-    #: In the files, read in their order: only two windows of rows are in host memory.
+    #: The files, read in their order: two blocks of rows are in host memory.
     STREAM = "stream"
 
     def memory(self, device: torch.device) -> torch.device | None:
-        """The device whose memory shards of a data device take; None where they take none."""
+        """Return the device whose memory the shards of a data device use; None if they use none."""
         return {Residency.DEVICE: device, Residency.HOST: _CPU}.get(self)
 
 
@@ -41,68 +40,70 @@ _CPU = torch.device("cpu")
 _RESIDENCIES = ("auto", *(residency.value for residency in Residency))
 
 
-def divided(split: str, rows: Rows, num_shards: int, topology: DataTopology) -> Pool:
-    """Divide the rows of a split into as many shards, or the next more that a topology divides."""
-    num_rows, total = rows.num_rows, topology.num_data_devices
-    if num_rows < total:
+def divide(split: str, rows: Rows, num_shards: int, topology: DataTopology) -> Pool:
+    """Divide the rows of a split into ``num_shards`` shards, rounded up for the data devices."""
+    num_rows = rows.num_rows
+    num_devices = topology.num_data_devices
+    if num_rows < num_devices:
         raise PlacementError(
-            f"the {split} split has {num_rows} rows for {total} data devices, so that some would"
-            f" have none: use at most {num_rows} data devices"
+            f"the {split} split has {num_rows} rows, fewer than the {num_devices} data devices: use"
+            f" at most {num_rows} data devices"
         )
-    return Pool.of(rows, striping(num_shards, total))
+    return Pool.of(rows, striping(num_shards, num_devices))
 
 
 @dataclass(frozen=True)
-class SplitSize:
-    """A split, divided into shards for a topology, and its size."""
+class SplitShards:
+    """The shards of a split: their rows and order, their sizes, and where each is kept.
+
+    Args:
+        order: The order of the rows, whose pool is divided for the topology.
+        shard_bytes: Bytes of each shard, of length C.
+        block_bytes: Bytes of the largest block of this process's shards, if they are streamed.
+        residencies: The residency of each shard, of length C; None for shards of other processes.
+            Empty until it is planned.
+    """
 
     order: Sampler
     shard_bytes: tuple[int, ...]
-    window_bytes: int = 0
+    block_bytes: int = 0
+    residencies: tuple[Residency | None, ...] = ()
 
     @classmethod
     def of(
-        cls, order: Sampler, store: Manifest, topology: DataTopology, window_bytes: int = 0
-    ) -> "SplitSize":
-        """The size of a split in an order whose pool was divided for a topology."""
+        cls, order: Sampler, store: Manifest, topology: DataTopology, block_bytes: int = 0
+    ) -> "SplitShards":
+        """Measure the shards of a split of a store. Their residency is still to be planned."""
         shard_bytes = store.shard_bytes(order.pool, topology.num_data_devices)
-        return cls(order, tuple(shard_bytes.tolist()), window_bytes)
+        return cls(order, tuple(shard_bytes.tolist()), block_bytes)
 
     @property
     def pool(self) -> Pool:
         """The rows of each shard."""
         return self.order.pool
 
-
-@dataclass(frozen=True)
-class SplitPlacement:
-    """Where the shards of one split live."""
-
-    size: SplitSize
-    residency: tuple[Residency | None, ...]
-
     @property
-    def pool(self) -> Pool:
-        """The rows of each shard of the split."""
-        return self.size.pool
-
-    @property
-    def window(self) -> int | None:
-        """Rows of a shard in a window; None where the split is not read window by window."""
-        return self.size.order.shuffle_window if Residency.STREAM in self.residency else None
+    def is_streamed(self) -> bool:
+        """Whether rows are read block by block."""
+        return Residency.STREAM in self.residencies
 
     def held(self, topology: DataTopology, split: str = "") -> Iterator["HeldShards"]:
-        """What this process holds of the split, by data device and residency."""
-        found = defaultdict[tuple[int, Residency], list[int]](list)
-        for shard, residency in enumerate(self.residency):
+        """Yield the shards that this process holds, by data device and residency."""
+        groups = defaultdict[tuple[int, Residency], list[int]](list)
+        for shard, residency in enumerate(self.residencies):
             owner = topology.owner(shard)
             if residency is not None and owner is not None:
-                found[owner, residency].append(shard)
-        sizes, num_bytes = self.pool.sizes, np.array(self.size.shard_bytes)
-        for (index, residency), held in found.items():
-            rows, size = int(sizes[held].sum()), int(num_bytes[held].sum())
-            device = topology.data_devices[index]
-            yield HeldShards(index, device, split, residency, tuple(held), rows, size)
+                groups[owner, residency].append(shard)
+        for (index, residency), shards in groups.items():
+            yield HeldShards(
+                index,
+                topology.data_devices[index],
+                split,
+                residency,
+                tuple(shards),
+                num_rows=int(self.pool.sizes[shards].sum()),
+                num_bytes=sum(self.shard_bytes[shard] for shard in shards),
+            )
 
 
 @dataclass(frozen=True)
@@ -119,22 +120,22 @@ class HeldShards:
 
     @property
     def device_name(self) -> str:
-        """The data device for people, such as ``1: cuda:1``."""
+        """The data device as shown to people, such as ``1: cuda:1``."""
         return f"{self.device_index}: {self.device}"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The plan: for every split, where each shard of this process lives."""
+    """The plan: for every split, where each shard of this process is kept."""
 
     topology: DataTopology
-    splits: Mapping[str, SplitPlacement]
+    splits: Mapping[str, SplitShards]
     budget_bytes: Mapping[torch.device, int] = field(default_factory=dict)
 
     def held(self) -> list[HeldShards]:
-        """What this process holds, by data device, then by split and residency."""
-        found = [each.held(self.topology, name) for name, each in self.splits.items()]
-        return sorted(chain.from_iterable(found), key=lambda held: held.device_index)
+        """Return the shards that this process holds, by data device, split and residency."""
+        by_split = [shards.held(self.topology, name) for name, shards in self.splits.items()]
+        return sorted(chain.from_iterable(by_split), key=lambda held: held.device_index)
 
 
 def check_residency(residency: str) -> None:
@@ -144,71 +145,87 @@ def check_residency(residency: str) -> None:
 
 
 def plan_placement(
-    splits: Mapping[str, SplitSize],
+    splits: Mapping[str, SplitShards],
     topology: DataTopology,
     residency: str = "auto",
     *,
     budget_bytes: Mapping[torch.device, int],
 ) -> Placement:
-    """Decide what lives where. Nothing is allocated."""
-    # ``auto`` fills the data devices first and falls back shard by shard, to the memory of the host
-    # and then to the file mapping. For a CPU it is the file mapping: that is host memory already.
+    """Decide where each shard is kept. Nothing is allocated.
+
+    ``auto`` fills the memory of the data devices first, and keeps the shards that do not fit in the
+    memory of the host, then in the file mapping. For a CPU it is the file mapping, which is host
+    memory already.
+    """
     used: dict[torch.device, int] = defaultdict(int)
-
-    def choose(shard: int, size: int) -> Residency | None:
-        if (owner := topology.owner(shard)) is None:
-            return None
-        device = topology.data_devices[owner]
-        choices = [Residency.DEVICE, Residency.HOST, Residency.MMAP]
-        if residency != "auto" or device == _CPU:
-            choices = [Residency(residency) if residency != "auto" else Residency.MMAP]
-        for choice in choices:
-            memory = choice.memory(device)
-            if memory is None or used[memory] + size <= budget_bytes[memory]:
-                break
-        if memory is not None:
-            used[memory] += size
-        return choice
-
     placed = {
-        name: SplitPlacement(
-            split, tuple(map(choose, range(split.pool.num_shards), split.shard_bytes))
-        )
-        for name, split in splits.items()
+        name: replace(shards, residencies=_choose(shards, topology, residency, budget_bytes, used))
+        for name, shards in splits.items()
     }
     if residency == Residency.STREAM.value:
-        _check_windows(placed, budget_bytes[_CPU])
+        _check_blocks(placed, budget_bytes[_CPU])
     for device, needed in used.items():
         if needed > budget_bytes[device]:
-            others = (
+            alternative = (
                 "residency='mmap', which leaves them in the files"
                 if device == _CPU
                 else "residency='auto', which leaves the rest on the host"
             )
-            may_be = _exactly(budget_bytes[device])
             raise PlacementError(
-                f"residency={residency!r}: the shards of {device} need {_exactly(needed)}, and"
-                f" {may_be} may be used there. Use more data devices, a larger memory_fraction,"
-                f" smaller dtypes, or {others}"
+                f"residency={residency!r}: the shards of {device} need {_exactly(needed)}, more"
+                f" than the {_exactly(budget_bytes[device])} that may be used there. Use more data"
+                f" devices, a larger memory_fraction, smaller dtypes, or {alternative}"
             )
     return Placement(topology, placed, dict(budget_bytes))
 
 
-def _check_windows(splits: Mapping[str, SplitPlacement], budget_bytes: int) -> None:
-    """Check that two windows of each split fit into memory together."""
-    placed = [split.size for split in splits.values()]
-    needed = sum(2 * size.window_bytes for size in placed)
+def _choose(
+    shards: SplitShards,
+    topology: DataTopology,
+    residency: str,
+    budget_bytes: Mapping[torch.device, int],
+    used: dict[torch.device, int],
+) -> tuple[Residency | None, ...]:
+    """Choose the residency of each shard of a split, and add its bytes to the memory in use."""
+    residencies = list[Residency | None]()
+    for shard, num_bytes in enumerate(shards.shard_bytes):
+        owner = topology.owner(shard)
+        if owner is None:
+            residencies.append(None)
+            continue
+        device = topology.data_devices[owner]
+        if residency != "auto":
+            choices = [Residency(residency)]
+        elif device == _CPU:
+            choices = [Residency.MMAP]
+        else:
+            choices = [Residency.DEVICE, Residency.HOST, Residency.MMAP]
+        for choice in choices:
+            memory = choice.memory(device)
+            if memory is None or used[memory] + num_bytes <= budget_bytes[memory]:
+                break
+        if memory is not None:
+            used[memory] += num_bytes
+        residencies.append(choice)
+    return tuple(residencies)
+
+
+def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
+    """Check that two blocks of each split fit into host memory together."""
+    needed = sum(2 * shards.block_bytes for shards in splits.values())
     if needed <= budget_bytes:
         return
-    # Of one row of each shard, in a window as large as any.
-    per_row = [size.window_bytes / Blocks(size.order).longest for size in placed]
-    most = int(budget_bytes / max(1, 2 * sum(per_row)))
-    windows = ", ".join(f"{split.window} rows ({name})" for name, split in splits.items())
-    remedy = f"Use shuffle_window={most} or less" if most else "Not even windows of one row fit"
+    # Bytes of one row of each shard in the largest block.
+    row_bytes = [shards.block_bytes / Blocks(shards.order).longest for shards in splits.values()]
+    max_rows = int(budget_bytes / max(1, 2 * sum(row_bytes)))
+    blocks = ", ".join(
+        f"{each.order.shuffle_window} rows ({name})" for name, each in splits.items()
+    )
+    remedy = f"Use shuffle_window={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
-        f"residency='stream': two windows of each split, of {windows} of each of the shards of this"
-        f" process, need {_exactly(needed)} of host memory, and {_exactly(budget_bytes)} may be"
-        f" used. {remedy}: fewer shards or a larger memory_fraction help too"
+        f"residency='stream': two blocks of each split, with {blocks} of each of this process's"
+        f" shards, need {_exactly(needed)} of host memory, more than the {_exactly(budget_bytes)}"
+        f" that may be used. {remedy}. Fewer shards or a larger memory_fraction help too"
     )
 
 
@@ -217,15 +234,16 @@ def _exactly(num_bytes: int) -> str:
 
 
 def placement_table(placement: Placement) -> Table:
-    """A table with a row for each data device, split and residency of this process."""
+    """Make a table with a row for each data device, split and residency of this process."""
     table = Table(title="Placement of shards", title_justify="left")
     for name in ("data device", "split", "residency"):
         table.add_column(name)
-    is_streamed = any(split.window is not None for split in placement.splits.values())
+    is_streamed = any(shards.is_streamed for shards in placement.splits.values())
     for name in ["shards", "rows", "bytes", "budget", *["in host memory"] * is_streamed]:
         table.add_column(name, justify="right")
     for held in placement.held():
-        memory, split = held.residency.memory(held.device), placement.splits[held.split]
+        memory = held.residency.memory(held.device)
+        split = placement.splits[held.split]
         cells = [
             held.device_name,
             held.split,
@@ -235,9 +253,10 @@ def placement_table(placement: Placement) -> Table:
             format_bytes(held.num_bytes),
             "-" if memory is None else format_bytes(placement.budget_bytes[memory]),
         ]
-        if split.window is not None:
-            num_held = len(split.residency) - split.residency.count(None)
-            num_bytes = 2 * split.size.window_bytes * len(held.shards) // num_held
-            cells.append(f"2 x {split.window:,} rows a shard, {format_bytes(num_bytes)}")
+        if split.is_streamed:
+            num_held = len(split.residencies) - split.residencies.count(None)
+            num_bytes = 2 * split.block_bytes * len(held.shards) // num_held
+            block = split.order.shuffle_window
+            cells.append(f"2 x {block:,} rows a shard, {format_bytes(num_bytes)}")
         table.add_row(*cells)
     return table

@@ -12,13 +12,25 @@ from lightning_memmap.host_memory import available_bytes
 
 @dataclass(frozen=True)
 class DataTopology:
-    """Where the data of this process lives, and where its batches go."""
+    """The devices that hold the data of this process, and the device its batches go to.
 
-    # The data devices of all processes are numbered: rank r of R with D data devices has r, r + R,
-    # r + 2R ..., W = R * D in all. Data device w owns the shards c with c % W == w. One device may
-    # be named more than once: these are logical data devices. ``assemble_on`` is None where the
-    # batches of the data devices stay apart. ``num_local_processes`` share the memory of this
-    # machine, and ``processes_per_device`` of them the memory of each other data device.
+    The data devices of all processes are numbered. Rank ``r`` of ``R`` with ``D`` data devices has
+    the numbers ``r, r + R, r + 2R ..``, of ``W = R * D`` in total, and data device ``w`` owns the
+    shards ``c`` with ``c % W == w``. With 2 ranks of 2 devices each, and 8 shards::
+
+        rank 0    device 0: shards 0 4    device 1: shards 2 6
+        rank 1    device 0: shards 1 5    device 1: shards 3 7
+
+    Args:
+        data_devices: The data devices of this process. A device listed several times counts as
+            several logical data devices.
+        rank: Data-parallel rank of this process.
+        size: Data-parallel size.
+        assemble_on: The device that receives the super-batch; None if the batches of the data
+            devices stay apart.
+        num_local_processes: Processes that share the host memory of this machine.
+        processes_per_device: Processes that share the memory of each other data device.
+    """
 
     data_devices: tuple[torch.device, ...]
     rank: int = 0
@@ -37,18 +49,18 @@ class DataTopology:
         return self.size * len(self.data_devices)
 
     def held(self, num_shards: int) -> range:
-        """The shards that this process owns, of so many."""
+        """Return which of ``num_shards`` shards this process owns."""
         return range(self.rank, num_shards, self.size)
 
     def owner(self, shard: int) -> int | None:
-        """The data device of this process that owns a shard."""
+        """Return the index of the data device of this process that owns a shard, or None."""
         if shard % self.size != self.rank:
             return None
         return shard // self.size % len(self.data_devices)
 
 
 def topology_of(strategy: Any) -> DataTopology:
-    """The data topology under a strategy: what it declares, or else one data device per process."""
+    """Return the data topology of a strategy: what it declares, or one data device per process."""
     if strategy is None:
         cpu = torch.device("cpu")
         return DataTopology((cpu,), assemble_on=cpu)
@@ -56,25 +68,25 @@ def topology_of(strategy: Any) -> DataTopology:
     if declared is not None:
         return declared
     rank, size = data_parallel_rank(strategy)
-    root, processes = strategy.root_device, local_processes(strategy)
+    root = strategy.root_device
     return DataTopology(
         (root,),
         rank,
         size,
         assemble_on=root,
-        num_local_processes=processes,
+        num_local_processes=local_processes(strategy),
         processes_per_device=getattr(strategy, "processes_per_device", 1),
     )
 
 
 def data_parallel_rank(strategy: Any) -> tuple[int, int]:
-    """Data-parallel rank and size of this process under any Lightning strategy."""
+    """Return the data-parallel rank and size of this process under any Lightning strategy."""
     sharding = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return sharding.get("rank", 0), sharding.get("num_replicas", 1)
 
 
 def local_processes(strategy: Any) -> int:
-    """Processes that a run has on this machine, under any Lightning strategy."""
+    """Return the processes of a run on this machine, under any Lightning strategy."""
     return int(getattr(strategy, "num_processes", 1))
 
 
@@ -84,7 +96,7 @@ def device_budgets(
     num_local_processes: int = 1,
     processes_per_device: int = 1,
 ) -> dict[torch.device, int]:
-    """Compute the bytes that this process's shards may take on each device, of those free now."""
+    """Compute the bytes of each device, of those free now, that this process may use for shards."""
     sharing = {"cpu": num_local_processes}
     return {
         device: int(free_bytes(device) * fraction) // sharing.get(device.type, processes_per_device)
@@ -93,15 +105,15 @@ def device_budgets(
 
 
 def check_memory_fraction(fraction: float) -> float:
-    """Check the share of free memory that shards may take."""
-    share = check_number("memory_fraction", fraction)
-    if not 0 < share <= 1:
-        raise ValueError(f"memory_fraction={share}: choose more than 0 and at most 1")
-    return share
+    """Check the fraction of free memory that shards may use."""
+    number = check_number("memory_fraction", fraction)
+    if not 0 < number <= 1:
+        raise ValueError(f"memory_fraction={number}: must be above 0 and at most 1")
+    return number
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that is free now, in bytes."""
+    """Return the memory of a device that is free now, in bytes."""
     if device.type == "cpu":
         return available_bytes()
     check_device(device)
@@ -109,8 +121,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(module.recommended_max_memory() - module.driver_allocated_memory())
     if not hasattr(module, "mem_get_info"):
-        raise ValueError(f"data device {device}: torch does not know its free memory")
-    # What was freed is kept for the next allocation, such as the shards of the stage before.
+        raise ValueError(f"data device {device}: torch can't tell its free memory")
+    # torch caches freed memory, such as the shards of the previous stage, for later allocations.
     cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + cached)
 
@@ -124,5 +136,5 @@ def check_device(device: torch.device) -> None:
     except RuntimeError:  # torch has no module of this type, as for "meta".
         count = 0
     if (device.index or 0) >= count:
-        found = ", ".join(["cpu", *(f"{device.type}:{index}" for index in range(count))])
-        raise ValueError(f"device {device} does not exist here; there are: {found}")
+        devices = ", ".join(["cpu", *(f"{device.type}:{index}" for index in range(count))])
+        raise ValueError(f"device {device} does not exist here; choose one of {devices}")

@@ -39,13 +39,9 @@ def copied(sample: Any) -> Any:
         return sample.copy()
     if isinstance(sample, (list, tuple)):
         values = [copied(value) for value in sample]
-        return (
-            sample._make(values)
-            if hasattr(sample, "_fields")
-            else values
-            if isinstance(sample, list)
-            else tuple(values)
-        )
+        if hasattr(sample, "_make"):  # a named tuple
+            return sample._make(values)
+        return values if isinstance(sample, list) else tuple(values)
     if isinstance(sample, TensorDictBase) or is_tensorclass(sample):
         return sample.clone()
     if isinstance(sample, Mapping):

@@ -11,7 +11,7 @@ import torch
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import load_split
-from lightning_memmap.placement.plan import Residency, SplitPlacement, SplitSize
+from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import KFold, Parts, Pool, SequentialSampler
 from lightning_memmap.store import Store
@@ -36,8 +36,11 @@ def make_loader(
 ) -> SuperBatchLoader:
     """A loader over some rows of a store, on logical CPU devices."""
     pool = Pool.of(chosen_of(store, subset), 12)
-    size = SplitSize(SequentialSampler(pool), tuple((pool.sizes * 14).tolist()))
-    placement = SplitPlacement(size, (Residency(residency),) * 12)
+    placement = SplitShards(
+        SequentialSampler(pool),
+        tuple((pool.sizes * 14).tolist()),
+        residencies=(Residency(residency),) * 12,
+    )
     split = load_split(store, DataTopology((CPU,) * num_devices), placement)
     loader = loader_over(store, split, 4, shuffle=True, seed=5)
     loader.set_epoch(EPOCH)

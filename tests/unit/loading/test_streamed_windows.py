@@ -153,4 +153,8 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
         set_up(data, "fit")
         assert data.placement is not None
         split = data.placement.splits["train"]
-        assert 0.98 * 2**29 < split.window * split.pool.num_shards * stride * 2 < 1.02 * 2**29
+        assert (
+            0.98 * 2**29
+            < split.order.shuffle_window * split.pool.num_shards * stride * 2
+            < 1.02 * 2**29
+        )

@@ -54,6 +54,6 @@ def test_set_up_of_a_rank_is_small(kind: str) -> None:
     assert len(np.unique(rows)) == len(rows) > 2 * GLOBAL_BATCH // RANKS
     assert (rows % RANKS == 511).all()
     assert rows.max() < ROWS
-    held = [shard for shard, where in enumerate(placement.splits["train"].residency) if where]
+    held = [shard for shard, where in enumerate(placement.splits["train"].residencies) if where]
     assert held == [511]
     assert peak_bytes < 100e6

@@ -80,7 +80,7 @@ def plan(
 
 
 def count(placement: Placement, split: str = "train") -> dict[Residency | None, int]:
-    found = placement.splits[split].residency
+    found = placement.splits[split].residencies
     return {residency: found.count(residency) for residency in set(found)}
 
 
@@ -127,12 +127,12 @@ class TestAuto:
             topology,
             budget_bytes={GPUS[0]: 0, GPUS[1]: 2**20, CPU: 0},
         )
-        assert placement.splits["train"].residency == (MMAP, DEVICE) * 12
+        assert placement.splits["train"].residencies == (MMAP, DEVICE) * 12
 
     def test_plan_of_one_of_several_processes_is_of_its_own_shards(self) -> None:
         for rank in range(4):
             placement = plan({"train": Size(240)}, (GPUS[rank],), rank=rank, size=4)
-            found = placement.splits["train"].residency
+            found = placement.splits["train"].residencies
             assert found == tuple(DEVICE if shard % 4 == rank else None for shard in range(24))
 
     @given(
@@ -150,7 +150,7 @@ class TestAuto:
         placement = plan({"train": store}, devices, budget=budget, host=host)
         sizes = (shard_rows(num_rows, num_shards) * store.row_bytes).tolist()
         used = dict.fromkeys((*range(num_devices), "host"), 0)
-        for shard, residency in enumerate(placement.splits["train"].residency):
+        for shard, residency in enumerate(placement.splits["train"].residencies):
             place = "host" if residency is HOST else shard % num_devices
             used[place] += sizes[shard] * (residency is not MMAP)
         assert used.pop("host") <= host
@@ -166,10 +166,10 @@ class TestAuto:
         (
             GPUS[:2],
             "device",
-            ["cuda:0 need 1200", "and 1199 bytes", "more data devices", "residency='auto'"],
+            ["cuda:0 need 1200", "1199 bytes", "more data devices", "residency='auto'"],
         ),
-        (GPUS[:2], "host", ["cpu need 2400", "and 2399 bytes", "memory_fraction", "'mmap'"]),
-        ((CPU,), "host", ["cpu need 2400", "and 2399 bytes", "memory_fraction", "'mmap'"]),
+        (GPUS[:2], "host", ["cpu need 2400", "2399 bytes", "memory_fraction", "'mmap'"]),
+        ((CPU,), "host", ["cpu need 2400", "2399 bytes", "memory_fraction", "'mmap'"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_numbers_and_alternatives(
@@ -191,24 +191,24 @@ class TestStream:
         for devices in (GPUS[:1], GPUS[:4], (CPU,)):
             splits = plan(stores, devices, "stream", budget=0).splits
             # 512 MiB of 24 shards.
-            assert [split.window for split in splits.values()] == [22_369, 223]
+            assert [split.order.shuffle_window for split in splits.values()] == [22_369, 223]
 
     def test_windows_that_do_not_fit_raise_with_the_largest_that_does(self) -> None:
         stores = {"train": Size(24_000), "val": Size(2400)}
         # Two windows of 100 rows of 10 bytes of each of 24 shards, of both splits.
         fits = {"window": 100, "host": 2 * 2 * 100 * 10 * 24}
-        assert plan(stores, (CPU,), "stream", **fits).splits["val"].window == 100
+        assert plan(stores, (CPU,), "stream", **fits).splits["val"].order.shuffle_window == 100
         with pytest.raises(PlacementError) as caught:
             plan(stores, (CPU,), "stream", window=101, host=96_000)
-        for part in ("residency='stream'", "need 96480", "and 96000", "Use shuffle_window=100 or"):
+        for part in ("residency='stream'", "need 96480", "96000", "shuffle_window=100 "):
             assert part in str(caught.value)
         # A shard of the second split has 100 rows and no more.
         assert plan(stores, (CPU,), "stream", window=101, host=96_480)
-        with pytest.raises(PlacementError, match="Not even windows of one row fit"):
+        with pytest.raises(PlacementError, match=r"residency=.stream.*one row"):
             plan({"train": Size(240)}, (CPU,), "stream", window=1, host=479)
         # A process of two has half of the shards.
         half = plan(stores, (CPU,), "stream", size=2, window=200, host=72_000)
-        assert half.splits["train"].residency.count(None) == 12
+        assert half.splits["train"].residencies.count(None) == 12
 
     def test_table_names_windows_and_their_memory(self) -> None:
         stores = {"train": Size(24_000, row_bytes=2**20)}
@@ -221,7 +221,7 @@ class TestStream:
 
 class TestStriping:
     def test_plan_with_fewer_rows_than_devices_raises_with_the_most_devices(self) -> None:
-        with pytest.raises(PlacementError, match=r"val split has 7 rows for 8.*at most 7"):
+        with pytest.raises(PlacementError, match=r"val split .*7 rows.*8 .*at most 7"):
             plan({"train": Size(240), "val": Size(7)}, GPUS)
 
     def test_plan_with_devices_that_do_not_divide_has_more_shards(self) -> None:
@@ -273,7 +273,7 @@ class TestBudgets:
         )
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         assert free_bytes(torch.device("xpu", 1)) == 1200
-        with pytest.raises(ValueError, match="there are: cpu, xpu:0, xpu:1"):
+        with pytest.raises(ValueError, match=r"xpu:2 .*cpu, xpu:0, xpu:1"):
             free_bytes(torch.device("xpu", 2))
 
     @pytest.mark.parametrize(("member", "sharing"), [(0, 3), (1, 2), (2, 3), (4, 3)])
@@ -303,7 +303,7 @@ class TestBudgets:
 class TestDevices:
     @pytest.mark.parametrize("name", [f"cuda:{torch.cuda.device_count()}", "meta", "xpu:0"])
     def test_check_device_that_is_not_here_raises_with_those_that_are(self, name: str) -> None:
-        with pytest.raises(ValueError, match=rf"{name} does not exist here; there are: cpu"):
+        with pytest.raises(ValueError, match=rf"{name} .* cpu"):
             check_device(torch.device(name))
 
     @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan")])
