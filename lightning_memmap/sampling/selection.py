@@ -336,6 +336,8 @@ class KFold(Described, _HoldingOut):
     Raises:
         TypeError: ``num_folds`` or the seed is not an integer, or ``stratify`` or ``group`` is not
             the name of a field.
+        ValueError: ``num_folds`` or the seed is out of range, or both ``stratify`` and ``group``
+            are passed.
     """
 
     num_folds: int
