@@ -243,10 +243,10 @@ def test_config_is_saved_beside_the_logs_and_nowhere_else(command: Command, tmp_
     assert not [*tmp_path.glob("*/config.yaml")]
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
     logger["init_args"] = {"save_dir": str(tmp_path / "logs"), "version": 0}
-    for epochs in (2, 3):
+    for epochs, name in ((2, "config.yaml"), (3, "config-2.yaml")):
         given = ("--trainer.max_epochs", epochs, "--trainer.logger", json.dumps(logger))
         assert command("fit", "--config", config, *given) == 2
-        (saved,) = tmp_path.glob("logs/**/config.yaml")
+        (saved,) = tmp_path.glob(f"logs/**/{name}")
         assert f"max_epochs: {epochs}\n" in saved.read_text()
 
 
