@@ -1,10 +1,12 @@
 """Guards around every test, warnings of other packages to ignore, and shared stores."""
 
+import atexit
 import functools
 import gc
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of programs import the package: it is compiled once, whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# What is fetched or indexed is kept until the tests end.
+if "LIGHTNING_MEMMAP_CACHE" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="lightning_memmap_cache")
+    atexit.register(_cache.cleanup)
+    os.environ["LIGHTNING_MEMMAP_CACHE"] = _cache.name
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 

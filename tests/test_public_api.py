@@ -44,8 +44,8 @@ NAMES = {
         Decode Form Jagged Masked Nullable Pad Rows Windows
     """,
     "lightning_memmap.store": """
-        ColumnDataset Damage ImageFolder Store TarDataset TokenStream append_store build_part
-        build_store finish_store open_store pull_store push_store verify_store
+        ColumnDataset Damage ImageFolder Store TarDataset TarStream TokenStream append_store
+        build_part build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.strategies": """
         DataParallelStrategy FSDP2Strategy IndependentStrategy LocalModelParallelStrategy

@@ -5,7 +5,7 @@ from lightning_memmap.store.remote.cache import open_store, verify_store
 from lightning_memmap.store.remote.transfer import pull_store, push_store
 from lightning_memmap.store.sources.column_dataset import ColumnDataset
 from lightning_memmap.store.sources.image_folder import ImageFolder
-from lightning_memmap.store.sources.tar_dataset import TarDataset
+from lightning_memmap.store.sources.tar_dataset import TarDataset, TarStream
 from lightning_memmap.store.sources.token_stream import TokenStream
 from lightning_memmap.store.store import Damage, Store
 
@@ -15,6 +15,7 @@ __all__ = [
     "ImageFolder",
     "Store",
     "TarDataset",
+    "TarStream",
     "TokenStream",
     "append_store",
     "build_part",

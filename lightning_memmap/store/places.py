@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+#: The environment variable that names the cache.
+CACHE = "LIGHTNING_MEMMAP_CACHE"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S")
 #: What `Path` makes of one.
 _SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
@@ -54,3 +56,10 @@ def store_directory(path: str | Path) -> Path:
     except UnicodeEncodeError as error:
         raise ValueError(f"path={path!r}: torch maps files with names in UTF-8 only") from error
     return directory
+
+
+def cache_directory() -> Path:
+    """The cache that the environment names, by default the user's."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = os.environ.get(CACHE) or home / "lightning_memmap"
+    return Path(os.path.realpath(Path(given).expanduser()))

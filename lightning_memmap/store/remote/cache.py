@@ -35,7 +35,7 @@ from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
-from lightning_memmap.store.places import StoreUrl, place_of
+from lightning_memmap.store.places import CACHE, StoreUrl, cache_directory, place_of
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles, UnreachableError, is_offline
 from lightning_memmap.store.remote.shards import (
     RECORDS,
@@ -48,7 +48,7 @@ from lightning_memmap.store.store import Damage, Store, Supply, open_directory
 from lightning_memmap.store.workers import threads
 
 #: The directory of the cache, and the most bytes in it.
-DIRECTORY, LIMIT = "LIGHTNING_MEMMAP_CACHE", "LIGHTNING_MEMMAP_CACHE_SIZE"
+DIRECTORY, LIMIT = CACHE, "LIGHTNING_MEMMAP_CACHE_SIZE"
 
 _SETTING = f"{DIRECTORY} names another directory, and {LIMIT} the size that it may have"
 _IN_USE = ".in_use"
@@ -308,9 +308,7 @@ class _Cache:
     """The cache that the environment names, by default that of the user."""
 
     def __init__(self) -> None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        given = os.environ.get(DIRECTORY) or home / "lightning_memmap"
-        self.directory = Path(os.path.realpath(Path(given).expanduser()))
+        self.directory = cache_directory()
         try:
             self._limit = parse_bytes(text) if (text := os.environ.get(LIMIT)) else None
         except ValueError as error:

@@ -2,87 +2,51 @@
 
 import io
 import json
+import operator
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from glob import glob
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from lightning_memmap.errors import DatasetError, describe_error
 from lightning_memmap.images import checked_decoding, decode_image
 from lightning_memmap.store.places import local_path
+from lightning_memmap.store.progress import show_progress
+from lightning_memmap.store.sources.tar_index import (
+    TarIndices,
+    check_size,
+    cut_short,
+    grouped,
+    members_of,
+)
 
-#: The key of a sample and the ending of a member: everything up to, and after, the first dot of
-#: the name without its folders.
-_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
-#: Members of WebDataset itself.
-_META = re.compile(r"__[^/]*__(/|$)")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-#: The largest member that is read.
-_MAX_MEMBER_BYTES = 2**29
 #: The most tar files that a pattern in braces stands for.
 _MAX_TARS = 2**20
-#: What marks the end of a tar file, and what is any other error in a header.
-_HEADER_ERROR = tarfile.HeaderError
-_ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
+#: A scan of more bytes than this shows its progress.
+_SHOWN_BYTES = 2**31
+#: How compressed files begin: gzip, bzip2, xz, zstd.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
-class TarDataset(IterableDataset[dict[str, Any]]):
-    """An iterable dataset of the samples in tar files that WebDataset has written.
-
-    The members of one sample follow one another: ``photos/0001.jpg`` and ``photos/0001.cls`` make
-    the sample ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot
-    of the name without its folders; endings are in lower case. What a member becomes depends on the
-    last part of its ending:
-
-    - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
-    - ``txt``, ``text``, ``transcript``: a str, from UTF-8
-    - ``json``, ``jsn``: what the JSON says
-    - ``npy``: a numpy array
-    - ``jpg``, ``jpeg``, ``png``, ``webp``, ``ppm``, ``pgm``: bytes, or with ``mode`` a uint8 tensor
-      of shape (channels, height, width)
-    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: refused, since unpickling can run code
-    - others: bytes
-
-    Nothing is extracted to the disk. Links, folders and members without an ending are left out.
-
-    Args:
-        tars: The tar files, which may be compressed: a path, which may have ``{000..003}``,
-            ``{train,extra}`` or ``*`` in it, or a list of such. They are read in this order; those
-            that ``*`` stands for, sorted by name.
-        fields: What a sample consists of, by name of the field: an ending, or several of which
-            each sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__``
-            stands for the key. By default a sample has its key and all its members. Other members
-            are not read.
-        mode: As of `lightning_memmap.schema.Decode`: images are decoded. By default they stay
-            encoded.
-        size: As there.
-
-    Attributes:
-        tars: The path of each tar file.
-        sizes: The bytes of each tar file: if they change, it is another dataset.
-
-    Raises:
-        FileNotFoundError: A tar file is not there.
-        ValueError: No file fits a pattern, a pattern is wrong, or an argument is out of range.
-    """
+class _TarSamples:
+    """What the datasets of tar files have in common."""
 
     def __init__(
         self,
         tars: str | Path | list[str | Path],
-        fields: dict[str, str] | None = None,
-        mode: str | None = None,
-        size: int | tuple[int, int] | None = None,
+        fields: dict[str, str] | None,
+        mode: str | None,
+        size: int | tuple[int, int] | None,
     ) -> None:
         given = [tars] if isinstance(tars, (str, Path)) else list(tars)
         self.tars = [str(path) for pattern in given for path in _paths(str(pattern))]
@@ -93,34 +57,11 @@ class TarDataset(IterableDataset[dict[str, Any]]):
         self.mode = mode
         self.size = checked_decoding(mode, size)
 
-    @override
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the samples of all tar files.
-
-        Yields:
-            The samples, in their order.
-
-        Raises:
-            DatasetError: A tar file is damaged, a member cannot be read, is refused, or is there
-                twice in a sample, or a sample lacks a field. The message names file and member.
-        """
-        for tar in self.tars:
-            named = ((_NAME.fullmatch(name), name, read) for name, read in _members(tar))
-            with_ending = ((match, name, read) for match, name, read in named if match)
-            for key, group in groupby(with_ending, lambda member: member[0][1]):
-                yield self._sample(tar, key, self._wanted(tar, key, group))
-
-    def _wanted(self, tar: str, key: str, group: Iterable[Any]) -> dict[str, bytes]:
-        """The members of a sample that are wanted, by ending."""
-        wanted = None if self.fields is None else ";".join(self.fields.values()).split(";")
-        members: dict[str, bytes] = {}
-        for match, name, read in group:
-            ending = match[2].lower()
-            if ending in members:
-                raise DatasetError(f"{tar}: {name!r}: the sample {key!r} has two such members")
-            if wanted is None or ending in wanted:
-                members[ending] = read()
-        return members
+    def _is_wanted(self, ending: str) -> bool:
+        """Whether members of an ending are read."""
+        return self.fields is None or any(
+            ending in endings.split(";") for endings in self.fields.values()
+        )
 
     def _sample(self, tar: str, key: str, members: Mapping[str, bytes]) -> dict[str, Any]:
         if self.fields is None:
@@ -157,6 +98,142 @@ class TarDataset(IterableDataset[dict[str, Any]]):
             raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
 
 
+class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
+    """A map-style dataset of the samples in tar files that WebDataset has written.
+
+    The members of one sample follow one another: ``photos/0001.jpg`` and ``photos/0001.cls`` make
+    the sample ``{"__key__": "photos/0001", "jpg": ..., "cls": ...}``. The key ends at the first dot
+    of the name without its folders; endings are in lower case. What a member becomes depends on the
+    last part of its ending:
+
+    - ``cls``, ``cls2``, ``class``, ``index``, ``inx``, ``id``, ``count``: an int
+    - ``txt``, ``text``, ``transcript``: a str, from UTF-8
+    - ``json``, ``jsn``: what the JSON says
+    - ``npy``: a numpy array
+    - ``jpg``, ``jpeg``, ``png``, ``webp``, ``ppm``, ``pgm``: bytes, or with ``mode`` a uint8 tensor
+      of shape (channels, height, width)
+    - ``pyd``, ``pkl``, ``pickle``, ``pth``, ``pt``: refused, since unpickling can run code
+    - others: bytes
+
+    The first use scans the headers of each tar file, and keeps where its members are in a cache:
+    ``tars`` in the directory that the environment variable ``LIGHTNING_MEMMAP_CACHE`` names, by
+    default ``~/.cache/lightning_memmap``. A file whose size or time changes is scanned again.
+    Nothing is extracted to the disk. Links, folders and members without an ending are left out.
+
+    Args:
+        tars: The tar files, which are not compressed: a path, which may have ``{000..003}``,
+            ``{train,extra}`` or ``*`` in it, or a list of such. They are read in this order; those
+            that ``*`` stands for, sorted by name.
+        fields: What a sample consists of, by name of the field: an ending, or several of which
+            each sample has one, such as ``{"image": "jpg;png", "label": "cls"}``. ``__key__``
+            stands for the key. By default a sample has its key and all its members. Other members
+            are not read.
+        mode: As of `lightning_memmap.schema.Decode`: images are decoded. By default they stay
+            encoded.
+        size: As there.
+
+    Attributes:
+        tars: The path of each tar file.
+        sizes: The bytes of each tar file: if they change, it is another dataset.
+
+    Raises:
+        FileNotFoundError: A tar file is not there.
+        ValueError: No file fits a pattern, a pattern is wrong, a file is compressed, or an argument
+            is out of range.
+    """
+
+    def __init__(
+        self,
+        tars: str | Path | list[str | Path],
+        fields: dict[str, str] | None = None,
+        mode: str | None = None,
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(tars, fields, mode, size)
+        for tar in self.tars:
+            with open(tar, "rb") as file:
+                if file.read(6).startswith(_COMPRESSED):
+                    raise ValueError(
+                        f"tars: {tar!r} is compressed, so its members can't be found by their"
+                        " offsets: decompress it, or use lightning_memmap.store.TarStream"
+                    )
+        # An identity doesn't depend on whether it is there.
+        self._indices: TarIndices | None = None
+
+    def _indexed(self) -> TarIndices:
+        if self._indices is None:
+            num_bytes = sum(self.sizes)
+            hidden = num_bytes < _SHOWN_BYTES
+            with show_progress("indexing", num_bytes, 1, hidden=hidden) as advance:
+                self._indices = TarIndices.of(tuple(self.tars), advance)
+        return self._indices
+
+    def __len__(self) -> int:
+        """Count the samples. The first call may scan the tar files.
+
+        Raises:
+            DatasetError: A tar file is damaged, or has a member twice in a sample. The message
+                names file and member.
+        """
+        return self._indexed().num_samples
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Read a sample.
+
+        Raises:
+            IndexError: There is no such row.
+            DatasetError: As for the length; or a member cannot be read or is refused, a sample
+                lacks a field, or the tar file has changed.
+        """
+        index, count = operator.index(row), len(self)
+        if not -count <= index < count:
+            raise IndexError(f"row {row}: the tar files have {count} samples")
+        tar, key, members = self._indexed().sample(index % count)
+        wanted = {ending: read() for ending, read in members.items() if self._is_wanted(ending)}
+        return self._sample(tar, key, wanted)
+
+
+class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
+    """An iterable dataset of the same samples, read from the first member to the last.
+
+    It is for tar files that are compressed or hold sparse files. Arguments and samples are those of
+    `TarDataset`.
+    """
+
+    def __init__(
+        self,
+        tars: str | Path | list[str | Path],
+        fields: dict[str, str] | None = None,
+        mode: str | None = None,
+        size: int | tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(tars, fields, mode, size)
+
+    @override
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the samples of all tar files.
+
+        Yields:
+            The samples, in their order.
+
+        Raises:
+            DatasetError: A tar file is damaged, a member cannot be read, is refused, or is there
+                twice in a sample, or a sample lacks a field. The message names file and member.
+        """
+        for tar in self.tars:
+            opened: list[tarfile.TarFile] = []
+            members = ((each.name, each) for each in members_of(tar, "r|*", opened))
+
+            def take(
+                ending: str, member: tarfile.TarInfo, tar: str = tar, opened: Any = opened
+            ) -> bytes | None:
+                return _extract(tar, opened[0], member) if self._is_wanted(ending) else None
+
+            for key, group in grouped(tar, members, take):
+                wanted = {ending: data for ending, data in group.items() if data is not None}
+                yield self._sample(tar, key, wanted)
+
+
 _READERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
@@ -165,51 +242,16 @@ _READERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def _members(tar: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The name of each plain file in a tar file, and a function that reads it."""
-    name = "its first member"
-    try:
-        with tarfile.open(tar, "r|*", tarinfo=_Member) as file:
-            for member in file:
-                name = member.name
-                # Links and devices are none.
-                if member.isreg() and not _META.match(name):
-                    yield name, partial(_read, tar, file, member)
-                # Otherwise the list of members grows with the file.
-                file.members = []  # type: ignore[attr-defined]
-    except DatasetError:
-        raise
-    except Exception as error:  # Each compression has its own errors.
-        raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from None
-
-
-class _Member(tarfile.TarInfo):
-    """A member of a tar file whose header is whole."""
-
-    @classmethod
-    @override
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Member":
-        try:
-            return super().fromtarfile(tarfile)
-        except _ENDS:
-            raise
-        except _HEADER_ERROR as error:
-            raise ValueError(f"a damaged header at byte {tarfile.offset}: {error}") from error
-
-
-def _read(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    where = f"{tar}: {member.name!r}"
-    if member.size > _MAX_MEMBER_BYTES:
-        raise DatasetError(
-            f"{where} has {member.size} bytes, and at most {_MAX_MEMBER_BYTES} are read"
-        )
+def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    check_size(tar, member.name, member.size)
     try:
         source = file.extractfile(member)
         data = b"" if source is None else source.read()
-    except Exception as error:  # As above.
+    except Exception as error:  # Each compression has its own errors.
+        where = f"{tar}: {member.name!r}"
         raise DatasetError(f"{where} cannot be read: {describe_error(error)}") from None
     if len(data) != member.size:
-        raise DatasetError(f"{where} is cut short: the tar file is damaged")
+        raise cut_short(tar, member.name)
     return data
 
 

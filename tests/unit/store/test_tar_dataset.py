@@ -3,20 +3,28 @@
 import gzip
 import io
 import json
+import os
 import pickle
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lightning_memmap import MemmapDataModule, TarDataset, build_store
 from lightning_memmap.errors import DatasetError
+from lightning_memmap.store import TarStream, verify_store
+from lightning_memmap.store.places import CACHE
+from lightning_memmap.store.sources import tar_index
 from tests.datasets import EncodedImages, encoded, plain
 
 
@@ -49,6 +57,10 @@ def image_members(first: int, last: int) -> list[tuple[str, bytes]]:
     ]
 
 
+KINDS = [TarDataset, TarStream]
+both = pytest.mark.parametrize("kind", KINDS)
+
+
 FIELDS = {"image": "jpg;png", "label": "cls", "mask": "seg.png", "name": "__key__"}
 
 
@@ -61,7 +73,8 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_each_ending_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
+@both
+def test_each_ending_is_read_as_what_it_stands_for(tmp_path: Path, kind: Any) -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     image = encoded(np.full((2, 3, 3), 9, np.uint8))
     members = [
@@ -74,7 +87,7 @@ def test_each_ending_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
         ("a/1.bin", b"\0\1"),
     ]
     path = write_tar(tmp_path / "a.tar", members)
-    (sample,) = TarDataset(path)
+    (sample,) = kind(path)
     assert list(sample) == ["__key__", "cls", "txt", "json", "npy", "png", "left.png", "bin"]
     assert (sample["__key__"], sample["cls"], sample["txt"]) == ("a/1", 7, "żółw")
     assert sample["json"] == {"x": [1, 2]}
@@ -82,11 +95,12 @@ def test_each_ending_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
     assert (sample["npy"] == array).all()
     assert sample["png"] == image
     assert sample["bin"] == b"\0\1"
-    (sample,) = TarDataset(path, mode="RGB", size=(4, 4))
+    (sample,) = kind(path, mode="RGB", size=(4, 4))
     assert sample["left.png"].shape == (3, 4, 4)
 
 
-def test_members_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
+@both
+def test_members_are_grouped_as_webdataset_does(tmp_path: Path, kind: Any) -> None:
     """Expectations by its rules: base and ending are divided at the first dot of the name, only
     neighbours make a sample, and none reaches into the next tar file."""
     names = [
@@ -103,7 +117,7 @@ def test_members_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
     ]
     first = write_tar(tmp_path / "1.tar", [(name, name.encode()) for name in names])
     second = write_tar(tmp_path / "2.tar", [("./q.b", b"")])
-    found = [(sample.pop("__key__"), list(sample)) for sample in TarDataset([first, second])]
+    found = [(sample.pop("__key__"), list(sample)) for sample in kind([first, second])]
     assert found == [
         ("x", ["a", "b.c"]),
         ("d.e/x", ["a"]),
@@ -136,14 +150,15 @@ def test_every_member_is_in_the_sample_of_its_key(
     ]
     path = write_tar(tmp_path_factory.mktemp("t") / "a.tar", members)
     has_twice = any(len(set(endings)) < len(endings) for _, endings in runs)
-    if has_twice:
-        with pytest.raises(DatasetError, match="has two such members"):
-            list(TarDataset(path))
-        return
-    samples = list(TarDataset(path))
-    assert [(s["__key__"], [*s][1:]) for s in samples] == runs
-    values = [int(value) for s in samples for name, value in s.items() if name != "__key__"]
-    assert values == [*range(len(names))]
+    for kind in KINDS:
+        if has_twice:
+            with pytest.raises(DatasetError, match="has two such members"):
+                list(kind(path))
+            continue
+        samples = list(kind(path))
+        assert [(s["__key__"], [*s][1:]) for s in samples] == runs
+        values = [int(value) for s in samples for name, value in s.items() if name != "__key__"]
+        assert values == [*range(len(names))]
 
 
 @pytest.mark.parametrize(
@@ -200,20 +215,19 @@ def test_data_module_gives_the_images_of_the_tar_files(tars: Path, tmp_path: Pat
     # The same tar files are recognised, and others are refused.
     same = TarDataset(str(tars / "ds-{000..003}.tar"), FIELDS)
     MemmapDataModule(same, store_dir=tmp_path).prepare_data()
-    same.sizes[3] += 1
-    same.tars[3] = same.tars[0]
+    other = TarDataset([*same.tars[:3], same.tars[0]], FIELDS)
     with pytest.raises(DatasetError, match="was built from another dataset"):
-        MemmapDataModule(same, store_dir=tmp_path).prepare_data()
+        MemmapDataModule(other, store_dir=tmp_path).prepare_data()
 
 
 def test_tar_files_may_be_compressed_and_images_decoded_once(tmp_path: Path) -> None:
     for mode in ("w:gz", "w:bz2", "w:xz"):
         path = write_tar(tmp_path / f"a.{mode[2:]}", image_members(0, 5), mode)
-        samples = list(TarDataset(path, {"image": "jpg;png"}, mode="RGB"))
+        samples = list(TarStream(path, {"image": "jpg;png"}, mode="RGB"))
         for row, sample in enumerate(samples):
             assert isinstance(sample["image"], Tensor)
             assert torch.equal(sample["image"], plain(EncodedImages(5)[row]["image"]))
-        store = build_store(TarDataset(path, FIELDS, "L"), tmp_path / mode[2:], progress=False)
+        store = build_store(TarStream(path, FIELDS, "L"), tmp_path / mode[2:], progress=False)
         assert store.num_rows == 5
 
 
@@ -222,20 +236,22 @@ class _Evil:
         return exec, ("raise SystemExit('it was run')",)
 
 
+@both
 @pytest.mark.parametrize("ending", ["pyd", "pkl", "pickle", "pth", "pt", "left.pkl"])
-def test_pickles_are_refused_and_never_read(tmp_path: Path, ending: str) -> None:
+def test_pickles_are_refused_and_never_read(tmp_path: Path, kind: Any, ending: str) -> None:
     members = [("1.cls", b"1"), (f"1.{ending}", pickle.dumps(_Evil()))]
     path = write_tar(tmp_path / "a.tar", members)
     with pytest.raises(DatasetError, match=r"which can run any code, and is never read"):
-        list(TarDataset(path))
-    assert list(TarDataset(path, {"label": "cls"})) == [{"label": 1}]
+        list(kind(path))
+    assert list(kind(path, {"label": "cls"})) == [{"label": 1}]
     objects = array_bytes(np.array([_Evil()], object), allow_pickle=True)
     path = write_tar(tmp_path / "b.tar", [("1.npy", objects)])
     with pytest.raises(DatasetError, match=r"'1\.npy' cannot be read: ValueError"):
-        list(TarDataset(path))
+        list(kind(path))
 
 
-def test_links_and_devices_are_left_out_and_names_lead_nowhere(tmp_path: Path) -> None:
+@both
+def test_links_and_devices_are_left_out_and_names_lead_nowhere(tmp_path: Path, kind: Any) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     path = tmp_path / "a.tar"
@@ -247,23 +263,24 @@ def test_links_and_devices_are_left_out_and_names_lead_nowhere(tmp_path: Path) -
             tarfile.CHRTYPE,
             tarfile.DIRTYPE,
         )
-        for number, kind in enumerate(kinds):
+        for number, kind_of_link in enumerate(kinds):
             info = tarfile.TarInfo(f"{number}.txt")
-            info.type, info.linkname = kind, str(secret)
+            info.type, info.linkname = kind_of_link, str(secret)
             file.addfile(info)
         for name in (str(secret), "../../up.txt"):
             info = tarfile.TarInfo(name)
             info.size = 2
             file.addfile(info, io.BytesIO(b"ok"))
     before = sorted(tmp_path.rglob("*"))
-    found = list(TarDataset(path))
+    found = list(kind(path))
     assert [sample["txt"] for sample in found] == ["ok", "ok"]
     assert secret.read_text() == "secret"
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@both
 @pytest.mark.parametrize("where", ["header", "data", "middle", "nothing", "gzip", "no tar", "huge"])
-def test_damaged_tar_file_is_named(tmp_path: Path, where: str) -> None:
+def test_damaged_tar_file_is_named(tmp_path: Path, kind: Any, where: str) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.bin", bytes(5000)), ("2.bin", bytes(5000))])
     data, huge = path.read_bytes(), tarfile.TarInfo("1.bin")
     huge.size = 2**40
@@ -277,11 +294,16 @@ def test_damaged_tar_file_is_named(tmp_path: Path, where: str) -> None:
         "huge": huge.tobuf() + bytes(2**16),
     }[where]
     path.write_bytes(damaged)
+    if where == "gzip" and kind is TarDataset:
+        with pytest.raises(ValueError, match=r"a\.tar.*TarStream"):
+            kind(path)
+        return
     words = r".*'1\.bin' has 1099511627776 bytes, and at most" if where == "huge" else ""
     with pytest.raises(DatasetError, match=rf"a\.tar{words}"):
-        list(TarDataset(path))
+        list(kind(path))
 
 
+@both
 @pytest.mark.parametrize(
     ("members", "fields", "words"),
     [
@@ -295,11 +317,11 @@ def test_damaged_tar_file_is_named(tmp_path: Path, where: str) -> None:
     ],
 )
 def test_member_that_cannot_be_read_is_named(
-    tmp_path: Path, members: Any, fields: Any, words: str
+    tmp_path: Path, kind: Any, members: Any, fields: Any, words: str
 ) -> None:
     path = write_tar(tmp_path / "a.tar", members)
     with pytest.raises(DatasetError, match=words):
-        list(TarDataset(path, fields, mode="RGB"))
+        list(kind(path, fields, mode="RGB"))
 
 
 @given(
@@ -314,8 +336,193 @@ def test_any_damage_is_an_error_of_this_package_or_gives_samples(
     for place, value in changes:
         data[place] = value
     path.write_bytes(data[:cut])
-    try:
-        samples = list(TarDataset(path))
-    except DatasetError:
-        return
-    assert len(samples) <= 2
+    for kind in KINDS:
+        try:
+            samples = list(kind(path))
+        except DatasetError:
+            continue
+        except ValueError:
+            # The first bytes may be those of a compressed file.
+            assert kind is TarDataset
+            continue
+        assert len(samples) <= 2
+
+
+# By index
+
+
+def test_rows_are_read_in_any_order(tars: Path) -> None:
+    dataset = TarDataset(str(tars / "*.tar"), FIELDS)
+    rows = list(TarStream(str(tars / "*.tar"), FIELDS))
+    assert len(dataset) == len(rows) == 40
+    for row in (39, 0, 10, 9, 25):
+        assert dataset[row] == rows[row]
+    assert dataset[-1] == rows[39]
+    assert [dict(Subset(dataset, [7, 3])[index]) for index in (0, 1)] == [rows[7], rows[3]]
+    for row in (40, -41):
+        with pytest.raises(IndexError, match=str(row)):
+            dataset[row]
+
+
+def test_dataset_is_pickled_with_its_index(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TarDataset(str(tars / "*.tar"), FIELDS)
+    assert len(dataset) == 40
+    data = pickle.dumps(dataset)
+    monkeypatch.setattr(tar_index, "index_tar", None)
+    assert pickle.loads(data)[39] == dataset[39]
+
+
+def test_tar_without_samples_is_among_others(tmp_path: Path) -> None:
+    paths = [write_tar(tmp_path / f"{name}.tar", []) for name in "ac"]
+    paths.insert(1, write_tar(tmp_path / "b.tar", [("1.cls", b"1"), ("2.cls", b"2")]))
+    assert [sample["cls"] for sample in TarDataset([*paths])] == [1, 2]
+    assert len(TarDataset(paths[0])) == 0
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The tar files that are scanned, with a cache of the test's own."""
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    seen: list[str] = []
+    scan = tar_index._scan
+
+    def noted(tar: str, *arguments: Any) -> Any:
+        seen.append(Path(tar).name)
+        return scan(tar, *arguments)
+
+    monkeypatch.setattr(tar_index, "_scan", noted)
+    return seen
+
+
+def samples_of(path: Path) -> list[Any]:
+    return [sample["cls"] for sample in TarDataset(path)]
+
+
+def test_tar_file_is_scanned_once_until_it_changes(tmp_path: Path, scans: list[str]) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
+    before = sorted(tmp_path.glob("*"))
+    for _ in range(2):
+        assert samples_of(path) == [1]
+    assert scans == ["a.tar"]
+    assert {*tmp_path.glob("*")} - {*before} == {tmp_path / "cache"}
+    (tmp_path / "link.tar").symlink_to(path)
+    assert samples_of(tmp_path / "link.tar") == [1]
+    assert scans == ["a.tar"]
+    write_tar(path, [("1.cls", b"1"), ("2.cls", b"2")])
+    os.utime(path, ns=(0, 0))
+    assert samples_of(path) == [1, 2]
+    assert scans == ["a.tar"] * 2
+
+
+def test_tar_file_that_changes_after_its_scan_is_an_error(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
+    dataset = TarDataset(path)
+    assert dataset[0]["cls"] == 1
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DatasetError, match=r"a\.tar has changed"):
+        dataset[0]
+    path.unlink()
+    with pytest.raises(DatasetError, match=r"a\.tar"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "empty", "offset", "link"])
+def test_damaged_index_is_made_again(tmp_path: Path, scans: list[str], damage: str) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
+    assert samples_of(path) == [1, 2]
+    (kept,) = (tmp_path / "cache" / "tars").iterdir()
+    data = kept.read_bytes()
+    index = msgspec.msgpack.decode(data, type=tar_index.TarIndex)
+    far = np.array([512, 2**40], np.int64).tobytes()
+    changed = {
+        "cut": data[:-5],
+        "other": b"\xc3",
+        "empty": b"",
+        "offset": msgspec.msgpack.encode(msgspec.structs.replace(index, offsets=far)),
+        "link": data,
+    }[damage]
+    kept.unlink()
+    kept.write_bytes(changed)
+    if damage == "link":
+        kept.rename(tmp_path / "elsewhere")
+        kept.symlink_to(tmp_path / "elsewhere")
+    assert samples_of(path) == [1, 2]
+    assert scans == ["a.tar"] * 2
+    assert samples_of(path) == [1, 2]
+    assert scans == ["a.tar"] * 2
+
+
+def test_index_that_others_could_change_is_not_used(tmp_path: Path, scans: list[str]) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
+    assert samples_of(path) == [1]
+    (tmp_path / "cache" / "tars").chmod(0o777)
+    assert samples_of(path) == [1]
+    assert scans == ["a.tar"] * 2
+
+
+def test_cache_that_cannot_be_written_costs_a_scan(tmp_path: Path, scans: list[str]) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.cls", b"1")])
+    (tmp_path / "cache").write_text("a file")
+    for _ in range(2):
+        assert samples_of(path) == [1]
+    assert scans == ["a.tar"] * 2
+
+
+def test_sparse_member_needs_a_stream(tmp_path: Path) -> None:
+    with open(tmp_path / "1.bin", "wb") as file:
+        file.truncate(2**20)
+        file.seek(2**19)
+        file.write(b"x")
+    command = ["tar", "--sparse", "-cf", "a.tar", "1.bin"]
+    if subprocess.run(command, cwd=tmp_path, check=False).returncode:
+        pytest.skip("this tar writes no sparse files")
+    (sample,) = TarStream(tmp_path / "a.tar")
+    assert sample["bin"] == (tmp_path / "1.bin").read_bytes()
+    with pytest.raises(DatasetError, match="TarStream"):
+        len(TarDataset(tmp_path / "a.tar"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_store_is_built_by_workers_and_resumed(
+    tars: Path, tmp_path: Path, num_workers: int
+) -> None:
+    dataset = TarDataset(str(tars / "*.tar"), FIELDS)
+    store = build_store(dataset, tmp_path / "s", num_workers=num_workers, progress=False)
+    assert [store[row]["name"] for row in range(40)] == [f"rows/{row:04}" for row in range(40)]
+    assert store[17]["image"] == dataset[17]["image"]
+    assert verify_store(store.path) == []
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_the_store_is_built(tars: Path, tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        TarDataset(str(tars / "*.tar"), {"label": "cls", "name": "__key__"}),
+        store_dir=tmp_path,
+        batch_size=8,
+        build="while_training",
+        num_workers=1,
+    )
+    trainer = L.Trainer(
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module := Names(), data)
+    for epoch in (module.names[:40], module.names[40:]):
+        assert sorted(epoch) == [f"rows/{row:04}" for row in range(40)]
+
+
+class Names(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.names: list[str] = []
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        pass
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        self.names += batch["name"]
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
