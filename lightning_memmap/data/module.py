@@ -16,7 +16,8 @@ from rich.console import Console
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import TrainerProgress
+from lightning_memmap._compat.loops import is_restoring, renew_train_loader_at_start
+from lightning_memmap._compat.progress import TrainerProgress
 from lightning_memmap._compat.tensors import empty_caches
 from lightning_memmap.data.first_epoch import show_stored
 from lightning_memmap.data.options import (
@@ -490,13 +491,17 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             ValueError: No step would have its full size under ``drop_last``, the rows cannot be
                 read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
+        # Before the Trainer has restored its counters, only the length of the loader is asked for.
+        is_early = self.trainer is not None and is_restoring(self.trainer)
+        if self.trainer is not None and not is_early:
+            (self._resume or Resume()).settle(self.trainer)
         given = self._loader("train")
         loader = self._train_loader = given.loader if isinstance(given, BatchLoader) else given
-        if self.trainer is not None:
+        if self.trainer is not None and not is_early:
             loader.set_epoch(self.trainer.current_epoch)
-            if self._resume is not None:
-                self._resume.apply(loader, self.trainer)
-                self._resume = None
+            if self._resume is not None and self._resume.train is not None:
+                loader.load_state_dict(self._resume.train.as_dict())
+            self._resume = None
             renew_where_epochs_differ(loader, self.trainer)
         self._skipped = loader.skipped
         return given
@@ -505,16 +510,17 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Where the training loader stands, the same on every rank.
 
         Returns:
-            ``train``, the state of the loader, and once the Trainer has been given a batch,
-            ``num_trained``, the batches of the epoch that its weights were trained on. What was
-            loaded, until a fit goes on from there. Empty where no training loader was made.
+            ``train``, the state of the loader; ``is_validating``; and once the Trainer has been
+            passed a batch, ``fit``, its counts up to the last batch that its weights were trained
+            on. What was loaded, until a fit goes on from there. Empty where no training loader was
+            made.
         """
         if self._resume is not None:
             return self._resume.as_dict()
         if (loader := self._train_loader) is None:
             return {}
-        state = {"train": loader.state_dict(), "num_trained": loader.num_trained}
-        return Resume.read(state).as_dict()
+        is_validating = None if self.trainer is None else self.trainer.validating
+        return Resume(*loader.stands_at(), is_validating).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.
@@ -532,6 +538,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             found.check_rows(self._rows_of("train").pool.identity["subset"])
             self._resume = found
+            renew_train_loader_at_start(self.trainer)
 
     def val_dataloader(self) -> Loaders:
         """The validation rows in dataset order.

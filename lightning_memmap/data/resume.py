@@ -6,9 +6,11 @@ from typing import Any
 import lightning as L
 import msgspec
 
-from lightning_memmap._compat.loops import go_on_after, renew_train_loader_after_epoch
+from lightning_memmap._compat.loops import renew_train_loader_after_epoch
+from lightning_memmap._compat.progress import FitPosition
+from lightning_memmap._compat.resuming import settle_counters
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.state import Count, LoaderState
+from lightning_memmap.loading.state import LoaderState
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -16,7 +18,9 @@ class Resume(msgspec.Struct, frozen=True):
 
     #: The state of its loader.
     train: LoaderState | None = None
-    num_trained: Count | None = None
+    #: What its Trainer had counted for it.
+    fit: FitPosition | None = None
+    is_validating: bool | None = None
 
     @classmethod
     def read(cls, state: object) -> "Resume":
@@ -31,8 +35,10 @@ class Resume(msgspec.Struct, frozen=True):
 
     def as_dict(self) -> dict[str, Any]:
         """What `read` reads."""
-        found = {} if self.train is None else {"train": self.train.as_dict()}
-        return found if self.num_trained is None else {**found, "num_trained": self.num_trained}
+        state: dict[str, Any] = msgspec.to_builtins(self)
+        if self.train is not None:
+            state["train"] = self.train.as_dict()
+        return {name: value for name, value in state.items() if value is not None}
 
     def check_rows(self, subset: Mapping[str, Any] | None) -> None:
         """Check that training goes on with the rows that it had."""
@@ -43,13 +49,12 @@ class Resume(msgspec.Struct, frozen=True):
                 " subset of the checkpoint"
             )
 
-    def apply(self, loader: SuperBatchLoader, trainer: L.Trainer) -> None:
-        """Let a fit go on from here."""
-        if self.train is None:
-            return
-        loader.load_state_dict(self.train.as_dict())
-        if self.num_trained is not None and self.train.epoch == trainer.current_epoch:
-            go_on_after(trainer, self.num_trained)
+    def settle(self, trainer: L.Trainer) -> None:
+        """Set the counters of a Trainer, which it has restored, to where the fit stood."""
+        saved = None
+        if self.train is not None and self.fit is not None:
+            saved = self.train.epoch, self.fit
+        settle_counters(trainer, saved, self.is_validating)
 
 
 def renew_where_epochs_differ(loader: SuperBatchLoader, trainer: L.Trainer) -> None:
@@ -58,8 +63,8 @@ def renew_where_epochs_differ(loader: SuperBatchLoader, trainer: L.Trainer) -> N
     skipping = loader.skipped.epochs(loader.order.num_positions)
     later = {epoch + 1, *(at + more for at in skipping for more in (0, 1))}
     for other in sorted(at for at in later if at > epoch):
-        if (num_steps := loader.num_steps_of(other)) != len(loader):
-            renew_train_loader_after_epoch(trainer, other - 1, num_steps)
+        if loader.num_steps_of(other) != len(loader):
+            renew_train_loader_after_epoch(trainer, other - 1)
             return
 
 

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import torch
 
-from lightning_memmap._compat.loops import BatchIndices, TrainerProgress
+from lightning_memmap._compat.loops import BatchIndices
+from lightning_memmap._compat.progress import FitPosition, TrainerProgress
 from lightning_memmap.errors import check_integer
 from lightning_memmap.loading.fetch import Fetcher
 from lightning_memmap.loading.prefetch import default_prefetch, prefetched
@@ -68,6 +69,9 @@ class SuperBatchLoader:
         self._began = self._state_at_start()
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
         self._delivered: tuple[int, Any] = 0, None
+        #: Where the epoch before began, and its steps: a module that accumulates gradients itself
+        #: may do so across epochs.
+        self._before: tuple[LoaderState, int] | None = None
         self._resume: LoaderState | None = None
         #: Gives the rows of the next epoch: a store that was being built may be finished.
         self.renewed: Callable[[], SplitRows | None] | None = None
@@ -113,36 +117,55 @@ class SuperBatchLoader:
         check_integer("epoch", epoch, 0, "epochs are counted from 0")
         self._epoch = epoch
         if self._resume is None and epoch != self._began.epoch:
+            self._before = (self._began, self._delivered[0]) if self._delivered[1] else None
             self._began, self._delivered = self._state_at_start(), (0, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, the same on every rank."""
-        steps, counts = self._delivered
-        if counts is not None and self._progress is not None:
-            steps -= self._progress.num_untrained(counts)
-        began = msgspec.structs.replace(self._began, skipped=self.skipped)
+        return self.stands_at()[0].as_dict()
+
+    def stands_at(self) -> tuple[LoaderState, FitPosition | None]:
+        """Where the loader stands, and its Trainer; None before the first step of an epoch."""
+        began = self._began
+        steps, last = self._delivered
+        progress = self._progress
+        if last is None or progress is None:
+            return self._state_after(began, steps), None
+        num_delivered = progress.num_delivered(last)
+        if num_delivered is None:
+            return self._state_after(began, steps), None
+        untrained = progress.num_untrained(last)
+        here = steps - began.steps
+        if untrained > here and self._before is not None:
+            # The group has begun in the epoch before, if an optimizer has stepped in that epoch.
+            before, num_before = self._before
+            rest = untrained - here
+            if rest < num_before - before.steps:
+                state = self._state_after(before, num_before - rest)
+                return state, progress.position(last, num_before - rest, untrained)
+        if progress.is_manual and untrained >= here:
+            # No optimizer has stepped in this epoch. A whole epoch without a step isn't a group.
+            untrained = 0 if progress.is_last(num_delivered) else here
+        state = self._state_after(began, steps - untrained)
+        return state, progress.position(last, max(0, num_delivered - untrained), untrained)
+
+    def _state_after(self, began: LoaderState, steps: int) -> LoaderState:
+        began = msgspec.structs.replace(began, skipped=self.skipped)
         if steps <= began.steps:
-            return began.as_dict()
+            return began
         schedule = self._schedule(began.position, began.epoch)
         _, position = schedule.bounds(steps - began.steps - 1)
-        return msgspec.structs.replace(began, position=position, steps=steps).as_dict()
+        return msgspec.structs.replace(began, position=position, steps=steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a saved loader stood, if the next iteration is of the same epoch."""
         self._began = self._resume = LoaderState.read(state)
+        self._before = None
         # What was left out of other rows says nothing of these.
         is_same = self._began.num_positions == self.order.num_positions
         self._were_skipped = self._began.skipped if is_same else SkippedSteps()
         self._skip()
         self._delivered = self._began.steps, None
-
-    @property
-    def num_trained(self) -> int | None:
-        """The batches of the epoch that a Trainer's weights have learned from; None if unknown."""
-        counts = self._delivered[1]
-        if counts is None or self._progress is None:
-            return None
-        return self._progress.num_trained(counts)
 
     @property
     def batch_sizes(self) -> range:
@@ -308,7 +331,7 @@ class SuperBatchLoader:
     def _deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered."""
         super_batch.note_delivery()
-        counts = None if self._progress is None else self._progress.counts()
+        counts = None if self._progress is None else self._progress.delivery()
         # In one assignment: a signal may come at any time.
         self._delivered = self._delivered[0] + 1, counts
 

@@ -68,16 +68,11 @@ def test_resume_from_inside_a_validation_validates_anew_and_continues_row_stream
     checkpoints = sorted((tmp_path / "saved").iterdir())
     assert len(checkpoints) == 2 * 3 * (6 if interval == 2 else 2)
     for checkpoint in checkpoints:
-        kind, done = checkpoint.stem.split()[:2]
-        before, after = whole.events[: int(done)], whole.events[int(done) :]
-        if kind == "inside":
-            # Again from the first row, so that the metrics are of all of them.
-            while before[-1][0] == "val":
-                after.insert(0, before.pop())
-        else:
-            # Between two steps Lightning takes the validation for done, and goes on training.
-            while after and after[0][0] != "train":
-                del after[0]
+        done = int(checkpoint.stem.split()[1])
+        before, after = whole.events[:done], whole.events[done:]
+        # Again from the first row, so that the metrics are of all of them.
+        while before[-1][0] == "val":
+            after.insert(0, before.pop())
         resumed = fit_with_validations(tmp_path, Validated(), checkpoint, **options)
         assert resumed.events == after, checkpoint.name
         assert torch.equal(weights(resumed), weights(whole))

@@ -15,6 +15,7 @@ from tests.rows import epoch_rows, make_loader, take_steps
 
 Stores = Callable[..., Store]
 
+FIT = {"num_batches": 3, "total_batches": 3, "optimizer_steps": 3, "logged_steps": 3}
 STATE = {
     "sampler": {
         "sampler": "ShuffledSampler",
@@ -121,8 +122,9 @@ def test_state_that_is_refused_leaves_the_loader_as_it_was(numbered_store: Store
         ([], "the state of the data module cannot be loaded"),
         ({"train": {**STATE, "position": -3}}, "position"),
         ({"train": 3}, r"got `int` - at `\$\.train"),
-        ({"num_trained": -1}, "num_trained"),
-        ({"num_trained": True}, "num_trained"),
+        ({"fit": {**FIT, "num_batches": -1}}, "num_batches"),
+        ({"fit": {**FIT, "logged_steps": True}}, "logged_steps"),
+        ({"fit": {"num_batches": 3}}, "total_batches"),
     ],
 )
 def test_state_of_a_data_module_that_is_wrong_is_refused(state: Any, words: str) -> None:

@@ -1,0 +1,166 @@
+"""Where a fit stands: the batches that the weights were trained on, and the Trainer's counts."""
+
+import weakref
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from torch.optim import Optimizer
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class FitPosition(msgspec.Struct, frozen=True):
+    """The counts that a Trainer would have if it had just ended the last batch that counts.
+
+    A batch counts once an optimizer has stepped on it. The counts of an interrupted batch, and of
+    batches whose gradients wait for an optimizer step, are left out.
+    """
+
+    #: Batches of the epoch, and of all epochs.
+    num_batches: Count
+    total_batches: Count
+    #: Lightning's ``global_step``.
+    optimizer_steps: Count
+    #: The step of the loggers.
+    logged_steps: Count
+
+
+class Delivery(NamedTuple):
+    """What a Trainer had counted when a batch was delivered."""
+
+    processed: int
+    global_step: int
+    optimizer_steps: int
+    logged_steps: int
+
+
+class TrainerProgress:
+    """Finds which of the delivered batches the Trainer's weights were trained on."""
+
+    def __init__(self, trainer: Any) -> None:
+        # A weak reference: the Trainer refers to the loader, which refers to this.
+        self._trainer = weakref.ref(trainer)
+        self._is_watching = False
+        #: Steps of all optimizers, and what the Trainer had counted as begun at the last one.
+        self._optimizer_steps = 0
+        self._counted_steps = -1
+        #: Batches of all epochs up to the last one that an optimizer has stepped on; None if steps
+        #: cannot be seen.
+        self._stepped_batches: int | None = None
+
+    def delivery(self) -> Delivery | None:
+        """The Trainer's counts, noted when a batch is delivered; None where it does not train."""
+        trainer: Any = self._trainer()
+        if trainer is None or not trainer.training:
+            return None
+        loop = trainer.fit_loop.epoch_loop
+        if not self._is_watching:
+            self._watch(trainer)
+        processed = loop.batch_progress.total.processed
+        steps = loop.global_step, self._optimizer_steps
+        return Delivery(processed, *steps, loop._batches_that_stepped)
+
+    def num_untrained(self, last: Delivery) -> int:
+        """The number of delivered batches, at the end, that the weights were not trained on.
+
+        They may have begun in the epoch before.
+        """
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return 0
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        is_processed = progress.total.processed > last.processed
+        if not trainer.lightning_module.automatic_optimization:
+            if self._stepped_batches is None:
+                return int(not is_processed)
+            return max(0, last.processed + 1 - self._stepped_batches)
+        # The current batch, until an optimizer steps or its step ends, and the batches whose
+        # gradients wait for the rest of their group, since a checkpoint has no gradients.
+        now = loop.global_step, self._optimizer_steps
+        if not is_processed and now != (last.global_step, last.optimizer_steps):
+            return 0
+        num_processed = progress.current.processed
+        is_group_open = (
+            num_processed != trainer.num_training_batches
+            and not trainer.strategy.handles_gradient_accumulation
+        )
+        waiting = int(num_processed) % int(trainer.accumulate_grad_batches) if is_group_open else 0
+        return waiting + int(not is_processed)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the module itself decides when an optimizer steps."""
+        trainer: Any = self._trainer()
+        return trainer is not None and not trainer.lightning_module.automatic_optimization
+
+    def is_last(self, num_batches: int) -> bool:
+        """Whether an epoch ends after a number of batches."""
+        trainer: Any = self._trainer()
+        return trainer is not None and num_batches >= trainer.num_training_batches
+
+    def num_delivered(self, last: Delivery) -> int | None:
+        """The batches of the epoch that were delivered; None without a Trainer."""
+        trainer: Any = self._trainer()
+        if trainer is None:
+            return None
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        is_under_way = progress.total.processed == last.processed
+        num_processed: int = progress.current.processed
+        return num_processed + int(is_under_way)
+
+    def position(self, last: Delivery, num_batches: int, num_untrained: int) -> FitPosition:
+        """Where the fit stands after the first batches of an epoch, the last ones left out."""
+        trainer: Any = self._trainer()
+        loop = trainer.fit_loop.epoch_loop
+        steps = _step_counts(trainer)
+        # An optimizer has stepped, and the Trainer was interrupted before it counted that.
+        is_uncounted = steps.ready == self._counted_steps == steps.completed + 1
+        # With manual optimization Lightning counts every batch for the loggers, and otherwise none
+        # of those that wait.
+        is_waiting = int(num_untrained > 0)
+        uncounted_batches = num_untrained if self.is_manual else is_waiting
+        return FitPosition(
+            num_batches,
+            last.processed + 1 - num_untrained,
+            loop.global_step + int(is_uncounted),
+            last.logged_steps + 1 - uncounted_batches,
+        )
+
+    def _watch(self, trainer: Any) -> None:
+        """Count the steps of optimizers. Lightning counts a step only after all of its hooks."""
+        this = weakref.ref(self)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        steps = _step_counts(trainer)
+
+        def count(*_: Any) -> None:
+            if (progress := this()) is None:
+                return
+            progress._optimizer_steps += 1
+            progress._counted_steps = steps.ready
+            # In `on_train_batch_start`, the batch that is about to begin has no gradients yet.
+            current = batches.current
+            is_beginning = max(current.started, current.processed) < current.ready
+            progress._stepped_batches = batches.total.ready - int(is_beginning)
+
+        # Lightning takes other classes too, which have no hooks. Its own is of a module that has
+        # no optimizer.
+        optimizers = [
+            optimizer
+            for optimizer in trainer.optimizers
+            if isinstance(optimizer, Optimizer) and not isinstance(optimizer, _MockOptimizer)
+        ]
+        for optimizer in optimizers:
+            weakref.finalize(self, optimizer.register_step_post_hook(count).remove)
+        if optimizers and len(optimizers) == len(trainer.optimizers):
+            self._stepped_batches = batches.total.processed
+        self._is_watching = True
+
+
+def _step_counts(trainer: Any) -> Any:
+    """The Trainer's counts of optimizer steps, begun and completed."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress.optimizer.step.total
+    return loop.manual_optimization.optim_step_progress.total
