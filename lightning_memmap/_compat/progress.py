@@ -7,6 +7,8 @@ import msgspec
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch.optim import Optimizer
 
+from lightning_memmap._compat.signals import SignalDeferral
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -133,16 +135,23 @@ class TrainerProgress:
         this = weakref.ref(self)
         batches = trainer.fit_loop.epoch_loop.batch_progress
         steps = _step_counts(trainer)
+        # Signals may raise in the middle of an update, or save a checkpoint there.
+        signals = SignalDeferral()
+        weakref.finalize(self, signals.close)
+
+        def begin(*_: Any) -> None:
+            signals.begin()
 
         def count(*_: Any) -> None:
-            if (progress := this()) is None:
-                return
-            progress._optimizer_steps += 1
-            progress._counted_steps = steps.ready
-            # In `on_train_batch_start`, the batch that is about to begin has no gradients yet.
-            current = batches.current
-            is_beginning = max(current.started, current.processed) < current.ready
-            progress._stepped_batches = batches.total.ready - int(is_beginning)
+            if (progress := this()) is not None:
+                progress._optimizer_steps += 1
+                progress._counted_steps = steps.ready
+                # In `on_train_batch_start`, the batch that begins has no gradients yet.
+                current = batches.current
+                is_beginning = max(current.started, current.processed) < current.ready
+                if progress._stepped_batches is not None:
+                    progress._stepped_batches = batches.total.ready - int(is_beginning)
+            signals.end()
 
         # Lightning takes other classes too, which have no hooks. Its own is of a module that has
         # no optimizer.
@@ -152,9 +161,12 @@ class TrainerProgress:
             if isinstance(optimizer, Optimizer) and not isinstance(optimizer, _MockOptimizer)
         ]
         for optimizer in optimizers:
+            weakref.finalize(self, optimizer.register_step_pre_hook(begin).remove)
             weakref.finalize(self, optimizer.register_step_post_hook(count).remove)
         if optimizers and len(optimizers) == len(trainer.optimizers):
             self._stepped_batches = batches.total.processed
+        if optimizers:
+            signals.install()
         self._is_watching = True
 
 

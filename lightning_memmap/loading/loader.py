@@ -337,8 +337,10 @@ class SuperBatchLoader:
 
     def _steps(self) -> Iterator[SuperBatch]:
         """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
-        if self.renewed is not None and (rows := self.renewed()) not in (None, self._rows):
-            self._serve(rows)
+        rows = None if self.renewed is None else self.renewed()
+        if rows is not None and rows.sources is not self._rows.sources:
+            # The topology is this loader's: without a Trainer, only it knows its process.
+            self._serve(replace(rows, topology=self._rows.topology))
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()

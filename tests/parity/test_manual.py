@@ -219,8 +219,8 @@ def test_batch_that_fails_is_done_again_with_its_group(tmp_path: Path, stop: int
     for kind in (Accumulating, AcrossEpochs):
         whole = fit(tmp_path, kind())
         path = tmp_path / kind.__name__
+        callbacks = [OnExceptionCheckpoint(path, "stopped")]
         with pytest.raises(StopError):
-            callbacks = [OnExceptionCheckpoint(path, "stopped")]
             fit(tmp_path, kind(stop=stop), callbacks=callbacks)
         resumed = fit(tmp_path, kind(), path / "stopped.ckpt")
         assert resumed.rows == whole.rows[num_learned(kind, stop - 1) :]

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import Dataset, StackDataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.data.set_up import FIRST_STEPS
@@ -670,3 +670,25 @@ def test_what_another_build_has_left_is_not_trained_from(tmp_path: Path, is_ther
         [("train", 60, None)] if is_there else []
     )
     data.teardown()
+
+
+def test_process_of_several_without_a_trainer_serves_only_its_own_rows(tmp_path: Path) -> None:
+    data = MemmapDataModule(
+        Points(96),
+        store_dir=tmp_path / "stores",
+        batch_size=4,
+        num_workers=1,
+        build="while_training",
+    )
+    ranks = [DistributedSampler(range(96), 2, rank) for rank in range(2)]  # type: ignore[arg-type]
+    set_up(data, "fit")
+    loader: Any = data.train_dataloader()
+    # As Fabric makes them.
+    loaders = [type(loader)(loader.loader, loader.device, sampler=rank) for rank in ranks]
+    try:
+        for _ in range(2):
+            first, second = map(rows_in, loaders)
+            assert len(first) == len(second) == 48
+            assert sorted(first + second) == [*range(96)]
+    finally:
+        data.teardown()
