@@ -247,7 +247,7 @@ def test_training_on_a_url_has_the_batches_of_the_directory(
         seen.append((module.seen, weights(module).tolist()))
     assert seen[0] == seen[1]
     assert len(seen[0][0]["train"]) >= 3
-    resident = {*data.placement.splits["train"].residency}
+    resident = {*data.placement.splits["train"].residencies}
     assert Residency(options.get("residency", "mmap")) in resident
 
 
