@@ -27,7 +27,7 @@ _FROZEN = {int, float, complex, bool, str, bytes, type(None), *np.sctypeDict.val
 
 def copied(sample: Any) -> Any:
     """Copy what a dataset may overwrite in a sample: its containers, arrays and images."""
-    kind = type(sample)
+    kind: Any = type(sample)
     # Those that most datasets give.
     if kind in _FROZEN:
         return sample
@@ -37,11 +37,11 @@ def copied(sample: Any) -> Any:
         return kind([v if type(v) in _FROZEN else copied(v) for v in sample])
     if kind is np.ndarray:
         return sample.copy()
-    if isinstance(sample, (list, tuple)):
+    if isinstance(sample, list):
+        return [copied(value) for value in sample]
+    if isinstance(sample, tuple):
         values = [copied(value) for value in sample]
-        if hasattr(sample, "_make"):  # a named tuple
-            return sample._make(values)
-        return values if isinstance(sample, list) else tuple(values)
+        return kind._make(values) if hasattr(kind, "_fields") else tuple(values)
     if isinstance(sample, TensorDictBase) or is_tensorclass(sample):
         return sample.clone()
     if isinstance(sample, Mapping):

@@ -345,13 +345,18 @@ def array_dtype(array: Array) -> torch.dtype:
         dtype, found = array.dtype if array.dtype in DTYPES.values() else None, "dtype"
         lost = f"{dtype_name(array.dtype)}, which does not survive in a memory-mapped file"
     else:
-        dtype, found = FROM_NUMPY.get(array.dtype.newbyteorder("=")), "a numpy array of dtype"
+        # numpy's StringDType has no byte order.
+        is_text = array.dtype.kind == "T"
+        dtype = None if is_text else FROM_NUMPY.get(array.dtype.newbyteorder("="))
+        found = "a numpy array of dtype"
         lost = f"{array.dtype}"
     if dtype is None:
         texts = "; lists and texts are given without numpy, as by with_format(None) of Hugging Face"
+        is_text = not isinstance(array, Tensor) and array.dtype.kind == "T"
+        texts = "; its texts are given as a list, such as by tolist()" if is_text else texts
         raise SchemaError(
             f"found {found} {lost}; convert it in the dataset to one of"
-            f" {', '.join(DTYPES)}{texts * (lost == 'object')}"
+            f" {', '.join(DTYPES)}{texts * (lost == 'object' or is_text)}"
         )
     return dtype
 

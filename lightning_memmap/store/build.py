@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch.utils.data import Subset
 
-from lightning_memmap.errors import StoreError, check_integer, with_article
+from lightning_memmap.errors import DatasetError, StoreError, check_integer, with_article
 from lightning_memmap.sampling.rows import Shards, default_shards
 from lightning_memmap.schema.forms import Form, read_forms
 from lightning_memmap.sizes import format_bytes
@@ -32,6 +32,7 @@ from lightning_memmap.store.building import (
     rows_of_part,
 )
 from lightning_memmap.store.directory import PARTS, StoreDirectory, check_free, is_store
+from lightning_memmap.store.files import is_there
 from lightning_memmap.store.identity import Fingerprint, check_given
 from lightning_memmap.store.manifest import Manifest, are_class_names, check_num_shards
 from lightning_memmap.store.places import store_directory
@@ -330,6 +331,7 @@ def append_store(
     open_directory(directory.path)  # Before a lock is made where there is nothing.
     with directory.locked():
         store = open_directory(directory.path)
+        classes = _joined_classes(store, dataset)
         both = Appended(store, dataset)
         _log.warning(
             "appending %s rows to %s: the %s of the old version are copied",
@@ -347,7 +349,7 @@ def append_store(
             store.schema,
             probes=(*store.manifest.probes, *added),
             fingerprint=identity,
-            classes=store.classes,
+            classes=classes,
             source={"dataset": name[-_MAX_SOURCE:], ".old rows": store.manifest.content},
         )
         row_bytes = store.manifest.row_bytes
@@ -449,6 +451,21 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, (list, tuple)) and are_class_names(names) else ()
 
 
+def _joined_classes(store: Store, dataset: Any) -> tuple[str, ...]:
+    """The names of the classes of a store and of a dataset that is appended to it, by label."""
+    old, new = store.classes, _class_names(dataset)
+    if not (old and new):
+        return old
+    for label, (one, other) in enumerate(zip(old, new, strict=False)):
+        if one != other:
+            raise DatasetError(
+                f"dataset: label {label} is the class {other!r} there, and {one!r} in the store at"
+                f" {store.path}: give the dataset the labels of the store, whose classes are"
+                f" {short_repr(list(old))}"
+            )
+    return max(old, new, key=len)
+
+
 def check_length(dataset: Any) -> int:
     """Check that a dataset has rows, and says how many: so many."""
     try:
@@ -488,7 +505,8 @@ def _reopen(asked: Asked, *, is_locked: bool = False) -> Store:
             directory.discard()
             # Another process may have replaced the store since this one opened it.
             if found is not None and Manifest.read(directory.path) == store.manifest:
-                replace(store.manifest, fingerprint=found).write(directory.path)
+                classes = _class_names(asked.dataset) or store.classes
+                replace(store.manifest, fingerprint=found, classes=classes).write(directory.path)
     return store
 
 
@@ -512,7 +530,7 @@ def _check_parts(path: Path, draft: Manifest, generation: Path, num_parts: int) 
     problems = []
     for index in range(num_parts):
         rows = rows_of_part(index, num_parts, draft.num_rows)
-        if not os.path.lexists(generation / journal_name(index)):
+        if not is_there(generation / journal_name(index)):
             problems += [f"part {index} is missing"] * bool(rows)
             continue
         try:

@@ -470,4 +470,5 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
         **{f"field {each.name!r}": str(each) for each in manifest.schema.fields},
         "structure": manifest.structure,
         "probes": tuple(manifest.probes),
+        "classes": manifest.classes,
     }

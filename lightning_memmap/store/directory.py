@@ -25,6 +25,7 @@ from lightning_memmap.errors import MemmapError, StoreError
 from lightning_memmap.store.files import (
     SAFE_FLAGS,
     TEMPORARY,
+    is_there,
     open_plain,
     read_plain,
     sync_path,
@@ -121,8 +122,10 @@ class StoreDirectory:
 
     @property
     def has_left(self) -> bool:
-        """Whether an interrupted build has left something."""
-        return bool(self.unfinished(KEY)) or any(map(os.path.lexists, self._left()))
+        """Whether an interrupted build has left something, as far as this process can see."""
+        with suppress(OSError, StoreError):
+            return bool(self.unfinished(KEY)) or any(map(is_there, self._left()))
+        return False
 
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
@@ -178,7 +181,14 @@ class StoreDirectory:
     def unfinished(self, key: str) -> list[Path]:
         """The generations of unfinished builds that are ours. The store's own may have a key too,
         if the process that committed it was killed."""
-        found = [path for path in self._generations() if os.path.lexists(path / key)]
+        try:
+            found = [path for path in self._generations() if is_there(path / key)]
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be listed, so that unfinished builds in it are not found:"
+                f" {error}: see that its disk works, that you have the right to read it, and that"
+                " the process may open more files (`ulimit -n`)"
+            ) from error
         with suppress(MemmapError):  # There is no store, or none that can be read.
             current = Manifest.read(self.path).generation if found else ""
             return [path for path in found if path.name != current]
@@ -199,8 +209,14 @@ class StoreDirectory:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what nobody needs. The lock must be held."""
-        for path in list(self._left()):
+        """Remove what nobody needs. The lock must be held. What cannot be listed now stays until
+        the next change."""
+        try:
+            left = list(self._left())
+        except OSError as error:
+            _log.warning("%s cannot be listed: old files stay in it: %s", self.path, error)
+            return
+        for path in left:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -220,21 +236,23 @@ class StoreDirectory:
             if path.name == current:
                 temporary = path.glob(f"*{TEMPORARY}")
                 yield from (path / JOURNAL, path / SERVING, *temporary, path / PARTS, path / KEY)
-            elif not any(os.path.lexists(path / key) for key in (KEY, PARTS)):
+            elif not any(is_there(path / key) for key in (KEY, PARTS)):
                 yield path
 
     def _generations(self) -> list[Path]:
         """The generations that belong to this user, or to the owner of the directory, who could put
         anything there."""
         found = []
-        with suppress(OSError):
+        try:
             owners = (os.geteuid(), os.stat(self.path).st_uid)
-            for name in sorted(os.listdir(self.path)):
-                path = self.path / name
-                if GENERATION.fullmatch(name):
-                    status = os.lstat(path)
-                    if stat.S_ISDIR(status.st_mode) and status.st_uid in owners:
-                        found.append(path)
+            names = sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for name in filter(GENERATION.fullmatch, names):
+            with suppress(FileNotFoundError):  # Another process has just removed it.
+                status = os.lstat(self.path / name)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid in owners:
+                    found.append(self.path / name)
         return found
 
 

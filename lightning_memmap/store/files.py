@@ -44,6 +44,15 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
+def is_there(path: Path) -> bool:
+    """Whether a path leads to something. Other than ``lexists``, an error of the disk is raised."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def check_plain(path: Path) -> int:
     """Check that a path leads to a plain file."""
     status = os.lstat(path)

@@ -7,7 +7,6 @@ that a reader needs next.
 
 import fcntl
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ from lightning_memmap.store.directory import (
     check_free,
     is_store,
 )
-from lightning_memmap.store.files import TEMPORARY
+from lightning_memmap.store.files import TEMPORARY, is_there
 from lightning_memmap.store.identity import Fingerprint
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import (
@@ -110,7 +109,7 @@ class Serving(Supply):
     def is_complete(self) -> bool:
         # Committed, or removed since then: a build has its journal.
         self.check()
-        return not os.path.lexists(self.generation / JOURNAL)
+        return not is_there(self.generation / JOURNAL)
 
     @property
     @override

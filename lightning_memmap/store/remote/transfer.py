@@ -4,7 +4,6 @@ What is copied gets a generation of its own, named after the store and after wha
 no two copies of different stores write to the same files, and what one removes no other needs.
 """
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeGuard
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store.building import allocate_files
 from lightning_memmap.store.directory import KEY, StoreDirectory, check_free, is_store, remove_tree
-from lightning_memmap.store.files import TEMPORARY, read_plain
+from lightning_memmap.store.files import TEMPORARY, is_there, read_plain
 from lightning_memmap.store.manifest import (
     FORMAT,
     GENERATION,
@@ -90,7 +89,7 @@ def push_store(
         for name, num_bytes in sizes.items():
             at = f"{new.generation}/{name}"
             if there.size(at) != num_bytes:
-                if not os.path.lexists(files / name):
+                if not is_there(files / name):
                     raise StoreError(f"the store at {directory} was replaced: push it again")
                 there.write(at, files / name)
             advance(num_bytes)

@@ -4,7 +4,7 @@ import operator
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -94,8 +94,12 @@ class ImageFolder(Dataset[dict[str, Any]]):
 
 
 def _images_in(folder: Path) -> Iterator[str]:
-    for path, folders, files in os.walk(folder):
+    for path, folders, files in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
                 yield os.path.join(path, name)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error  # Otherwise the images of a folder that cannot be listed would be left out.

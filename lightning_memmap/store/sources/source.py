@@ -126,7 +126,8 @@ def in_turn(sources: Sequence[Source], sizes: Sequence[int]) -> Source:
 def telling_samples(dataset: Any) -> list[Any]:
     """Samples of the values of a table, which show what is None in some rows or differs in length.
 
-    Each has values of several rows. There are none of datasets that are no tables.
+    Each has values of several rows. There are none of datasets that are no tables. Of a ``Subset``,
+    they show all rows of the table: so training and validation rows of one table have one schema.
     """
     kind = type(dataset)
     if kind is Subset:
@@ -249,7 +250,7 @@ def _rows_of_array(values: Any, rows: RowNumbers) -> Branch:
         # Libraries of arrays in files return new arrays; any other may reuse a buffer.
         is_new = type(values).__module__.partition(".")[0] in _FILE_MODULES
         found = np.asarray(found) if is_new else np.array(found)
-    if isinstance(found, np.ndarray) and found.dtype.kind in "OUS" and found.ndim == 1:
+    if isinstance(found, np.ndarray) and found.dtype.kind in "OUST" and found.ndim == 1:
         return Samples(found.tolist())
     return _ArrayRows(found)
 

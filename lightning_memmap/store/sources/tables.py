@@ -6,10 +6,11 @@ or bytes; an array for a list of numbers; a list for other lists; a dict for a s
 of Hugging Face has Python's own numbers and lists.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,8 @@ _LOST = {
     "pandas.interval": "intervals that would lose which of their ends are closed: give a column for"
     " each end, .array.left and .array.right",
 }
+#: Lists that are looked at together, to find the shortest and the longest.
+_TOLD_ROWS = 2**14
 #: Formats of Hugging Face whose samples have the values of the table, in a type of Python, numpy or
 #: torch.
 _FORMATS = {None, "numpy", "torch"}
@@ -248,10 +251,12 @@ class ArrowColumn(TableColumn):
         return ArrowRows(self.take(rows))
 
 
-def _told(column: Any) -> Any:
-    """The values of a column that show what all have; see `TableColumn.telling`."""
+def _told(column: Any, among: Integers | None = None) -> Any:
+    """The values of a column, or of some of its rows, that show what all of these have; see
+    `TableColumn.telling`."""
     kind = column.type
-    found = _joined((column.slice(row, 1) for row in sorted({*_telling_rows(column)})), kind)
+    rows = _telling_rows(column) if among is None else _telling_rows_among(column, among)
+    found = _joined((column.slice(row, 1) for row in sorted({*rows})), kind)
     is_empty_list = _is_list(kind) and len(found) > found.null_count
     if is_empty_list and not len(pc.list_flatten(found)):
         # Its type alone tells what a list would have; one of numbers is an array of that type.
@@ -282,6 +287,23 @@ def _telling_rows(column: Any) -> Iterator[int]:
         yield from (sizes.index(bound).as_py() for bound in bounds if bound.is_valid)
         if rows := [*_telling_rows(pc.list_flatten(column))]:
             yield from np.searchsorted(np.cumsum(_lengths(column)), rows, side="right").tolist()
+
+
+def _telling_rows_among(column: Any, rows: Integers) -> Iterator[int]:
+    """Yield those of some rows that show what these have. Texts and bytes are not read."""
+    if _is_list(column.type):
+        for first in range(0, len(rows), _TOLD_ROWS):
+            some = rows[first : first + _TOLD_ROWS]
+            yield from some[[*_telling_rows(_take(column, some))]].tolist()
+        return
+    is_given = column.is_valid().to_numpy()[rows]
+    given = rows[is_given]
+    if len(given) < len(rows):
+        yield from (int(rows[is_given.argmin()]), *given[:1].tolist())
+    if pa.types.is_struct(column.type):
+        for index, field in enumerate(column.type):
+            parts = [chunk.field(index) for chunk in column.chunks]
+            yield from _telling_rows_among(pa.chunked_array(parts, field.type), given)
 
 
 def arrow_column(name: str, column: Any) -> Any:
@@ -338,6 +360,52 @@ def _plain_type(kind: Any) -> Any:
     return (pa.list_ if types.is_list(kind) else pa.large_list)(item)
 
 
+def _common_type(one: Any, other: Any) -> Any:
+    """A type that has the values of two plain types in the same meaning; None where none has."""
+    types = pa.types
+    if one == other or types.is_null(other):
+        return one
+    if types.is_null(one):
+        return other
+    if types.is_dictionary(one) or types.is_dictionary(other):
+        values = (each.value_type if types.is_dictionary(each) else each for each in (one, other))
+        return _common_type(*values)
+    for small, large in ((pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())):
+        if {one, other} <= {small, large}:
+            return large
+    if types.is_struct(one) and types.is_struct(other):
+        if sorted(field.name for field in one) != sorted(field.name for field in other):
+            return None
+        kinds = [_common_type(field.type, other.field(field.name).type) for field in one]
+        pairs = zip(one, kinds, strict=True)
+        return None if None in kinds else pa.struct([(field.name, kind) for field, kind in pairs])
+    are_lists = _is_list(one) and _is_list(other)
+    if not are_lists or isinstance(one, _VIEWS) or isinstance(other, _VIEWS):
+        return None
+    if (item := _common_type(one.value_type, other.value_type)) is None:
+        return None
+    are_fixed = types.is_fixed_size_list(one) and types.is_fixed_size_list(other)
+    if are_fixed and one.list_size == other.list_size:
+        return pa.list_(item, one.list_size)
+    return pa.large_list(item)
+
+
+def _cast(column: Any, kind: Any) -> Any:
+    """A column in a type that `_common_type` has found for it."""
+    if column.type == kind:
+        return column
+    if not (pa.types.is_struct(kind) and pa.types.is_struct(column.type)):
+        return column.cast(kind)
+    # By the names of its fields, which may have another order.
+    chunks = []
+    for chunk in column.chunks:
+        parts = [pa.chunked_array([chunk.field(field.name)]) for field in kind]
+        cast = [_cast(part, field.type) for part, field in zip(parts, kind, strict=True)]
+        arrays = [pa.concat_arrays(part.chunks) for part in cast]
+        chunks.append(pa.StructArray.from_arrays(arrays, fields=[*kind], mask=chunk.is_null()))
+    return pa.chunked_array(chunks, kind)
+
+
 def _take(column: Any, rows: RowNumbers) -> Any:
     if isinstance(rows, range):
         return column.slice(rows.start, len(rows))
@@ -353,7 +421,7 @@ def parquet_columns(
     """Open a Parquet file, or all such files in and below a directory, in the order of names."""
     paths = [path]
     if path.is_dir():
-        within = sorted(each.relative_to(path) for each in path.rglob("*.parquet"))
+        within = sorted(each.relative_to(path) for each in _files_below(path))
         # As everywhere, hidden files and those that begin with "_" are no data.
         within = [each for each in within if not any(part[0] in "._" for part in each.parts)]
         if cut := [each for each in within if "=" in str(each.parent)]:
@@ -366,6 +434,16 @@ def parquet_columns(
         raise FileNotFoundError(f"{path}: the directory has no file that ends in .parquet")
     groups = _RowGroups(paths, choose)
     return {name: ParquetColumn(groups, name) for name in groups.kinds}
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    """The Parquet files in and below a directory, all of whose folders can be listed."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=fail):
+        yield from (Path(folder, name) for name in names if name.endswith(".parquet"))
 
 
 @contextmanager
@@ -392,14 +470,21 @@ class _RowGroups:
             for path, stat in zip(paths, stats, strict=True)
         ]
         self._groups, self.kinds, sizes = list[tuple[Path, int]](), dict[str, Any](), list[int]()
+        self._are_plain: dict[str, bool] = {}
         for path in paths:
             file = self._open(path)
             schema, counts = file.schema_arrow, range(file.num_row_groups)
             if not self.kinds:
                 self.kinds = {name: schema.field(name).type for name in choose(schema.names)}
             for name, kind in self.kinds.items():
-                _check_type(name, kind)
-                self._check(path, schema, name, kind)
+                self._check_name(path, schema, name)
+                _check_type(name, schema.field(name).type)
+                self.kinds[name] = self._common(path, name, kind, schema.field(name).type)
+            if more := [name for name in choose(schema.names) if name not in self.kinds]:
+                raise DatasetError(
+                    f"{path}: it has the column {more[0]!r}, which {paths[0]} does not have: add it"
+                    " there, or leave it out with names=[...], the columns to keep"
+                )
             self._groups += [(path, number) for number in counts]
             sizes += [file.metadata.row_group(number).num_rows for number in counts]
         #: Where each row group ends, in rows of all files.
@@ -416,27 +501,50 @@ class _RowGroups:
         with _reading(path):
             return ParquetFile(path)
 
-    def _check(self, path: Path, schema: Any, name: str, kind: Any) -> None:
-        first = self.files[0][0]
+    def _check_name(self, path: Path, schema: Any, name: str) -> None:
         if schema.names.count(name) != 1:
             raise DatasetError(
-                f"{path}: it has no column {name!r}, which {first} has; its columns are"
+                f"{path}: it has no column {name!r}, which {self.files[0][0]} has; its columns are"
                 f" {', '.join(schema.names)}"
             )
-        found = schema.field(name).type
-        if found != kind and pa.types.is_primitive(found) and pa.types.is_primitive(kind):
+
+    def _common(self, path: Path, name: str, kind: Any, other: Any) -> Any:
+        """The type of a column in all files up to this one."""
+        is_plain = kind == other == _plain_type(other)
+        self._are_plain[name] = self._are_plain.get(name, True) and is_plain
+        if (found := _common_type(_plain_type(kind), _plain_type(other))) is None:
             raise DatasetError(
-                f"{path}: column {name!r} is {found}, and {kind} in {first}: give files whose"
-                " columns have one type"
+                f"{path}: column {name!r} is {other}, and {kind} in {self.files[0][0]}: give files"
+                " whose columns have one type"
             )
+        return found
 
     def read(self, group: int, name: str) -> Any:
         """One column of a row group."""
-        path, number = self._groups[group]
+        path = self._opened(group)
+        with _reading(path):
+            number = self._groups[group][1]
+            column = _plain(self._file[1].read_row_group(number, columns=[name]).column(name))
+            return _cast(column, self.kinds[name])
+
+    def _opened(self, group: int) -> Path:
+        """Open the file of a row group, unless it is open already. Returns its path."""
+        path = self._groups[group][0]
         if self._file[0] != path:
             self._file = path, self._open(path)
-        with _reading(path):
-            return _plain(self._file[1].read_row_group(number, columns=[name]).column(name))
+        return path
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a column is of one type in all files, for which Arrow has all functions."""
+        return self._are_plain[name]
+
+    def num_missing(self, group: int, name: str) -> int | None:
+        """How many values of a column that is not nested are None in a row group, if it says so."""
+        self._opened(group)
+        metadata = self._file[1].metadata.row_group(self._groups[group][1])
+        columns = (metadata.column(index) for index in range(metadata.num_columns))
+        stats = next((each.statistics for each in columns if each.path_in_schema == name), None)
+        return None if stats is None or not stats.has_null_count else int(stats.null_count)
 
     def column(self, group: int, name: str) -> Any:
         """One column of a row group, kept until another one is asked for."""
@@ -463,11 +571,30 @@ class ParquetColumn(ArrowColumn):
         if pa.types.is_nested(kind):
             groups = (self._groups.read(each, name) for each in range(len(self._groups.ends)))
             return _told(_joined(map(_told, groups), kind))
+        if not self._groups.is_plain(name):
+            return self._told_by_groups()
         files, is_given = dataset([path for path, *_ in self.files]), pc.field(name).is_valid()
         # Statistics are asked first.
         options = {"columns": [name], "use_threads": False}
         heads = (files.head(1, filter=which, **options) for which in (~is_given, is_given))
         return _joined(_plain(head.column(name)) for head in heads)
+
+    def _told_by_groups(self) -> Any:
+        """A value that is None, if there is one, and another one."""
+        found, wanted = list[Any](), {True, False}
+        sizes = np.diff(self._groups.ends, prepend=0).tolist()
+        for group, size in enumerate(sizes):
+            count = self._groups.num_missing(group, self.name) if size else 0
+            possible = {True} if count == 0 else {False} if count == size else {True, False}
+            if not (size and wanted & possible):
+                continue
+            column = self._groups.read(group, self.name)
+            is_given = column.is_valid().to_numpy()
+            for which in [*wanted]:
+                if (is_given == which).any():
+                    found.append(column.slice(int((is_given == which).argmax()), 1))
+                    wanted.remove(which)
+        return _joined(found, self._groups.kinds[self.name])
 
     @override
     def pieces(self) -> Integers:
@@ -512,11 +639,17 @@ def hugging_face_samples(dataset: Any) -> list[Any]:
     for name in form["columns"] if form["type"] is not None else ():
         _check_format(dataset, name)
     columns = {name: dataset.data.column(name) for name in dataset.column_names}
-    told = {name: _told(column) for name, column in columns.items()}
+    # Rows that were left out by filter() or select() stay in the table.
+    kept = getattr(dataset, "_indices", None)
+    among = None if kept is None else kept.column(0).to_numpy().astype(np.int64)
+    if among is not None and not len(among):
+        return []
+    told = {name: _told(column, among) for name, column in columns.items()}
+    first = 0 if among is None else int(among[0])
     rows = np.arange(max(map(len, told.values()), default=0))
     with suppress(Exception):  # Whoever reads the row says what is wrong in it.
         for name, column in told.items():
-            some = column if len(column) else columns[name].slice(0, 1)
+            some = column if len(column) else columns[name].slice(first, 1)
             columns[name] = some.take(pa.array(rows % len(some)))
         short = type(dataset)(pa.table(columns), info=dataset.info.copy()).with_format(
             form["type"], form["columns"], form["output_all_columns"], **form["format_kwargs"]

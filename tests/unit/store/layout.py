@@ -1,7 +1,11 @@
 """What lies in the directory of a store."""
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from lightning_memmap.store.building import unfinished_build
 from lightning_memmap.store.directory import KEY, PARTS, StoreDirectory
@@ -41,3 +45,18 @@ def parts_path(path: Path) -> Path:
     """The generation of the one unfinished build in parts."""
     (found,) = StoreDirectory(path).unfinished(PARTS)
     return found
+
+
+def fail_to_list(monkeypatch: pytest.MonkeyPatch, directory: Path, code: int = errno.EIO) -> None:
+    """Let the system fail to list one directory."""
+
+    def failing(list_: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            if Path(path) == directory:
+                raise OSError(code, os.strerror(code), str(path))
+            return list_(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "listdir", failing(os.listdir))
+    monkeypatch.setattr(os, "scandir", failing(os.scandir))

@@ -85,6 +85,31 @@ def test_row_that_does_not_fit_leaves_the_store_as_it_was(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"s"}
 
 
+class Named(Numbered):
+    """Rows whose labels have names."""
+
+    def __init__(self, num_rows: int, classes: list[str]) -> None:
+        super().__init__(num_rows)
+        self.classes = classes
+
+
+def test_appended_labels_of_other_classes_are_refused(tmp_path: Path) -> None:
+    build_store(Named(50, ["cat", "dog"]), tmp_path / "s", **QUIET)
+    for classes in (["dog", "cat"], ["cat", "cow", "dog"]):
+        with pytest.raises(DatasetError, match="'dog'"):
+            append_store(Named(30, classes), tmp_path / "s", **QUIET)
+        assert len(open_store(tmp_path / "s")) == 50
+    for classes in (["cat"], [], ["cat", "dog"], ["cat", "dog", "cow"]):
+        append_store(Named(3, classes), tmp_path / "s", **QUIET)
+    assert open_store(tmp_path / "s").classes == ("cat", "dog", "cow")
+
+
+def test_names_of_classes_that_have_changed_are_those_of_the_dataset(tmp_path: Path) -> None:
+    build_store(Named(50, ["cat", "dog"]), tmp_path / "s", **QUIET)
+    assert build_store(Named(50, ["Katze", "Hund"]), tmp_path / "s", **QUIET).num_rows == 50
+    assert open_store(tmp_path / "s").classes == ("Katze", "Hund")
+
+
 class _Random(Numbered):
     def __getitem__(self, row: int) -> dict[str, Any]:
         return {"x": torch.randint(9, (4,)), "label": 1}

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from lightning_memmap import ImageFolder, build_store, open_store
 from lightning_memmap.errors import DatasetError
 from tests.datasets import EncodedImages, encoded, icons, photographs, plain
+from tests.unit.store.layout import fail_to_list
 
 NAMES = ["zero", "one", "two"]
 
@@ -137,3 +138,15 @@ def test_arguments_that_cannot_be_are_refused(
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(error, match=words):
         ImageFolder(**arguments)
+
+
+def test_folder_that_cannot_be_listed_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("cat/a", "cat/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "0.png").write_bytes(encoded(np.zeros((2, 2, 3), np.uint8)))
+    assert len(ImageFolder(tmp_path)) == 2
+    fail_to_list(monkeypatch, tmp_path / "cat" / "b")
+    with pytest.raises(OSError, match=str(tmp_path / "cat" / "b")):
+        ImageFolder(tmp_path)

@@ -30,7 +30,7 @@ from lightning_memmap.store.files import write_all
 from lightning_memmap.store.manifest import Manifest
 from tests.datasets import Counting, Mixed, Numbered, Replaced, holds
 from tests.unit.store.build_server import BuildServer, Gated, build_and_check
-from tests.unit.store.layout import files_of, names_in, parts_path
+from tests.unit.store.layout import fail_to_list, files_of, names_in, parts_path
 
 pytestmark = pytest.mark.slow
 
@@ -246,6 +246,50 @@ def test_parts_beside_a_store_replace_it_at_the_end(tmp_path: Path) -> None:
         store = finish_store(tmp_path / "s", overwrite=overwrite, **QUIET)
         assert holds(store, Numbered(30, 2))
     assert holds(old, Numbered(30, 1))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_finish_of_parts_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    build_store(Numbered(30, 1), tmp_path / "s", **QUIET)
+    build_part(Numbered(30, 2), tmp_path / "s", (0, 1), overwrite=True, **QUIET)
+    with monkeypatch.context() as patch:
+        fail_to_list(patch, tmp_path / "s", code)
+        with pytest.raises((StoreError, OSError), match=str(tmp_path / "s")):
+            finish_store(tmp_path / "s", overwrite=True, **QUIET)
+        assert holds(open_store(tmp_path / "s"), Numbered(30, 1))
+    assert holds(finish_store(tmp_path / "s", overwrite=True, **QUIET), Numbered(30, 2))
+
+
+@pytest.mark.parametrize("is_key", [False, True], ids=["directory", "key"])
+def test_interrupted_build_that_cannot_be_seen_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_key: bool
+) -> None:
+    failing = Replaced(Numbered(30), {13: ValueError("no")})
+    with pytest.raises(DatasetError):
+        build_store(failing, tmp_path / "s", fingerprint="1", **QUIET)
+    (generation,) = (path for path in (tmp_path / "s").iterdir() if path.is_dir())
+    with monkeypatch.context() as patch:
+        if is_key:
+            patch.setattr(os, "lstat", failing_at(generation / "build.json", os.lstat))
+            patch.setattr(os.path, "lexists", lambda path: Path(path).name != "build.json")
+        else:
+            fail_to_list(patch, tmp_path / "s")
+        with pytest.raises((StoreError, OSError), match=str(tmp_path / "s")):
+            build_store(Numbered(30), tmp_path / "s", fingerprint="1", **QUIET)
+    assert (generation / "build.json").exists()
+
+
+def failing_at(path: Path, call: Any) -> Any:
+    """A call that fails for one path."""
+
+    def called(given: Any, **options: Any) -> Any:
+        if str(given) == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(given))
+        return call(given, **options)
+
+    return called
 
 
 def test_part_of_a_store_that_is_whole_does_nothing(tmp_path: Path) -> None:

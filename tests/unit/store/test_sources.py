@@ -331,7 +331,7 @@ def test_store_by_slices_is_the_one_written_item_by_item(
     by_items = build(tmp_path / "items", Wrapped(dataset), variable=forms)
     assert all(none_in(by_items[k], "") == none_in(dataset[k], "") for k in range(30))
     # In many ranges, of which the last one is not whole, and in one.
-    monkeypatch.setattr(source, "read_samples", not_called)
+    monkeypatch.setattr(source.SampleReader, "read", not_called)
     for num_rows in (37, 8192):
         monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", num_rows)
         monkeypatch.setattr(writing, "_SLICE_BYTES", num_rows * by_items.manifest.row_bytes)
@@ -346,7 +346,7 @@ def test_store_by_slices_is_the_same_with_workers_and_in_parts(
     by_items = build(tmp_path / "items", Wrapped(dataset), variable=optional(dataset))
     monkeypatch.setattr(writing, "_MAX_PACKED_ROWS", 11)
     assert_same_store(build(tmp_path / "workers", dataset, num_workers=2), by_items)
-    monkeypatch.setattr(source, "read_samples", not_called)
+    monkeypatch.setattr(source.SampleReader, "read", not_called)
     for part in (2, 0, 1):
         build_part(dataset, tmp_path / "parts", (part, 3), num_shards=7, progress=False)
     assert_same_store(finish_store(tmp_path / "parts", progress=False), by_items)
@@ -373,7 +373,7 @@ def test_any_rows_of_joined_arrays_are_stored_in_their_order(
     path = tmp_path_factory.mktemp("store") / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "_SLICE_BYTES", 8 * range_rows)
-        patch.setattr(source, "read_samples", not_called)
+        patch.setattr(source.SampleReader, "read", not_called)
         dataset = Subset(ConcatDataset(parts), rows.tolist())
         store = build_store(dataset, path, num_shards=num_shards, progress=False)
     assert_holds(store, rows % starts[-1])
@@ -403,7 +403,7 @@ def test_any_texts_and_lists_are_stored_as_item_by_item(
     by_items = build(path / "items", Wrapped(dataset), variable=forms)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "_MAX_PACKED_ROWS", range_rows)
-        patch.setattr(source, "read_samples", not_called)
+        patch.setattr(source.SampleReader, "read", not_called)
         by_slices = build(path / "slices", dataset, variable=forms)
     assert_same_store(by_slices, by_items)
 

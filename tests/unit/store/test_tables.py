@@ -26,6 +26,7 @@ from lightning_memmap.store import Store, build_part, finish_store, writing
 from lightning_memmap.store.columns import FixedColumn
 from lightning_memmap.store.sources import tables
 from tests.datasets import Wrapped, column_files
+from tests.unit.store.layout import fail_to_list
 
 polars = import_module("polars")  # It sets an environment variable, which a test must not do.
 arrow = import_module("pyarrow")
@@ -572,6 +573,133 @@ def test_parquet_file_that_does_not_go_with_the_first_is_named(
         write(arrow.table(columns), tmp_path / name)
     with pytest.raises(DatasetError, match=rf"b\.parquet: .*{found}"):
         build(tmp_path / "s", ColumnDataset(tmp_path))
+
+
+VIEWS = {
+    "texts": (["a", "bb", None, "ccc"], "string_view"),
+    "bytes": ([b"a", b"bb", b"", b"ccc"], "binary_view"),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_parquet_columns_of_views_are_stored_as_their_values(tmp_path: Path, kind: str) -> None:
+    values, name = VIEWS[kind]
+    table = arrow.table({"x": arrow.array(values, getattr(arrow, name)())})
+    import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    store = build(tmp_path / "s", ColumnDataset(tmp_path / "a.parquet"))
+    assert [store[row]["x"] for row in range(4)] == values
+
+
+def columns_of_several_files() -> dict[str, tuple[list[Any], list[Any]]]:
+    """By name, a column in two files, of two types that have the same values, and its values."""
+    point = {"a": 1, "b": "x"}
+    small, large = arrow.list_(arrow.int64()), arrow.large_list(arrow.int64())
+    encoded = arrow.array(["a", None, "a"]).dictionary_encode()
+    return {
+        "large": ([arrow.array(["a"]), arrow.array(["b"], arrow.large_string())], ["a", "b"]),
+        "encoded": ([encoded, arrow.array(["b"])], ["a", None, "a", "b"]),
+        "order": (
+            [arrow.array([point]), arrow.array([{"b": "y", "a": 2}])],
+            [point, {"a": 2, "b": "y"}],
+        ),
+        "lists": ([arrow.array([[1, 2]], small), arrow.array([[3]], large)], [[1, 2], [3]]),
+        "records": (
+            [arrow.array([[point], []]), arrow.array([[{"b": "y", "a": 2}]])],
+            [[point], [], [{"a": 2, "b": "y"}]],
+        ),
+        "none": ([arrow.nulls(1), arrow.array([5, 6])], [None, 5, 6]),
+        "none at the end": ([arrow.array(["a"]), arrow.nulls(2)], ["a", None, None]),
+    }
+
+
+def as_python(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: as_python(each) for key, each in value.items()}
+    return [*map(as_python, value)] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", columns_of_several_files())
+def test_parquet_files_whose_types_have_the_same_values_are_one_table(
+    tmp_path: Path, name: str
+) -> None:
+    arrays, expected = columns_of_several_files()[name]
+    for number, array in enumerate(arrays):
+        table = arrow.table({"x": array})
+        import_module("pyarrow.parquet").write_table(table, tmp_path / f"{number}.parquet")
+    store = build(tmp_path / "s", ColumnDataset(tmp_path))
+    assert [as_python(store[row]["x"]) for row in range(len(store))] == expected
+    rows = [*reversed(range(len(expected)))]
+    shuffled_store = build(tmp_path / "t", Subset(ColumnDataset(tmp_path), rows))
+    found = [as_python(shuffled_store[row]["x"]) for row in range(len(rows))]
+    assert found == [expected[row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "other", [[[1.5]], ["a"], [{"a": 1}]], ids=["other numbers", "no list", "a struct"]
+)
+def test_parquet_file_of_another_type_is_named_before_a_row_is_read(
+    tmp_path: Path, other: list[Any]
+) -> None:
+    write = import_module("pyarrow.parquet").write_table
+    write(arrow.table({"x": [[1, 2]]}), tmp_path / "a.parquet")
+    write(arrow.table({"x": other}), tmp_path / "b.parquet")
+    with pytest.raises(DatasetError, match=r"b\.parquet.*'x'"):
+        ColumnDataset(tmp_path)
+
+
+def test_column_that_only_a_later_parquet_file_has_is_named(tmp_path: Path) -> None:
+    write = import_module("pyarrow.parquet").write_table
+    write(arrow.table({"x": [1, 2]}), tmp_path / "a.parquet")
+    write(arrow.table({"x": [3], "weight": [0.5]}), tmp_path / "b.parquet")
+    with pytest.raises(DatasetError, match=r"b\.parquet.*'weight'"):
+        ColumnDataset(tmp_path)
+    store = build(tmp_path / "s", ColumnDataset(tmp_path, names=["x"]))
+    assert [int(store[row]["x"]) for row in range(3)] == [1, 2, 3]
+
+
+def test_folder_of_parquet_files_that_cannot_be_listed_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        table = arrow.table({"x": [1, 2]})
+        import_module("pyarrow.parquet").write_table(table, tmp_path / folder / "0.parquet")
+    assert len(ColumnDataset(tmp_path)) == 4
+    fail_to_list(monkeypatch, tmp_path / "b")
+    with pytest.raises(OSError, match=str(tmp_path / "b")):
+        ColumnDataset(tmp_path)
+
+
+def test_texts_of_numpy_of_any_length_are_stored(tmp_path: Path) -> None:
+    if not hasattr(np.dtypes, "StringDType"):
+        pytest.skip("this numpy has no StringDType")
+    texts = np.array(["a", "bb", "", "ccc"], np.dtypes.StringDType())
+    store = build(tmp_path / "s", ColumnDataset({"x": texts}))
+    assert [store[row]["x"] for row in range(4)] == texts.tolist()
+    with pytest.raises(SchemaError, match=r"'x'.*StringDType"):
+        build(tmp_path / "t", [{"x": texts}])
+
+
+@pytest.mark.parametrize("form", [None, "torch"])
+def test_rows_that_were_filtered_out_do_not_decide_the_schema(
+    tmp_path: Path, form: str | None
+) -> None:
+    rows = {
+        "label": [1, None, 2, 3, None, 4],
+        "x": [[1] * 17, [1] * 16, [2] * 16, [3] * 16, [1], [4] * 16],
+        "point": [{"a": 1}, {"a": None}, {"a": 2}, {"a": 3}, None, {"a": 4}],
+    }
+    dataset = import_module("datasets").Dataset.from_dict(rows).with_format(form)
+    kept = dataset.select([3, 2, 5, 2])
+    store = build(tmp_path / "s", kept)
+    expected = build(tmp_path / "list", [kept[row] for row in range(4)])
+    assert store.schema == expected.schema
+    assert not store.schema.optional
+    assert column_files(store) == column_files(expected)
+    if form is None:
+        assert {*build(tmp_path / "all", dataset.select([0, 1, 4])).schema.optional} >= {"label"}
 
 
 @pytest.fixture
