@@ -318,7 +318,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         made = [name for name in OPTIONS if isinstance(getattr(type(self), name), property)]
         given = {name: getattr(self, name) for name in made}
         options = replace(self.options, **given) if given else self.options
-        return SplitStores(options, self._strategy, self._built)
+        return SplitStores(options, self._strategy, self._built, not self._is_quiet)
 
     @property
     def datasets(self) -> dict[str, Any]:
@@ -595,6 +595,14 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             return {split.partition("/")[2]: loader for split, loader in loaders.items()}
         return list(loaders.values())
 
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether a Trainer shows no progress bar, and so nothing else is to be printed either."""
+        if self.trainer is None:
+            return False
+        bar: Any = self.trainer.progress_bar_callback
+        return bar is None or getattr(bar, "is_disabled", False)
+
     def _print_placement(self, placement: Placement) -> None:
         found = {
             split: (
@@ -604,9 +612,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             for split, plan in placement.splits.items()
         }
         # Nothing is printed of splits that lie as the last table shows them, such as the next fold.
-        if found.items() - _printed.items():
-            rank_zero_only(Console().print)(placement_table(placement))
-        _printed.update(found)
+        if not self._is_quiet:
+            if found.items() - _printed.items():
+                rank_zero_only(Console().print)(placement_table(placement))
+            _printed.update(found)
         # And once, that the mapped shards do not fit into memory.
         free = free_bytes(torch.device("cpu"))
         mapped = sum(

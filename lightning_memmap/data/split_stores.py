@@ -45,6 +45,8 @@ class SplitStores:
     strategy: Any
     #: By split, what this data module has stored or recognised, which `build` adds to.
     built: dict[str, tuple[Any, ...]]
+    #: Whether builds and fetches show progress bars.
+    progress: bool = True
 
     @property
     def datasets(self) -> dict[str, Any]:
@@ -146,7 +148,8 @@ class SplitStores:
         num_shards = None if is_kept else options.num_shards
         fingerprint, forms = options.fingerprint_of(split), options.forms
         with naming(split):
-            return Asked(dataset, path, num_shards, options.num_workers, fingerprint, forms)
+            workers, progress = options.num_workers, self.progress
+            return Asked(dataset, path, num_shards, workers, fingerprint, forms, progress)
 
     def grows(self, split: str, asked: Asked) -> bool:
         """Whether a store is to be built while rows of it are read."""
@@ -208,7 +211,7 @@ class SplitStores:
             return growing
         try:
             store = (
-                RemoteStore(path, meanwhile=meanwhile)
+                RemoteStore(path, meanwhile=meanwhile, progress=self.progress)
                 if isinstance(path, StoreUrl)
                 else open_store(path)
             )

@@ -126,9 +126,14 @@ class RemoteStore(Store):
     """An open store at a URL. Use `lightning_memmap.store.open_store` to get one."""
 
     def __init__(
-        self, url: StoreUrl, generation: str | None = None, *, meanwhile: bool = False
+        self,
+        url: StoreUrl,
+        generation: str | None = None,
+        *,
+        meanwhile: bool = False,
+        progress: bool = True,
     ) -> None:
-        shards = _CachedShards(url)
+        shards = _CachedShards(url, progress)
         if generation not in (None, shards.manifest.generation):
             raise StoreError(f"the store at {url} was replaced meanwhile: open it again")
         columns = [
@@ -195,7 +200,9 @@ class RemoteStore(Store):
 class _CachedShards(RemoteShards):
     """The shards of one store at a URL, fetched into the cache when they are asked for."""
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, progress: bool = True) -> None:
+        #: Whether long fetches show a progress bar.
+        self.progress = progress
         self._cache, files, self._is_checked = _Cache(), RemoteFiles(url), True
         try:
             manifest = read_manifest(files)
@@ -239,7 +246,8 @@ class _CachedShards(RemoteShards):
                     ) from error
                 self._is_checked = True
                 self._cache.reserve(self, missing)
-                hidden = bool(meanwhile) or int(self.num_bytes[missing].sum()) < _SHOWN_BYTES
+                num_bytes = int(self.num_bytes[missing].sum())
+                hidden = bool(meanwhile) or not self.progress or num_bytes < _SHOWN_BYTES
                 self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
             self._known = self.records()
 

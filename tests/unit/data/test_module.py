@@ -289,6 +289,20 @@ class TestWithTrainer:
         make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, datamodule=data)
         assert module.seen["val"] == [list(range(n, n + 4)) for n in range(100, 120, 4)]
 
+    @pytest.mark.parametrize("bar", [False, True])
+    @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+    def test_trainer_without_a_progress_bar_shows_nothing(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str], bar: bool
+    ) -> None:
+        # Of a size that no other test in this process has: its placement is new.
+        data = make_data(tmp_path, train_dataset=Points(57 + bar))
+        trainer = make_trainer(tmp_path, enable_progress_bar=bar)
+        capfd.readouterr()
+        trainer.fit(Regression(), datamodule=data)
+        shown = capfd.readouterr()
+        assert bool(shown.out) == bar
+        assert ("━" in shown.err) == bar
+
     def test_placement_is_printed_where_it_is_new(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -297,7 +311,9 @@ class TestWithTrainer:
 
         # Of sizes that no other test in this process has.
         data, module = make_data(tmp_path, train_dataset=Points(59)), Regression()
-        trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=2)
+        trainer = make_trainer(
+            tmp_path, strategy="memmap_superbatch", devices=2, enable_progress_bar=True
+        )
         trainer.fit(module, datamodule=data)
         assert printed() == 1
         # The validation split lies where it lay.
@@ -308,7 +324,9 @@ class TestWithTrainer:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, datamodule=data)
         assert printed() == 0
-        other = make_trainer(tmp_path, strategy="memmap_superbatch", devices=3)
+        other = make_trainer(
+            tmp_path, strategy="memmap_superbatch", devices=3, enable_progress_bar=True
+        )
         other.test(module, datamodule=data, verbose=False)
         assert printed() == 1
         for fold in range(5):
