@@ -1,6 +1,7 @@
 """``memmap_superbatch``: all devices hold data, the root device trains."""
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -31,6 +32,25 @@ class SuperBatchStrategy(OneProcess):
     strategy_name = "memmap_superbatch"
     #: Whether devices other than the root device only hold data.
     _trains_alone = True
+    _has_noted_idle_devices = False
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._trains_alone and trainer.training:  # type: ignore[attr-defined]
+            self._note_idle_devices()
+
+    def _note_idle_devices(self) -> None:
+        """Log once that of several GPUs of the Trainer only the first one computes."""
+        others = {device for device in self.data_devices if device.type != "cpu"}
+        others.discard(self.root_device)
+        if self._explicit is None and others and not self._has_noted_idle_devices:
+            self._has_noted_idle_devices = True
+            rank_zero_info(
+                f"{self.strategy_name}: the model trains on {self.root_device}, and the"
+                f" {len(others)} other devices hold data alone. To compute on all of them, use"
+                " strategy='memmap_superbatch_ddp'"
+            )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -385,3 +385,28 @@ def test_root_device_is_the_current_one_where_steps_are_made_ahead() -> None:
         for device, stream in zip((root, other), before, strict=True):
             assert torch.cuda.current_stream(device) != stream
     assert [torch.cuda.current_stream(device) for device in (root, other)] == before
+
+
+def test_devices_that_only_hold_data_are_noted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def num_notes() -> int:
+        found = sum("memmap_superbatch_ddp" in record.getMessage() for record in caplog.records)
+        caplog.clear()
+        return found
+
+    data = MemmapDataModule(TRAIN, store_dir=tmp_path / "stores", batch_size=8)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    first = torch.device("cuda", 0)
+    for strategy, num_devices, expected in [
+        ("memmap_superbatch", 2, 1),
+        ("memmap_superbatch", 1, 0),
+        ("memmap_dp", 2, 0),
+        # Whoever names the devices knows what they do.
+        (SuperBatchStrategy(data_devices=[first, "cuda:1"]), 2, 0),
+    ]:
+        trainer = make_trainer(tmp_path, accelerator="cuda", strategy=strategy, devices=num_devices)
+        trainer.fit(Net(), data)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(Net(), data)
+        assert num_notes() == expected
