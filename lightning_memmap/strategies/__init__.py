@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_memmap._compat.registry import name_our_strategies
 from lightning_memmap.strategies.data_parallel import DataParallelStrategy
 from lightning_memmap.strategies.fsdp2 import FSDP2Strategy
 from lightning_memmap.strategies.independent import (
@@ -59,3 +60,4 @@ def register() -> None:
     for name, strategy, description in STRATEGIES:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=description)
+    name_our_strategies(name for name, *_ in STRATEGIES)
