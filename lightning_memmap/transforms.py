@@ -26,6 +26,7 @@ from lightning_memmap.loading.nested import (
     remade,
 )
 from lightning_memmap.loading.transform import OnSuperBatch, check_callable
+from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.schema.fields import RowList
 
 __all__ = ["OnSuperBatch", "PerSample"]
@@ -98,7 +99,9 @@ class PerSample:
                     " write a transform of batches"
                 )
         if self.keywords is not None:
-            return rebuilt(batch, iter(self._call_with_keywords(leaves, self.keywords)))
+            whole = named_leaves(batch, whole=(Padded,))
+            padded = {_joined(name) for name, leaf in whole if isinstance(leaf, Padded)}
+            return rebuilt(batch, iter(self._call_with_keywords(leaves, self.keywords, padded)))
         by_row = [leaf for leaf in leaves.values() if isinstance(leaf, _BY_ROW)]
         samples = [
             self._called(apply_to_collection(batch, _BY_ROW, lambda leaf, row=row: leaf[row]))
@@ -120,13 +123,14 @@ class PerSample:
                 f" sample ({error}): give a function of {found}"
             ) from error
 
-    def _call_with_keywords(self, leaves: dict[str, Any], keywords: dict[str, str]) -> list[Any]:
+    def _call_with_keywords(
+        self, leaves: dict[str, Any], keywords: dict[str, str], padded: Collection[str]
+    ) -> list[Any]:
         """The leaves of a batch, with the results in the place of the fields."""
-        names = {".".join(filter(None, _BETWEEN.split(name))): name for name in leaves}
-        if missing := [name for name in keywords.values() if name not in names]:
-            raise KeyError(
-                f"keywords: the batch has no field {missing[0]!r}, but {', '.join(names)}"
-            )
+        names = {_joined(name): name for name in leaves}
+        for name in keywords.values():
+            if name not in names:
+                raise _no_field_error(name, names, padded)
         fields = {key: _tensor(leaves[names[name]], name) for key, name in keywords.items()}
         arrays = {keyword: _channels_last(leaf) for keyword, leaf in fields.items()}
         results = []
@@ -208,6 +212,25 @@ def _none_error(function: Callable[..., Any], row: int, name: str = "") -> TypeE
 
 def _tensor_or_array(value: Any) -> Tensor | np.ndarray | None:
     return value if value is None or isinstance(value, Tensor) else np.asarray(value)
+
+
+def _joined(name: str) -> str:
+    """Return the keys in the name of a leaf, joined by dots."""
+    return ".".join(filter(None, _BETWEEN.split(name)))
+
+
+def _no_field_error(name: str, names: Collection[str], padded: Collection[str]) -> KeyError:
+    """Make the error for a keyword that names no tensor of a batch."""
+    if name in padded:
+        return KeyError(
+            f"keywords: the rows of field {name!r} differ in size, and the batch has them padded:"
+            f" store them in one size, or encoded with variable={{{name!r}: Decode(size=...)}}; or"
+            f" use variable={{{name!r}: 'list'}}, and PerSample without keywords"
+        )
+    inner = [other for other in names if other.startswith(f"{name}.")]
+    if not inner:
+        return KeyError(f"keywords: the batch has no field {name!r}, but {', '.join(names)}")
+    return KeyError(f"keywords: {name!r} is not a field, but has {', '.join(inner)}: name those")
 
 
 def _tensor(found: Any, name: str) -> Tensor:

@@ -131,8 +131,8 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
             )
         if name not in fields:
             raise ValueError(
-                f"variable: in the store, {schema.why_no_field(name)}: leave it out,"
-                " or build the store again with overwrite=True"
+                f"variable: in the store, {schema.why_no_field(name)}. If the dataset has it now,"
+                " build the store again with overwrite=True"
             )
         form.check(fields[name])
     forms: dict[str, Form] = {}

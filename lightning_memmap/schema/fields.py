@@ -37,6 +37,7 @@ MAX_NAME_LENGTH = 255 - len(".0123456789abcdef.tmp")
 #: What may not be in a name, which is safe in files, in URLs and on a terminal, and what stands
 #: before the bytes of it.
 _UNSAFE, _ESCAPE = re.compile(r"[^\w (),-]"), "~"
+_ESCAPED = re.compile(f"(?:{_ESCAPE}[0-9A-F]{{2}})+")
 #: Torch has no index for these, and their bits do as well.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
@@ -147,6 +148,16 @@ def where(path: Iterable[str | int]) -> str:
 def name_as_stored(given: str) -> str:
     """The name of a field, from that name or from its keys as a sample has them."""
     return given if _ESCAPE in given else field_name(given.split("."))
+
+
+def name_as_given(name: str) -> str:
+    """Return the keys of a field as a sample has them, where `name_as_stored` reverses this."""
+
+    def decode(found: re.Match[str]) -> str:
+        return bytes.fromhex(found[0].replace(_ESCAPE, "")).decode("utf-8", "replace")
+
+    given = _ESCAPED.sub(decode, name)
+    return given if name_as_stored(given) == name else name
 
 
 def _encode(key: str | int) -> str:

@@ -10,7 +10,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
-from lightning_memmap.schema.fields import Field, Values, check_names, field_name
+from lightning_memmap.schema.fields import (
+    Field,
+    Values,
+    check_names,
+    field_name,
+    name_as_given,
+)
 from lightning_memmap.schema.forms import Form
 from lightning_memmap.schema.held import HeldSamples, Sharing
 from lightning_memmap.schema.infer import Inference, merged_shapes
@@ -121,9 +127,14 @@ class Schema:
         return {name: each if len(each) > 1 else each["form"] for name, each in found.items()}
 
     def why_no_field(self, name: str) -> str:
-        """Say why no field has a name, with the names that there are."""
-        names = [field.name for field in self.fields]
-        return f"there is no field {name!r}, among {names}{nearest(name, names)}"
+        """Say why no field has a name, and which one may be meant."""
+        stored = [field.name for field in self.fields]
+        inner = [name_as_given(other) for other in stored if other.startswith(f"{name}.")]
+        names, name = [*map(name_as_given, stored)], name_as_given(name)
+        if inner:
+            return f"{name!r} is not a field, but has the fields {inner}: name those"
+        near = nearest(name, names)
+        return f"there is no field {name!r}, among {names}{near or ': leave it out'}"
 
     def admitting(self, others: Sequence["Schema"]) -> "Schema":
         """Return a schema that also admits the rows of others which differ in shapes alone."""

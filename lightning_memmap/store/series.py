@@ -40,9 +40,7 @@ def windowed(store: Store, rows: Rows, variable: Mapping[str, Form]) -> Rows:
                 " batch is one window, so give all of them the same length and stride"
             )
         if name not in fields:
-            raise ValueError(
-                f"variable: in the store, {store.schema.why_no_field(name)}: leave it out"
-            )
+            raise ValueError(f"variable: in the store, {store.schema.why_no_field(name)}")
         field = fields[name]
         if field.is_text or field.num_variable > 1 or not field.shape:
             raise ValueError(

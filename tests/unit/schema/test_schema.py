@@ -21,7 +21,14 @@ from torch.masked import masked_tensor
 from torch.utils.data import default_collate
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, Field, RowList, field_name
+from lightning_memmap.schema.fields import (
+    DTYPES,
+    Field,
+    RowList,
+    field_name,
+    name_as_given,
+    name_as_stored,
+)
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.structure import Node
 from tests.datasets import assert_same, texts
@@ -758,3 +765,26 @@ def test_node_and_schema_are_values() -> None:
     assert Schema.infer([{"a": 1}]) != Schema.infer([{"a": 1.0}])
     assert hash(Schema.infer([[1]])) == hash(Schema.infer([[2]]))
     assert Schema.infer([(1,)]).structure == Node("tuple", (0,), (Node("leaf"),))
+
+
+# Names in messages
+
+
+NAMED = {"in:put": {"a b": torch.zeros(3), "c.d": torch.zeros(3)}, "né": [torch.zeros(3)] * 2}
+
+
+def test_missing_field_is_told_by_its_keys_with_the_nearest_or_its_children() -> None:
+    schema = Schema.infer([NAMED])
+    names = [name_as_given(field.name) for field in schema.fields]
+    assert names == ["in:put.a b", "in~3Aput.c~2Ed", "né.0", "né.1"]
+    assert [*map(name_as_stored, names)] == [field.name for field in schema.fields]
+    for name, expected, absent in [
+        ("in:put", ["in:put.a b", "in~3Aput.c~2Ed"], "leave it out"),
+        ("né", ["né.0", "né.1"], "did you mean"),
+        ("in:put.a_b", ["'in:put.a_b'", "did you mean 'in:put.a b'"], "leave it out"),
+        ("nothing", ["'nothing'", "leave it out"], "did you mean"),
+    ]:
+        why = schema.why_no_field(name_as_stored(name))
+        assert all(each in why for each in expected), why
+        assert absent not in why
+        assert f"'{name}'" in why
