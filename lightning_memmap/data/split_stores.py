@@ -148,8 +148,16 @@ class SplitStores:
         num_shards = None if is_kept else options.num_shards
         fingerprint, forms = options.fingerprint_of(split), options.forms
         with naming(split):
-            workers, progress = options.num_workers, self.progress
-            return Asked(dataset, path, num_shards, workers, fingerprint, forms, progress)
+            return Asked(
+                dataset,
+                path,
+                num_shards,
+                options.num_workers,
+                fingerprint,
+                forms,
+                self.progress,
+                "store_dir",
+            )
 
     def grows(self, split: str, asked: Asked) -> bool:
         """Whether a store is to be built while rows of it are read."""
@@ -257,9 +265,22 @@ class SplitStores:
             index = self._index(selection)
         except ValueError:
             if store.supply is None:
-                selection.subset(split, 0, store)  # What is wrong with any of them is said first.
+                self._select(selection, split, 0, store)  # What is wrong with any is said first.
             raise
-        return selection.subset(split, index, store)
+        return self._select(selection, split, index, store)
+
+    def _select(self, selection: Selection, split: str, index: int, store: Store) -> Integers:
+        """Return the rows of a selection."""
+        try:
+            return selection.subset(split, index, store)
+        except ValueError as error:
+            fields = [name for name, form in self.options.forms.items() if type(form) is Windows]
+            if not fields:
+                raise
+            raise ValueError(
+                f"{error}. With Windows over {', '.join(map(repr, fields))}, {self._selecting}"
+                " selects rows of the store, which are series, each with all of its windows"
+            ) from error
 
     def missing(self, split: str) -> StoreNotFoundError:
         """What is said of a split that has no rows."""
@@ -277,7 +298,10 @@ class SplitStores:
                 f"{f' ({there})' if there else ''}: give the dataset, or a store_dir that holds a"
                 f" store named {stored!r}{nearest_file(path)}"
             )
-        return StoreNotFoundError(f"the {split} split is not set up: call setup() first")
+        return StoreNotFoundError(
+            f"the {split} split is not set up: call setup() first; a subclass that overrides it"
+            " calls super().setup(stage)"
+        )
 
     def _is_its_own(self, split: str, store: Store) -> bool:
         """Whether the store of a split is there as this data module has last left it."""

@@ -129,7 +129,7 @@ def _build(asked: "Asked", *, overwrite: bool, part: tuple[int, int] | None = No
             f"num_workers={num_workers} with a {type(dataset).__name__}: its rows are stored in the"
             " order in which they arrive, and this process reads them; give num_workers=0"
         )
-    check_free(directory.path, "`store_dir`")
+    check_free(directory.path, f"`{asked.argument}`")
     if is_store(directory.path) and not overwrite:
         return _reopen(asked)
     with ExitStack() as lock, ExitStack() as stack:
@@ -372,6 +372,8 @@ class Asked:
     fingerprint: str | None
     forms: Mapping[str, Form]
     progress: bool = True
+    #: The argument that decides the path, for messages.
+    argument: str = "path"
 
     def __post_init__(self) -> None:
         if (instead := way_out(self.dataset)) is not None:

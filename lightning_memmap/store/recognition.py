@@ -175,5 +175,5 @@ def _other_dataset(store: Store, found: str) -> DatasetError:
     return DatasetError(
         f"{found}: the store at {store.path} was built from another dataset. Build it again"
         " (`overwrite=True`, or `lightning-memmap store build --overwrite`), choose another"
-        " `store_dir`, or give no dataset to use the store as it is"
+        " directory, or give no dataset to use the store as it is"
     )

@@ -37,7 +37,7 @@ class SuperBatchStrategy(OneProcess):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._trains_alone and trainer.training:  # type: ignore[attr-defined]
+        if self._trains_alone and trainer.training:
             self._note_idle_devices()
 
     def _note_idle_devices(self) -> None:

@@ -360,3 +360,14 @@ def test_windows_take_part_in_a_stream_of_tokens(tmp_path: Path) -> None:
     found = sorted(tuple(w) for b in data.train_dataloader() for w in b["tokens"].tolist())
     unfolded = torch.from_numpy(tokens.astype(np.int64)).unfold(0, 100, 7)
     assert found == sorted(map(tuple, unfolded.tolist()))
+
+
+def test_subset_of_windows_says_that_rows_are_series(tmp_path: Path) -> None:
+    series = Series(LENGTHS)
+    for subset in (Subset([len(LENGTHS)]), Subset(np.ones(len(EXPECTED), np.bool_))):
+        data = MemmapDataModule(
+            series, store_dir=tmp_path, batch_size=4, subset=subset, variable={"value": WINDOWS}
+        )
+        data.prepare_data()
+        with pytest.raises(ValueError, match=r"subset of train: .*'value'.*series"):
+            data.setup("fit")

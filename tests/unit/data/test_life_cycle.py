@@ -235,3 +235,13 @@ class TestFromDatasets:
     def test_from_datasets_without_a_place_says_so(self) -> None:
         with pytest.raises(TypeError, match=r"store_dir is missing: give store_dir=\.\.\."):
             MemmapDataModule.from_datasets(Points(4))
+
+
+def test_forgotten_call_of_setup_is_named(tmp_path: Path) -> None:
+    class Data(MemmapDataModule):
+        def setup(self, stage: str | None = None) -> None:
+            self.num_classes = 10
+
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(StoreNotFoundError, match=r"super\(\)\.setup"):
+        trainer.fit(Regression(), Data(Points(20), store_dir=tmp_path / "stores"))

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.schema.fields import DTYPES
 from lightning_memmap.store import build_store, open_store, verify_store, writing
@@ -470,8 +471,14 @@ def test_build_path_that_is_no_store_is_refused_and_untouched(
         name = "manifest.json" if kind == "web app" else "mine.txt"
         (path / name).write_text('{"name": "mine"}')
     before = contents(path) if path.is_dir() else path.read_bytes()
-    with pytest.raises(StoreError, match=r"choose another `store_dir`"):
+    with pytest.raises(StoreError, match=r"choose another `path`"):
         build(Numbered(10), path, overwrite=overwrite)
+    data = MemmapDataModule(Numbered(10), store_dir=path.parent / "d", overwrite=overwrite)
+    path.rename(path.parent / "train")
+    (path.parent / "d").mkdir()
+    path = (path.parent / "train").rename(path.parent / "d" / "train")
+    with pytest.raises(StoreError, match=r"choose another `store_dir`"):
+        data.prepare_data()
     assert (contents(path) if path.is_dir() else path.read_bytes()) == before
 
 
