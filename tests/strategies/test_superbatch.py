@@ -73,8 +73,8 @@ class TestDevices:
             ({"data_devices": []}, r"data_devices=\[\]"),
             ({"data_devices": "cpu"}, r"data_devices='cpu': give a list"),
             ({"data_devices": ["cpu", "gpu0"]}, r"data_devices: 'gpu0' is no device"),
-            ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 does not exist here; .*: cpu"),
-            ({"data_devices": ["cpu", "meta"]}, r"meta does not exist here; .*: cpu"),
+            ({"data_devices": ["cpu", "cuda:99"]}, r"cuda:99 .*cpu"),
+            ({"data_devices": ["cpu", "meta"]}, r"meta .*cpu"),
         ],
     )
     def test_options_that_cannot_be_raise_when_the_trainer_is_made(
@@ -117,7 +117,7 @@ class TestDevices:
     def test_more_devices_than_rows_raise_before_the_first_step(self, tmp_path: Path) -> None:
         data = MemmapDataModule(Points(3), store_dir=tmp_path / "stores")
         trainer = make_trainer(tmp_path, strategy="memmap_superbatch", devices=4)
-        with pytest.raises(Exception, match=r"3 rows .* 4 data devices"):
+        with pytest.raises(Exception, match=r"3 rows.*4 data devices"):
             trainer.fit(Regression(), datamodule=data)
         assert trainer.global_step == 0
 

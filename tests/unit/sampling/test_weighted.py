@@ -189,7 +189,7 @@ def test_classes_are_counted_in_the_training_rows_alone() -> None:
     assert (rows % 2 == 0).all()
     assert abs(label[rows].sum(1).mean() - 30) < 0.5
     # Classes that are stored as floating-point values are taken for weights.
-    with pytest.warns(UserWarning, match=r"Weighted\('weight'\): .*20 of 60 rows never come"):
+    with pytest.warns(UserWarning, match=r"Weighted\('weight'\): .*20 of 60 rows"):
         sampler = Weighted("weight", num_samples=200).make(pool, 0, fields)
     assert (label[sampler.dataset_rows(0, range(200))] == 1).all()
 
@@ -238,8 +238,8 @@ GOLDEN_UNEVEN += [74234, 45171]
         ([[1.0], [1.0]], {}, r"weights of shape \(2, 1\), and the dataset has 2 rows"),
         ([1.0], {"num_samples": 0}, "num_samples=0: at least 1"),
         ([1.0], {"num_samples": 1.5}, r"num_samples=1\.5: give an integer"),
-        (["a", "b"], {}, "weights of <U1: give numbers"),
-        ([1j, 2.0], {}, "weights of complex128: give numbers"),
+        (["a", "b"], {}, "weights of <U1"),
+        ([1j, 2.0], {}, "weights of complex128"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(
