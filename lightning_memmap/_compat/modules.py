@@ -1,12 +1,14 @@
 """Private names of modules of torch and Lightning."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import device_dtype_mixin
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memmap._compat.tensors import num_writes, storage_id
 
 #: The class of modules and metrics that know their device.
 _KNOWS_DEVICE: Any = getattr(device_dtype_mixin, "_DeviceDtypeModuleMixin", ())
@@ -45,35 +47,110 @@ def has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in own_tensors(module))
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Initialise the parameters and buffers of a module itself on a device."""
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise TypeError(
-            f"{type(module).__name__} has parameters or buffers on the meta device and no method"
-            " reset_parameters, which would initialise them: add one, or build it on the CPU"
-        )
-    module.to_empty(device=device, recurse=False)
-    reset()
+def trainer_of(module: Any) -> Any:
+    """Return the Trainer of a LightningModule; None if it has none."""
+    return getattr(module, "_trainer", None)
 
 
-def materialize_all(module: nn.Module, device: torch.device) -> None:
-    """Initialise a module and its submodules on a device, if a tensor is on the meta device."""
-    if not any(map(has_meta_tensors, module.modules())):
-        return
-    module.to_empty(device=device)
-    uninitialised = set()
-    for child in filter(own_tensors, module.modules()):
-        reset = getattr(child, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            uninitialised.add(type(child).__name__)
-    if uninitialised:
-        rank_zero_warn(
-            f"{', '.join(sorted(uninitialised))}: no method reset_parameters, so that parameters or"
-            " buffers which were on the meta device are not initialised"
-        )
+def own_named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the parameters and buffers of a module itself, with their names."""
+    registered = *module._parameters.items(), *module._buffers.items()
+    return [(name, tensor) for name, tensor in registered if tensor is not None]
+
+
+def empty_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move those tensors of a module itself that are on the meta device to another device.
+
+    Numbers with a fraction are NaN there, so that what nothing initialises is noticed.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.full_like(tensor, torch.nan, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    module._apply(empty, recurse=False)  # type: ignore[no-untyped-call]
+
+
+#: A module, and the name of one of its tensors.
+Place = tuple[nn.Module, str]
+
+
+def writes_on_meta(
+    modules: Sequence[nn.Module], functions: Mapping[nn.Module, Callable[[], Any]]
+) -> dict[nn.Module, dict[Place, float]]:
+    """Try out what functions write, while all tensors of modules are on the meta device.
+
+    Args:
+        modules: The modules. Afterwards they have their tensors again.
+        functions: By module, what may write its tensors, and those of its submodules.
+
+    Returns:
+        By module, how often each tensor is written; infinity for one that is replaced.
+    """
+    registers: list[Any] = [
+        own for module in modules for own in (module._parameters, module._buffers)
+    ]
+    before = [dict(register) for register in registers]
+    memory: dict[int, Tensor] = {}
+    state = torch.get_rng_state()
+    try:
+        for register in registers:
+            for name, tensor in register.items():
+                if tensor is not None:
+                    register[name] = _on_meta(tensor, memory)
+        return {module: _writes(module, function) for module, function in functions.items()}
+    finally:
+        torch.set_rng_state(state)
+        for register, values in zip(registers, before, strict=True):
+            register.clear()
+            register.update(values)
+
+
+def _on_meta(tensor: Tensor, memory: dict[int, Tensor]) -> Tensor:
+    """A tensor on the meta device for another one, the same for the same."""
+    if id(tensor) not in memory:
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memory[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return memory[id(tensor)]
+
+
+def _writes(module: nn.Module, function: Callable[[], Any]) -> dict[Place, float]:
+    places = [(child, name) for child in module.modules() for name, _ in own_named_tensors(child)]
+    tensors: list[Tensor] = [getattr(child, name) for child, name in places]
+    before = [(tensor, num_writes(tensor)) for tensor in tensors]
+    with _WrittenStorages() as written, torch.no_grad():
+        function()
+    writes: dict[Place, float] = {}
+    for (child, name), (tensor, version) in zip(places, before, strict=True):
+        if getattr(child, name) is not tensor:
+            writes[child, name] = float("inf")
+        elif storage_id(tensor) in written.ids:
+            # What is written through ``tensor.data`` is not counted by torch.
+            writes[child, name] = max(1, num_writes(tensor) - version)
+    return writes
+
+
+class _WrittenStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for index, argument in enumerate(function._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor):
+                self.ids.add(storage_id(value))
+        return function(*args, **kwargs)
 
 
 def skip_transfer_hook(module: Any, kind: type) -> None:

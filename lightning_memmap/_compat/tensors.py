@@ -39,6 +39,11 @@ def storage_id(tensor: Tensor) -> int:
     return getattr(tensor.untyped_storage(), "_cdata", None) or tensor.untyped_storage().data_ptr()
 
 
+def num_writes(tensor: Tensor) -> int:
+    """Count the in-place operations on a tensor so far, but not those on its ``data``."""
+    return tensor._version
+
+
 # Many tensors at once: torch has no public names for these.
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memmap._compat.modules import has_meta_tensors, materialize
 from lightning_memmap._compat.tensors import local_part
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import STEPS
+from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
 
 #: They are never called themselves: their items are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -59,13 +59,17 @@ def shard_module(
         normed = [each for each in module.modules() if isinstance(each, _STATISTICS)]
         policies |= dict.fromkeys(filter(_has_parameters, normed), exact)
 
-    for each in dict.fromkeys(_post_order(module)):
-        if has_meta_tensors(each):
-            materialize(each, device)
+    initializer = MetaInitializer(module)
+    for each in dict.fromkeys(post_order(module)):
+        changed = initializer.initialize(each, device)
         for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
             # An expanded buffer is written to, and FSDP2 takes no other parameters.
             tensor.data = tensor.data.to(device).contiguous()
             broadcast(tensor, 0)
+        for tensor in changed:
+            # Of submodules that an initialiser has written again. Shards are those of one value.
+            if not isinstance(tensor, DTensor):
+                broadcast(tensor, 0)
         if (own := policies.get(each)) is not None:
             # By default FSDP2 keeps what the root gathered, and frees all else.
             reshard = False if own is exact else reshard_after_forward
@@ -194,13 +198,6 @@ def recompute(module: nn.Module, units: Sequence[nn.Module]) -> None:
     for unit in units:
         # It then keeps only its inputs. The names of parameters do not change.
         unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
-
-
-def _post_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Children before their parents, in the order of registration: that in which they were made."""
-    for child in module.children():
-        yield from _post_order(child)
-    yield module
 
 
 # Checkpoints

@@ -18,12 +18,13 @@ from torch.distributed.pipelining import (
 )
 from torch.optim import Optimizer
 
-from lightning_memmap._compat.modules import apply_to_tensors, materialize_all, set_device_attribute
+from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
 from lightning_memmap._compat.pipelining import TracelessStage
 from lightning_memmap._compat.tensors import copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import as_bytes, broadcast
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
+from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.microbatch import MicroBatches
 
 #: By name, the schedules of torch.
@@ -106,9 +107,13 @@ def keep_local(
         )
     local = {index: stage for index, stage in enumerate(stages) if index % size == rank}
     if before is None:
-        for stage in local.values():
-            # If a tensor of it is on the meta device, all are reset by reset_parameters.
-            materialize_all(stage, device)
+        own = {each for stage in local.values() for each in stage.modules()}
+        remote = {each for stage in stages for each in stage.modules()} - own
+        initializer = MetaInitializer(module)
+        with _same_parameters():
+            for each in dict.fromkeys(post_order(module)):
+                if each not in remote:
+                    initializer.initialize(each, device)
         kept = {id(tensor) for stage in local.values() for tensor in module_tensors(stage)}
         with _same_parameters():
             for index, stage in enumerate(stages):

@@ -59,7 +59,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     evenly.
 
     Every process begins with the values of rank 0. Modules on the meta device are initialised unit
-    by unit, by ``reset_parameters``.
+    by unit, by ``reset_parameters`` and the ``_init_weights(module)`` of the model around them.
 
     With ``Trainer(precision="bf16-mixed")`` units compute in bfloat16 from float32 shards,
     gradients are reduced in float32, and autocast keeps losses in float32. Batches are cast too.
@@ -88,7 +88,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         ValueError: An option is out of range, does not match the number of processes, or excludes
             another one or the Trainer's precision; at set-up, a class of ``wrap_classes`` is not
             in the module, or the module cannot be sharded as it is.
-        TypeError: At set-up, a module on the meta device cannot be initialised.
+        UnsuitableModuleError: At set-up, a module on the meta device cannot be initialised.
     """
 
     strategy_name = "memmap_fsdp2"

@@ -171,6 +171,7 @@ REFUSED = {
     "ema": "ValueError: EMAWeightAveraging needs the weights of the whole",
     "pruning": "ValueError: ModelPruning needs the weights of the whole",
     "finetuning": "ValueError: Unfreezes needs the weights of the whole",
+    "meta": "UnsuitableModuleError: net.4 (Linear): unset",
     "sync_batchnorm": "ValueError: sync_batchnorm=True",
     "sizes": "ValueError: data_parallel_size=3 does not divide the 2 processes",
     "micro-batches": "ValueError: num_microbatches=1: schedule='1f1b' with 2 processes",
@@ -191,6 +192,20 @@ def test_running_statistics_are_of_the_data_alone(limits: list[dict[str, Any]]) 
     assert buffers["4.num_batches_tracked"] == 2 * 7 * 4
     assert buffers["4.running_mean"].abs().max() < 2
     assert buffers["4.running_var"].max() < 1
+
+
+def test_layers_on_the_meta_device_are_initialised_and_others_keep_their_values(
+    limits: list[dict[str, Any]],
+) -> None:
+    begun = {name: value for rank in limits for name, value in rank["begun"].items()}
+    loaded = Staged().state_dict()
+    assert begun.keys() == dict(Staged().named_parameters()).keys()
+    for name, value in begun.items():
+        if name.startswith(("net.0", "net.4")):
+            # As nn.Linear draws them.
+            assert 0 < value.abs().max() <= begun[name.replace("bias", "weight")].shape[1] ** -0.5
+        else:
+            assert torch.equal(value, loaded[name])
 
 
 def test_smaller_batches_need_no_schedule_and_outputs_are_not_kept(tmp_path: Path) -> None:

@@ -319,7 +319,29 @@ def limits(out: Path) -> dict[str, Any]:
     module = WithBatchNorm()
     trainer.fit(module, data)
     buffers = {name: b for name, b in module.net.named_buffers() if not b.is_meta}
-    return {"report": report, "buffers": buffers}
+    trainer, data = runs.make()
+    partly = PartlyOnMeta()
+    trainer.validate(partly, data, verbose=False)
+    begun = {name: p.detach() for name, p in partly.named_parameters() if not p.is_meta}
+    return {"report": report, "buffers": buffers, "begun": begun}
+
+
+class PartlyOnMeta(Staged):
+    """A layer of each process is on the meta device, beside others with values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.net[0], self.net[4] = nn.Linear(8, 16), nn.Linear(16, 16)
+
+
+class Unset(PartlyOnMeta):
+    """The second process has a layer that nothing initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.net[4].register_buffer("unset", torch.ones(3))
 
 
 class Steep(Sgd):
@@ -443,6 +465,7 @@ def refused(runs: Runs) -> dict[str, str]:
         "ema": (Staged, {}, {"callbacks": [EMAWeightAveraging()]}),
         "pruning": (Staged, {}, {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
         "finetuning": (Staged, {}, {"callbacks": [Unfreezes()]}),
+        "meta": (Unset, {}, {}),
         "sync_batchnorm": (Staged, {}, {"sync_batchnorm": True}),
         "sizes": (Staged, {"data_parallel_size": 3}, {}),
         "micro-batches": (Staged, {"schedule": "1f1b", "num_microbatches": size - 1}, {}),
