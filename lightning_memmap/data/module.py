@@ -510,7 +510,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         """Where the training loader stands, the same on every rank.
 
         Returns:
-            ``train``, the state of the loader; ``is_validating``; and once the Trainer has been
+            ``train``, the state of the loader; ``stores``, the contents of its stores;
+            ``is_validating``; and once the Trainer has been
             passed a batch, ``fit``, its counts up to the last batch that its weights were trained
             on. What was loaded, until a fit goes on from there. Empty where no training loader was
             made.
@@ -520,7 +521,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if (loader := self._train_loader) is None:
             return {}
         is_validating = None if self.trainer is None else self.trainer.validating
-        return Resume(*loader.stands_at(), is_validating).as_dict()
+        stores = None if self._set_up is None else self._set_up.train_stores
+        return Resume(*loader.stands_at(), is_validating, stores).as_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next fit go on where the training loader stood.
@@ -537,6 +539,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         found = Resume.read(state_dict)
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             found.check_rows(self._rows_of("train").pool.identity["subset"])
+            assert self._set_up is not None
+            found.check_stores(self._set_up.train_stores)
             self._resume = found
             renew_train_loader_at_start(self.trainer)
 
@@ -670,6 +674,12 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             order = made.order_with(self._split_stores.options)
             progress = None if self.trainer is None else TrainerProgress(self.trainer)
             options = {"drop_last": self.drop_last, "progress": progress}
+            if self._is_overfitting and self.sampler is not None:
+                rank_zero_warn(
+                    "overfit_batches: the rows come in dataset order, and sampler= is ignored;"
+                    " to train on some rows in the sampler's order, pass limit_train_batches"
+                    " or subset= instead"
+                )
             if not self._is_overfitting:
                 steps = steps_to_skip(self.skip_steps)
                 options |= {"skip_steps": steps, "skipped": self._skipped}

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import msgspec
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap._compat.loops import renew_train_loader_after_epoch
 from lightning_memmap._compat.progress import FitPosition
@@ -21,6 +22,8 @@ class Resume(msgspec.Struct, frozen=True):
     #: What its Trainer had counted for it.
     fit: FitPosition | None = None
     is_validating: bool | None = None
+    #: The contents of its stores, by part.
+    stores: dict[str, dict[str, str]] | None = None
 
     @classmethod
     def read(cls, state: object) -> "Resume":
@@ -48,6 +51,20 @@ class Resume(msgspec.Struct, frozen=True):
                 f" module trains on {_subset_text(subset)}: resume with the member and the"
                 " subset of the checkpoint"
             )
+
+    def check_stores(self, stores: Mapping[str, Mapping[str, str]]) -> None:
+        """Warn if training goes on inside an epoch with other data of the same shape."""
+        if self.train is None or not 0 < self.train.position < self.train.num_positions:
+            return
+        for part, saved in (self.stores or {}).items():
+            present = stores.get(part, {})
+            if any(present.get(name, value) != value for name, value in saved.items()):
+                rank_zero_warn(
+                    f"the checkpoint was saved inside epoch {self.train.epoch}, and the {part}"
+                    " store has other rows than it had then: the rest of the epoch is trained on"
+                    " the new ones. Restore the old store, or resume from a checkpoint of the end"
+                    " of an epoch"
+                )
 
     def settle(self, trainer: L.Trainer) -> None:
         """Set the counters of a Trainer, which it has restored, to where the fit stood."""

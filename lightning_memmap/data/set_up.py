@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
+import xxhash
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
@@ -154,6 +155,19 @@ class SetUp:
             )
         self.orders.append(order)
         return order
+
+    @property
+    def train_stores(self) -> dict[str, dict[str, str]]:
+        """The contents of the training stores, by part, as far as they are known."""
+        found = dict[str, dict[str, str]]()
+        for part, store in self.planner.stores.by_part("train", self.stores["train"]):
+            manifest = store.manifest
+            probes = xxhash.xxh3_64_hexdigest(msgspec.json.encode(manifest.probes))
+            found[part] = {"rows": str(manifest.num_rows), "probe rows": probes}
+            if store.supply is None:
+                # Of another number of shards, the same rows have other checksums.
+                found[part][f"in {manifest.num_shards} shards"] = manifest.content
+        return found
 
     @property
     def must_match(self) -> dict[str, object]:
