@@ -37,6 +37,7 @@ from lightning_memmap.process_group import broadcast_all
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies._checkpoints import ReplacesCheckpoints
+from lightning_memmap.strategies._same_rows import batch_digest, may_repeat_rows, warn_if_equal
 
 #: The methods of a module in which it computes.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -132,6 +133,7 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
 
     _row_weight = 1.0
     _fetcher: Any = None
+    _may_repeat_rows = False
 
     # The Trainer calls it when it has set everything else.
     @override
@@ -157,7 +159,23 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
 
         plugin.convert_input = convert_input
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._may_repeat_rows |= may_repeat_rows(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def _compare_rows(self, batch: Any) -> None:
+        """Compare the first training batches of all processes. All ranks call it."""
+        self._may_repeat_rows = False
+        rank, size = data_parallel_rank(self)
+        if size > 1:
+            own = torch.stack([batch_digest(batch), torch.tensor(rank)]).to(self.root_device)
+            digests, ranks = self.all_gather(own).cpu().view(-1, 2).unbind(1)
+            warn_if_equal(digests, ranks)
+
     def _weigh(self, batch: Any) -> None:
+        if self._may_repeat_rows and self.module.trainer.training:
+            self._compare_rows(batch)
         rows = step_rows_of(batch)
         _, size = data_parallel_rank(self)
         weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}

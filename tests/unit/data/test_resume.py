@@ -46,9 +46,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stores", ["stores", "others"], ids=["overwritten", "elsewhere"])
-def test_other_rows_inside_an_epoch_are_warned_of(
-    tmp_path: Path, saved: Path, stores: str
-) -> None:
+def test_other_rows_inside_an_epoch_are_warned_of(tmp_path: Path, saved: Path, stores: str) -> None:
     with pytest.warns(UserWarning, match="train store"):
         fit(tmp_path, Points(40, 7), stores, saved / "step=3.ckpt")
 
