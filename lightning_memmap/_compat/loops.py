@@ -26,6 +26,12 @@ def fetched_batch(fetcher: Any, strategy: str) -> Any:
     return fetcher._batch
 
 
+def copy_hyperparameters(source: L.LightningDataModule, target: L.LightningDataModule) -> None:
+    """Give a data module the hyperparameters of another one, and whether they are logged."""
+    names = "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial"
+    vars(target).update({name: vars(source)[name] for name in names if name in vars(source)})
+
+
 class BatchIndices(_SAMPLER):  # type: ignore[misc]
     """Where Lightning looks for the rows of a batch, for prediction writers."""
 

@@ -210,6 +210,7 @@ def loaded_data(
     data: MemmapDataModule, variant: Variant, global_batch: int, out: str, *, transform_here: bool
 ) -> L.LightningDataModule:
     """The data module that the Trainer of a variant is given, as the variant's loader says."""
+    data.read_training_loaders()
     if variant.loader == "first_epoch":
         if data.datasets["train"] is None:
             raise ValueError(f"{variant.name}: without a train_dataset there is nothing to build")

@@ -1,6 +1,7 @@
 """The data module: Lightning's hooks, each delegated to the layer that does the work."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -19,6 +20,13 @@ from typing_extensions import override
 from lightning_memmap._compat.loops import is_restoring, renew_train_loader_at_start
 from lightning_memmap._compat.progress import TrainerProgress
 from lightning_memmap._compat.tensors import empty_caches
+from lightning_memmap.data.convert import (
+    TRANSFER_HOOKS,
+    GivenLoaders,
+    LoaderSource,
+    check_source,
+    chosen_options,
+)
 from lightning_memmap.data.first_epoch import show_stored
 from lightning_memmap.data.options import (
     OPTIONS,
@@ -163,6 +171,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         prefetch: Steps that are prefetched while one is computed, under any strategy: their
             fetches, transforms and copies run on side streams of the devices. By default 2 where
             batches are on a GPU, and 0 on a CPU.
+        eval_batch_size: Rows per data device and step of validation, test and prediction: a number,
+            or numbers by split. By default ``batch_size``.
+        datamodule: Another data module, whose loaders have the datasets, batch sizes, samplers and
+            ``drop_last``: see `from_datamodule`.
 
     The arguments are attributes too. Setting one takes effect at the next
     `setup`, or for ``batch_size``, ``prefetch``, the transforms and the order, with the next
@@ -204,6 +216,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         skip_steps: range | list[int] | None = None,
         build: str = "first",
         prefetch: int | None = None,
+        eval_batch_size: int | dict[str, int] | None = None,
+        datamodule: L.LightningDataModule | None = None,
     ) -> None:
         given = locals()
         super().__init__()
@@ -217,6 +231,13 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         #: What the run leaves out, as far as a training loader knows it.
         self._skipped = SkippedSteps()
         self._builds: list[BackgroundBuild] = []
+        #: Where options are read from, and by name the data modules of several training sets.
+        self._source: LoaderSource | None = None
+        self._sets: dict[Any, MemmapDataModule] = {}
+        if datamodule is not None:
+            check_source(datamodule, MemmapDataModule)
+            self._source = LoaderSource(datamodule, chosen_options(self.options, _DEFAULTS))
+            self._source.adopt_hooks(self)
         SplitStores(self.options, None, self._built).check_datasets()
 
     def with_options(self, **changes: Any) -> "MemmapDataModule":
@@ -240,7 +261,16 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         other = copy.copy(self)
         other.options = replace(self.options, **changes)
         other._built, other._builds = dict(self._built), []
+        if self._source is not None:
+            other._source, other._sets = self._source.choosing(changes), {}
         return other
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up in the data module that this one reads, for modules that use it."""
+        source = vars(self).get("_source")
+        if source is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(source.datamodule, name)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse class attributes that would silently take the place of arguments."""
@@ -288,22 +318,95 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         datasets: Any = train_dataset, val_dataset, test_dataset, predict_dataset
         return cls(*datasets, batch_size=batch_size, num_workers=num_workers, **datamodule_kwargs)
 
+    @classmethod
+    def from_datamodule(
+        cls, datamodule: L.LightningDataModule, *, store_dir: str | Path, **options: Any
+    ) -> "MemmapDataModule":
+        """Make a data module that stores and serves the rows of an existing one.
+
+        Its hooks are called when Lightning calls those of the new one, on the same ranks, except
+        that ``setup`` runs on the process that builds the stores before it runs on others. The
+        loaders that it then returns are not iterated over: datasets, batch sizes, samplers and
+        ``drop_last`` become options, and several training loaders a data module each. Arguments
+        that differ from their defaults take the place of what the loaders say.
+
+        Transfer hooks, the state and other attributes of ``datamodule`` are those of the new one.
+
+        Args:
+            datamodule: The existing data module.
+            store_dir: As for this class.
+            options: The other arguments of this class.
+
+        Returns:
+            The data module. Its options have their values from `setup` on, or `prepare_data`.
+
+        Raises:
+            TypeError: It is not a ``LightningDataModule``, or already a `MemmapDataModule`; at
+                set-up, a method returns something that is not a ``DataLoader``.
+            ValueError: At set-up, a loader has a ``collate_fn``, a batch sampler, a sampler or
+                another property that cannot be carried over; the error names it.
+        """
+        return cls(datamodule=datamodule, store_dir=store_dir, **options)
+
+    @classmethod
+    def from_loaders(
+        cls,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        *,
+        store_dir: str | Path,
+        **options: Any,
+    ) -> "MemmapDataModule":
+        """Make a data module that stores and serves the rows of existing loaders.
+
+        Args:
+            train: A ``DataLoader``, several in a list or dict, or a ``CombinedLoader``.
+            val: To validate on, one or several.
+            test: To test on, one or several.
+            predict: To predict on, one or several.
+            store_dir: As for this class.
+            options: The other arguments of this class.
+
+        Returns:
+            The data module.
+
+        Raises:
+            TypeError: Something is not a ``DataLoader``.
+            ValueError: No loader is passed, or one cannot be carried over; see `from_datamodule`.
+        """
+        loaders = {"train": train, "val": val, "test": test, "predict": predict}
+        if all(each is None for each in loaders.values()):
+            raise ValueError("train=None: pass at least one loader to from_loaders")
+        made = cls(datamodule=GivenLoaders(**loaders), store_dir=store_dir, **options)
+        made._read_loaders(None)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         """The arguments, and nothing that `setup` has made: a copy must be set up again."""
+        # Bound to the data module that is read, of which a copy may have another.
+        adopted = () if self._source is None else TRANSFER_HOOKS
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name not in adopted},
             "trainer": None if self._running is None else self.trainer,
             "_set_up": None,
             "_train_loader": None,
             "_builds": [],
         }
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the arguments, and the hooks of the data module that is read."""
+        vars(self).update(state)
+        if self._source is not None:
+            self._source.adopt_hooks(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemmapDataModule":
         """A data module of the same arguments, which shares the datasets: they are only read."""
         memo.update((id(dataset), dataset) for dataset in self._split_stores.datasets.values())
         copied = copy.copy(self)
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(copied), memo))
+        copied.__setstate__(copy.deepcopy(copied.__getstate__(), memo))
         return copied
 
     @override
@@ -375,6 +478,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 else.
             OSError: The disk is full, or the files cannot be written.
         """
+        if self._source is not None:
+            self._source.prepare_data(self.trainer)
+            self._read_loaders(None, in_advance=True)
+        for training_set in self._sets.values():
+            training_set.prepare_data()
         stores = self._split_stores
         stores.check()
         splits = dict.fromkeys(map(stores.stored_split, self._splits()))
@@ -421,6 +529,9 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             check_ranks_match({} if made is None else made.must_match, error)
         elif error is not None:
             raise error
+        if (stage or self._running or "fit") == "fit":
+            for each in self._sets.values():
+                each.setup("fit")
 
     def _make(self, stage: str | None) -> SetUp:
         # Not by teardown(), which a subclass may have overridden.
@@ -431,6 +542,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             raise ValueError(
                 f"stage={stage!r}: choose one of {', '.join(_SPLITS_OF_STAGE)}, or None"
             )
+        self._read_loaders(stage)
         planner = self._planner
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
@@ -439,6 +551,46 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if all(store.supply is None for store in opened.values()):
             self._print_placement(placement)
         return planner.load(opened, placement)
+
+    def _read_loaders(self, stage: str | None, *, in_advance: bool = False) -> None:
+        """Read the loaders of the data module that this one converts."""
+        if (source := self._source) is None:
+            return
+        if stage is None:
+            stage = self._running
+        self.options = source.read(
+            self.options, _SPLITS_OF_STAGE, stage, self.trainer, in_advance=in_advance
+        )
+        self._make_sets(source)
+
+    def read_training_loaders(self) -> None:
+        """Read the loaders of a fit, where loaders are converted and none was read."""
+        if self._source is not None and not self._source.is_read:
+            self._read_loaders("fit")
+
+    def _read_again(self, kind: str) -> None:
+        """Read the loaders of a split again where the Trainer asks for new ones in later epochs."""
+        trainer: Any = self.trainer
+        if self._source is not None and trainer and trainer.reload_dataloaders_every_n_epochs:
+            self.options = self._source.read_again(self.options, kind)
+            self._make_sets(self._source)
+
+    def _make_sets(self, source: LoaderSource) -> None:
+        """Make the data modules of several training sets, or give them their options."""
+        options = source.options_of_sets()
+        self._sets = {key: self._made_set(key, each) for key, each in options.items()}
+        for each in self._sets.values():
+            each.trainer = self.trainer
+
+    def _made_set(self, key: Any, options: dict[str, Any]) -> "MemmapDataModule":
+        """Return the data module of one of several training sets."""
+        if (made := self._sets.get(key)) is None:
+            directory = self.options.store_dir / f"train-{key}"
+            evaluated = dict.fromkeys(("val_dataset", "test_dataset", "predict_dataset"))
+            made = self.with_options(store_dir=directory, **evaluated, eval_batch_size=None)
+            made._source = None
+        made.options = replace(made.options, **options)
+        return made
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """The order of the training rows, except under ``overfit_batches``."""
@@ -463,11 +615,19 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._end_builds()
         if self._set_up is not None:
             empty_caches(self._set_up.placement.topology.data_devices)
+        for each in self._sets.values():
+            each.teardown(stage)
+        if self._source is not None:
+            self._source.datamodule.teardown(stage)  # type: ignore[arg-type]  # As we were called.
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """End the builds that go on while training: the next run goes on with their rows."""
+        for each in self._sets.values():
+            each.on_exception(exception)
         self._end_builds()
+        if self._source is not None:
+            self._source.datamodule.on_exception(exception)
 
     def _end_builds(self) -> None:
         while self._builds:
@@ -477,7 +637,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if self._set_up is not None:
             self._set_up.release()
 
-    def train_dataloader(self) -> SuperBatchLoader | BatchLoader:
+    def train_dataloader(self) -> Any:
         """The training rows in the order of `train_sampler`.
 
         Without a Trainer, this and the other loaders are `lightning_memmap.loading.BatchLoader`.
@@ -485,12 +645,16 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         Returns:
             A loader of assembled batches, or of super-batches where the strategy leaves the batches
             of the data devices apart. Under ``overfit_batches`` the rows come in dataset order.
+            Where several loaders were converted, loaders that are combined in the same way.
 
         Raises:
             StoreNotFoundError: `setup` was not called for this split, or there is no store.
             ValueError: No step would have its full size under ``drop_last``, the rows cannot be
                 read in the sampler's order, or the checkpoint cannot be resumed in this order.
         """
+        self._read_again("train")
+        if self._source is not None and (tree := self._source.training_sets) is not None:
+            return tree.combine({key: each.train_dataloader() for key, each in self._sets.items()})
         # Before the Trainer has restored its counters, only the length of the loader is asked for.
         is_early = self.trainer is not None and is_restoring(self.trainer)
         if self.trainer is not None and not is_early:
@@ -516,6 +680,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             on. What was loaded, until a fit goes on from there. Empty where no training loader was
             made.
         """
+        theirs = {} if self._source is None else self._source.datamodule.state_dict()
+        own = self._own_state()
+        return {**own, "datamodule": theirs} if theirs else own
+
+    def _own_state(self) -> dict[str, Any]:
         if self._resume is not None:
             return self._resume.as_dict()
         if (loader := self._train_loader) is None:
@@ -537,6 +706,10 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 rows that this one holds out. Or it is not what `state_dict` has returned.
         """
         found = Resume.read(state_dict)
+        if self._source is not None and "datamodule" in state_dict:
+            self._source.datamodule.load_state_dict(state_dict["datamodule"])
+        if self._sets:  # The Trainer itself keeps where combined loaders stand.
+            return
         if self.trainer is not None and self.trainer.state.fn is TrainerFn.FITTING:
             found.check_rows(self._rows_of("train").pool.identity["subset"])
             assert self._set_up is not None
@@ -591,13 +764,15 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     def _loaders(self, kind: str) -> Loaders:
         """A loader for each dataset to evaluate on, in the form in which they are given."""
+        self._read_again(kind)
         given = self.datasets[kind]
         loaders = {split: self._loader(split) for split in named_datasets(kind, given)}
+        found: Loaders = list(loaders.values())
         if not has_several(given):
-            return loaders[kind]
-        if isinstance(given, Mapping):
-            return {split.partition("/")[2]: loader for split, loader in loaders.items()}
-        return list(loaders.values())
+            found = loaders[kind]
+        elif isinstance(given, Mapping):
+            found = {split.partition("/")[2]: loader for split, loader in loaders.items()}
+        return found if self._source is None else self._source.combine(kind, found)
 
     @property
     def _is_quiet(self) -> bool:
@@ -647,6 +822,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         if stage is None and self._running is not None:
             stage = self._running.value
         kinds = SPLITS if stage is None else _SPLITS_OF_STAGE[stage]
+        if (source := self._source) is not None:
+            kinds = tuple(kind for kind in kinds if source.has(kind))
         # Several training sets are one split.
         named = ({k: None} if k == "train" else named_datasets(k, self.datasets[k]) for k in kinds)
         return [split for each in named for split in each]
@@ -657,6 +834,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     def open_train_store(self) -> Store:
         """Open the store of the training rows, without a set-up. Several sets are one store."""
+        self.read_training_loaders()
         stores = self._split_stores
         if not (opened := stores.open(["train"])):
             raise stores.missing("train")
@@ -686,7 +864,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         loader = SuperBatchLoader(
             rows,
             order,
-            self.batch_size,
+            self._split_stores.options.batch_size_of(split),
             collate=self._collate(split),
             transform=self.transform if split == "train" else self.eval_transform,
             seed=self.seed,
@@ -727,3 +905,11 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         else:
             sample = first_sample(dataset, self.num_workers)
         return FormedCollate(schema, options.forms, sample, options.with_row_numbers)
+
+
+#: The default of each option.
+_DEFAULTS = {
+    name: each.default
+    for name, each in inspect.signature(MemmapDataModule.__init__).parameters.items()
+    if name in OPTIONS and each.default is not each.empty
+}

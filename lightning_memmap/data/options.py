@@ -84,6 +84,7 @@ class DataOptions:
     skip_steps: range | Sequence[int] | None
     build: str = "first"
     prefetch: int | None = None
+    eval_batch_size: int | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for kind, given in self.datasets.items():
@@ -93,6 +94,7 @@ class DataOptions:
             value = getattr(self, name)
             if value is not None or name == "batch_size":
                 object.__setattr__(self, name, check_integer(name, value, *least))
+        self._check_eval_batch_size()
         for name in ("shuffle", "drop_last", "overwrite", "with_row_numbers"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: give True or False")
@@ -118,6 +120,30 @@ class DataOptions:
         given = self.fingerprint
         for each in given.values() if isinstance(given, Mapping) else [given]:
             check_given(each)
+
+    def _check_eval_batch_size(self) -> None:
+        given = self.eval_batch_size
+        if given is None:
+            return
+        name, least = "eval_batch_size", _COUNTS["batch_size"]
+        if not isinstance(given, Mapping):
+            object.__setattr__(self, name, check_integer(name, given, *least))
+            return
+        sizes = dict[str, int]()
+        for split, size in given.items():
+            if str(split).partition("/")[0] not in SPLITS[1:]:
+                raise _no_split(name, split, SPLITS[1:])
+            sizes[split] = check_integer(f"{name}[{split!r}]", size, *least)
+        object.__setattr__(self, name, sizes)
+
+    def batch_size_of(self, split: str) -> int:
+        """Return the rows per data device and step of a split."""
+        sizes = self.eval_batch_size
+        if split == "train" or sizes is None:
+            return self.batch_size
+        if not isinstance(sizes, Mapping):
+            return sizes
+        return sizes.get(split, sizes.get(split.partition("/")[0], self.batch_size))
 
     def _check_build(self) -> None:
         if not isinstance(self.build, str) or self.build not in ("first", "while_training"):

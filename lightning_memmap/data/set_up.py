@@ -175,6 +175,7 @@ class SetUp:
         values: dict[str, object] = {
             "seed": self.options.seed,
             "batch_size": self.options.batch_size,
+            "eval_batch_size": str(self.options.eval_batch_size),
             "shuffle": self.options.shuffle,
             "drop_last": self.options.drop_last,
             "skip_steps": str(steps_to_skip(self.options.skip_steps)),
