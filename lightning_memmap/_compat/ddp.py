@@ -1,8 +1,10 @@
-"""Private names around DDP."""
+"""Private names around DDP, and of process groups."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 
 def ignore_in_ddp(module: Any, names: Iterable[str]) -> None:
@@ -30,3 +32,9 @@ def ddp_options(strategy: Any, **options: Any) -> Iterator[None]:
 def begin_static_graph(strategy: Any) -> None:
     """Let Lightning treat the next step as the first one of a static graph."""
     strategy._pl_static_graph_delay_done = False
+
+
+def rendezvous_store() -> Any:
+    """Return the store by which the processes of the default group met; None where nobody knows."""
+    module = getattr(dist, "distributed_c10d", None)
+    return getattr(module, "_get_default_store", lambda: None)()

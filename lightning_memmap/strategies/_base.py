@@ -37,6 +37,7 @@ from lightning_memmap.process_group import broadcast_all
 from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies._checkpoints import ReplacesCheckpoints
+from lightning_memmap.strategies._failures import first_failure
 from lightning_memmap.strategies._same_rows import batch_digest, may_repeat_rows, warn_if_equal
 
 #: The methods of a module in which it computes.
@@ -134,6 +135,23 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
     _row_weight = 1.0
     _fetcher: Any = None
     _may_repeat_rows = False
+    # Runs of all strategies of this program: each process counts the same.
+    _num_runs: ClassVar[int] = 0
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        RowWeighted._num_runs += 1
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Add to an error that another process has caused what that process has noted."""
+        super().on_exception(exception)
+        if not isinstance(exception, Exception) or not dist.is_initialized():
+            return
+        cause = first_failure(self._num_runs, exception)
+        if cause is not None and exception.args and isinstance(exception.args[0], str):
+            exception.args = (f"{exception.args[0]}\n{cause}", *exception.args[1:])
 
     # The Trainer calls it when it has set everything else.
     @override

@@ -33,6 +33,30 @@ def test_rank_that_dies_in_training_ends_all_processes(
     assert "Connection closed by peer" in outcome.report or "reset by peer" in outcome.report
 
 
+@pytest.mark.parametrize("nodes", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_tells_the_others_why_it_failed(tmp_path: Path, rank: int, nodes: int) -> None:
+    if rank == 0 and not nodes:
+        pytest.skip("the first process kills the one that it has started")
+    strategy = "memmap_pipeline" if nodes else "memmap_superbatch_ddp"
+    outcome = launch_any(
+        "failing.fail",
+        tmp_path,
+        processes=2,
+        nodes=nodes,
+        timeout_s=SOON_S,
+        to_the_last=not nodes,
+        rank=rank,
+        strategy=strategy,
+    )
+    assert 0 not in outcome.codes
+    failed, other = ((tmp_path / f"error{each}").read_text() for each in (rank, 1 - rank))
+    assert "row 77" in failed
+    assert "rank" not in failed
+    assert f"rank {rank}: KeyError: 'row 77'" in other
+    assert other.startswith("RuntimeError")
+
+
 @pytest.mark.parametrize("strategy", ["memmap_superbatch", "memmap_dp"])
 def test_one_process_after_two_is_refused_until_their_group_is_left(
     tmp_path: Path, strategy: str

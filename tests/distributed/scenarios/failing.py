@@ -36,6 +36,34 @@ def die(out: Path, rank: int, strategy: str) -> dict[str, Any]:
     return {}
 
 
+class Spoilt:
+    """A transform that fails on one rank, in the middle of an epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        if self.calls == 4 and int(os.environ.get("LOCAL_RANK", "0")) == self.rank:
+            raise KeyError("row 77")
+        return batch
+
+
+def fail(out: Path, rank: int, strategy: str) -> dict[str, Any]:
+    """Train until a rank fails, and note the error of each."""
+    data = MemmapDataModule(
+        Points(160), store_dir=out / "stores", batch_size=8, transform=Spoilt(rank)
+    )
+    trainer = make_trainer(out, strategy=strategy, devices=2, max_epochs=1000)
+    try:
+        trainer.fit(Regression(), data)
+    except Exception as error:
+        (out / f"error{trainer.global_rank}").write_text(f"{type(error).__name__}: {error}")
+    # Without waiting for the others.
+    os._exit(1)
+
+
 def go_on_alone(out: Path, strategy: str) -> dict[str, Any]:
     """Train in two processes, and then in the first of them, once their group is left."""
     data = MemmapDataModule(Points(40), store_dir=out / "stores", batch_size=4)
