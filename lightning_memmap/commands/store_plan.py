@@ -55,7 +55,7 @@ def _bytes(name: str, size: str) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """Where the rows are with a number of devices."""
+    """The bytes in each memory with a number of devices."""
 
     on_devices: int
     in_host_memory: int
@@ -64,7 +64,7 @@ class Held:
 
     @property
     def residency(self) -> str:
-        """What to pass as ``residency``."""
+        """The value of ``residency`` that fits."""
         if self.on_disk:
             return "stream"
         return "auto" if self.in_host_memory else "device"
@@ -77,7 +77,7 @@ def planned_store(row_bytes: int, num_rows: int) -> Manifest:
 
 
 def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine) -> TitledTable:
-    """Plan for data that devices hold, and the host as far as they have no room for it.
+    """Make a table of the bytes that devices, host and disk hold.
 
     Args:
         stores: By name.
@@ -85,9 +85,10 @@ def plan_devices(stores: Mapping[str, Manifest], counts: range, machine: Machine
         machine: The memory that there is.
     """
     total = sum(manifest.num_bytes for manifest in stores.values())
-    rows, plans = [], dict[int, Held]()
+    rows = []
+    plans: dict[int, Held] = {}
     for count in counts:
-        if short := [name for name, found in stores.items() if found.num_rows < count]:
+        if short := [name for name, manifest in stores.items() if manifest.num_rows < count]:
             why = text(f"{short[0]} has {stores[short[0]].num_rows}", UNSURE)
             rows.append([text(count), *map(text, "----"), text("none", UNSURE), why])
             continue
@@ -150,25 +151,29 @@ def describe_build(trial: Trial) -> list[Text]:
 def held_bytes(stores: Mapping[str, Manifest], count: int, machine: Machine) -> Held:
     """Plan ``residency="auto"`` for a number of devices: the bytes in each memory.
 
-    Where the host is too small for the rest, the shards are in the files alone: they are
-    streamed.
+    If the host is too small for the rest, all shards stay in the files: they are streamed.
     """
     topology = DataTopology(tuple(torch.device("cuda", index) for index in range(count)))
     sizes = {}
-    for name, found in stores.items():
-        pool = divide(name, StoreRows(found.shards), found.num_shards, topology)
-        sizes[name] = SplitShards.of(SequentialSampler(pool), found, topology)
+    for name, manifest in stores.items():
+        pool = divide(name, StoreRows(manifest.shards), manifest.num_shards, topology)
+        sizes[name] = SplitShards.of(SequentialSampler(pool), manifest, topology)
     budgets = dict.fromkeys(topology.data_devices, machine.device_budget)
     budgets[torch.device("cpu")] = machine.host_budget
-    devices, memories = Counter[int](), Counter[Residency]()
+    devices = Counter[int]()
+    memories = Counter[Residency]()
     for shards in plan_placement(sizes, topology, "auto", budget_bytes=budgets).held():
         memories[shards.residency] += shards.num_bytes
         if shards.residency is Residency.DEVICE:
             devices[shards.device_index] += shards.num_bytes
     if memories[Residency.MMAP]:
         return Held(0, 0, memories.total(), 0)
-    on_devices, on_host = memories[Residency.DEVICE], memories[Residency.HOST]
-    return Held(on_devices, on_host, 0, max(devices.values(), default=0))
+    return Held(
+        on_devices=memories[Residency.DEVICE],
+        in_host_memory=memories[Residency.HOST],
+        on_disk=0,
+        fullest_device=max(devices.values(), default=0),
+    )
 
 
 def device_counts(text: str) -> range:

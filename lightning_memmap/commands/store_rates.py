@@ -23,8 +23,10 @@ from lightning_memmap.store.sources.stream import is_stream
 
 #: A trial grows until it has taken this long, and a second more for each worker that is started.
 _GOAL_S = 2.0
-_FIRST_ROWS, _NUM_RUNS = 32, 8
-#: What a trial writes at most.
+_FIRST_ROWS = 32
+#: The runs of consecutive rows that a trial reads from a dataset of items.
+_NUM_RUNS = 8
+#: The most bytes that a trial writes.
 _MOST_BYTES = 512 * 2**20
 
 
@@ -39,7 +41,7 @@ class Trial:
     row_bytes: int
     """Stored bytes of one row, on average and rounded up."""
     text_bytes: int
-    """Of these, the bytes of texts and of encoded images."""
+    """The bytes of texts and encoded images among them."""
     trial_rows: int
     seconds: float
     how: str
@@ -51,7 +53,8 @@ class Trial:
         return self.num_rows * self.seconds / self.trial_rows
 
     def __str__(self) -> str:
-        rate, took = self.trial_rows / self.seconds, format_duration(self.seconds)
+        rate = self.trial_rows / self.seconds
+        took = format_duration(self.seconds)
         size = format_bytes(self.trial_rows * self.row_bytes)
         return (
             f"{self.trial_rows:,} rows ({size}) were stored here in {took}, {self.how}:"
@@ -99,10 +102,10 @@ def try_build(
     count = min(total, _FIRST_ROWS)
     with tempfile.TemporaryDirectory(prefix=".plan-", dir=folder) as directory:
         while True:
-            some: Any = _First(dataset, count) if is_stream(dataset) else _some_of(dataset, count)
+            rows: Any = _First(dataset, count) if is_stream(dataset) else _some_of(dataset, count)
             start = clock()
             store = build_store(
-                some,
+                rows,
                 Path(directory, str(count)),
                 num_shards=default_shards(total),
                 num_workers=num_workers,
@@ -139,15 +142,16 @@ def _num_rows(dataset: Any, num_rows: int | None) -> int:
                 " its rows"
             )
         return num_rows
-    found = check_length(dataset)
-    if num_rows not in (None, found):
-        raise ValueError(f"rows={num_rows}: the dataset has {found:,} rows; leave --rows out")
-    return found
+    length = check_length(dataset)
+    if num_rows not in (None, length):
+        raise ValueError(f"rows={num_rows}: the dataset has {length:,} rows; leave --rows out")
+    return length
 
 
 def _some_of(dataset: Any, count: int) -> Subset[Any]:
     """Choose rows: one run of consecutive rows of a table, which is read by slices, or several."""
-    total, num_runs = len(dataset), _NUM_RUNS if is_read_by_item(dataset) else 1
+    total = len(dataset)
+    num_runs = _NUM_RUNS if is_read_by_item(dataset) else 1
     runs = np.array_split(np.arange(count), min(num_runs, count))
     gap = (total - count) // len(runs)
     rows = [run + gap * index for index, run in enumerate(runs)]

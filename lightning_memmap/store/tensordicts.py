@@ -115,9 +115,9 @@ class StoredTensor(MemoryMappedTensor):
     @classmethod
     def of(cls, tensor: Tensor, source: Source) -> Self:
         """Wrap a view of an opened tensor. They share their memory."""
-        found = cls(tensor)
-        found.source = source
-        return found
+        wrapped = cls(tensor)
+        wrapped.source = source
+        return wrapped
 
     @property  # type: ignore[misc]
     def filename(self) -> str:
@@ -130,12 +130,13 @@ class StoredTensor(MemoryMappedTensor):
         if content == "start":
             raise RuntimeError("the starts of rows are computed from their ends: no file has them")
         column = store.manifest.columns[field]
-        index, rows = (*column.bounds, column.rows_name)[0], column.rows_name
-        return os.path.realpath(store.files / (index if content in ("stop", "shape") else rows))
+        # The index of rows that differ in length comes first.
+        name = next(iter(column.bounds)) if content in ("stop", "shape") else column.rows_name
+        return os.path.realpath(store.files / name)
 
-    def _wrap(self, found: Any) -> Any:
+    def _wrap(self, result: Any) -> Any:
         """Wrap a result where it is a view of this tensor."""
-        return self.of(found, self.source) if isinstance(found, MemoryMappedTensor) else found
+        return self.of(result, self.source) if isinstance(result, MemoryMappedTensor) else result
 
     @override
     def __getitem__(self, item: Any) -> Any:
@@ -156,8 +157,8 @@ class StoredTensor(MemoryMappedTensor):
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # A copy has memory of its own, as after `clone`.
-        memo[id(self)] = found = self.clone()
-        return found
+        memo[id(self)] = copied = self.clone()
+        return copied
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
 class _TarSamples:
-    """What the datasets of tar files have in common."""
+    """The arguments and the samples of both datasets of tar files."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class _TarSamples:
         self.size = checked_decoding(mode, size)
 
     def _is_wanted(self, ending: str) -> bool:
-        """Whether members of an ending are read."""
+        """Tell whether members of an ending are read."""
         return self.fields is None or any(
             ending in endings.split(";") for endings in self.fields.values()
         )
@@ -72,13 +72,13 @@ class _TarSamples:
             if endings == "__key__":
                 sample[field] = key
                 continue
-            found = [ending for ending in endings.split(";") if ending in members]
-            if len(found) != 1:
+            present = [ending for ending in endings.split(";") if ending in members]
+            if len(present) != 1:
                 raise DatasetError(
-                    f"{tar}: the sample {key!r} has {len(found)} members {endings!r} for the field"
-                    f" {field!r}, and each sample must have one"
+                    f"{tar}: the sample {key!r} has {len(present)} members {endings!r} for the"
+                    f" field {field!r}, and each sample must have one"
                 )
-            sample[field] = self._value(tar, key, found[0], members[found[0]])
+            sample[field] = self._value(tar, key, present[0], members[present[0]])
         return sample
 
     def _value(self, tar: str, key: str, ending: str, data: bytes) -> Any:
@@ -181,11 +181,12 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
         """Read a sample.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row is outside of the dataset.
             DatasetError: As for the length; or a member cannot be read or is refused, a sample
                 lacks a field, or the tar file has changed.
         """
-        index, count = operator.index(row), len(self)
+        index = operator.index(row)
+        count = len(self)
         if not -count <= index < count:
             raise IndexError(f"row {row}: the tar files have {count} samples")
         tar, key, members = self._indexed().sample(index % count)
@@ -196,8 +197,8 @@ class TarDataset(_TarSamples, Dataset[dict[str, Any]]):
 class TarStream(_TarSamples, IterableDataset[dict[str, Any]]):
     """An iterable dataset of the same samples, read from the first member to the last.
 
-    It is for tar files that are compressed or hold sparse files. Arguments and samples are those of
-    `TarDataset`.
+    It is for tar files that are compressed or hold sparse files. It has the arguments and the
+    samples of `TarDataset`.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ def _extract(tar: str, file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _paths(pattern: str) -> list[str]:
-    """The tar files that a pattern stands for."""
+    """List the tar files that a pattern stands for."""
     if "://" in pattern or pattern.startswith("pipe:"):
         raise ValueError(f"tars={pattern!r}: give files of this machine")
     paths = []
@@ -269,7 +270,7 @@ def _paths(pattern: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """A pattern without braces for each choice that its braces stand for, as of a shell."""
+    """Replace the braces of a pattern by each of their choices, as a shell does."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]

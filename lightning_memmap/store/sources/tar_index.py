@@ -37,8 +37,9 @@ NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 #: Members of WebDataset itself.
 _META = re.compile(r"__[^/]*__(/|$)")
 #: The largest member that is read, and the largest index.
-MAX_MEMBER_BYTES, _MAX_INDEX_BYTES = 2**29, 2**31
-#: What marks the end of a tar file, and what is any other error in a header.
+MAX_MEMBER_BYTES = 2**29
+_MAX_INDEX_BYTES = 2**31
+#: The errors that mark the end of a tar file, and any other error in a header.
 _HEADER_ERROR = tarfile.HeaderError
 _ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 _log = logging.getLogger(__name__)
@@ -61,14 +62,14 @@ class TarIndex(msgspec.Struct, frozen=True):
     state: tuple[int, int]
     """Bytes and time of the file when it was scanned."""
     keys: bytes
-    """The keys of all samples as UTF-8, one after the other."""
+    """The keys of all samples as UTF-8, concatenated."""
     key_ends: bytes
     member_ends: bytes
-    """Of each sample, one past its last member."""
+    """One past the last member of each sample."""
     names: list[str]
     """Each ending once."""
     endings: bytes
-    """Of each member, the number of its ending."""
+    """The number of each member's ending."""
     offsets: bytes
     sizes: bytes
 
@@ -88,7 +89,8 @@ class TarIndex(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Check that all numbers lie within the file: another program may have written them."""
-        key_ends, member_ends = _numbers(self.key_ends), _numbers(self.member_ends)
+        key_ends = _numbers(self.key_ends)
+        member_ends = _numbers(self.member_ends)
         endings, offsets, sizes = map(_numbers, (self.endings, self.offsets, self.sizes))
         is_valid = (
             len(key_ends) == len(member_ends)
@@ -127,23 +129,24 @@ def index_tar(tar: str, advance: Callable[[int], None]) -> TarIndex:
         DatasetError: The file is damaged, or a sample has a member twice.
     """
     path = os.path.realpath(tar)
-    state, kept = state_of(os.stat(path)), _place_of(path)
-    if kept is None or (found := _load(kept, path, state)) is None:
-        found = _scan(tar, path, state, advance)
-        if kept is not None:
-            _keep(found, kept)
-    else:
+    state = state_of(os.stat(path))
+    kept = _place_of(path)
+    if kept is not None and (index := _load(kept, path, state)) is not None:
         advance(state[0])
-    return found
+        return index
+    index = _scan(tar, path, state, advance)
+    if kept is not None:
+        _keep(index, kept)
+    return index
 
 
 def state_of(status: os.stat_result) -> tuple[int, int]:
-    """Bytes and time of a file."""
+    """Return bytes and time of a file."""
     return status.st_size, status.st_mtime_ns
 
 
 def _place_of(path: str) -> Path | None:
-    """Where the index of a tar file is kept; None where others could change it."""
+    """Return the path of a tar file's index; None if others could change it."""
     directory = cache_directory() / "tars"
     with suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -158,15 +161,15 @@ def _place_of(path: str) -> Path | None:
 def _load(kept: Path, path: str, state: tuple[int, int]) -> TarIndex | None:
     try:
         data = read_plain(kept, _MAX_INDEX_BYTES)
-        found = msgspec.msgpack.decode(data, type=TarIndex)
-        if (found.path, found.state) != (path, state):
+        index = msgspec.msgpack.decode(data, type=TarIndex)
+        if (index.path, index.state) != (path, state):
             return None
-        found.check()
+        index.check()
     except (OSError, StoreError, ValueError) as error:  # It is not there, or was damaged.
         if not isinstance(error, FileNotFoundError):
             _log.warning("%s is scanned again: its index %s is damaged: %s", path, kept, error)
         return None
-    return found
+    return index
 
 
 def _keep(index: TarIndex, kept: Path) -> None:
@@ -182,7 +185,9 @@ def _keep(index: TarIndex, kept: Path) -> None:
 
 
 def _scan(tar: str, path: str, state: tuple[int, int], advance: Callable[[int], None]) -> TarIndex:
-    keys, key_ends, member_ends = bytearray(), list[int](), list[int]()
+    keys = bytearray()
+    key_ends: list[int] = []
+    member_ends: list[int] = []
     names = dict[str, int]()
     columns = list[int](), list[int](), list[int]()
     done = 0
@@ -223,19 +228,19 @@ def grouped(
 
     Args:
         tar: The path of the tar file.
-        members: Names and members. Those of one sample are neighbours.
+        members: Names and members. The members of a sample are neighbours.
         take: Receives an ending and a member before the next member is read.
     """
     named = ((NAME.fullmatch(name), name, member) for name, member in members)
     with_ending = ((match, name, member) for match, name, member in named if match)
     for key, group in groupby(with_ending, lambda member: member[0][1]):
-        found: dict[str, Any] = {}
+        taken: dict[str, Any] = {}
         for match, name, member in group:
             ending = match[2].lower()
-            if ending in found:
+            if ending in taken:
                 raise DatasetError(f"{tar}: {name!r}: the sample {key!r} has two such members")
-            found[ending] = take(ending, member)
-        yield key, found
+            taken[ending] = take(ending, member)
+        yield key, taken
 
 
 def members_of(tar: str, mode: Any, opened: list[tarfile.TarFile] | None = None) -> Iterator[Any]:
@@ -314,7 +319,8 @@ class TarIndices:
     def sample(self, row: int) -> tuple[str, str, dict[str, Callable[[], bytes]]]:
         """Find a sample: its tar file, its key, and by ending what reads its members."""
         number = int(np.searchsorted(self.ends, row, side="right"))
-        index, tar = self.indices[number], self.tars[number]
+        index = self.indices[number]
+        tar = self.tars[number]
         key, members = index.sample(row - int(self.ends[number]) + index.num_samples)
         read = partial(_read, tar, index.state, key)
         return tar, key, {member.ending: partial(read, member) for member in members}
