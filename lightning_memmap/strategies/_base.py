@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -38,6 +39,7 @@ from lightning_memmap.schema.fields import RowList
 from lightning_memmap.schema.structure import Masked
 from lightning_memmap.strategies._checkpoints import ReplacesCheckpoints
 from lightning_memmap.strategies._failures import first_failure
+from lightning_memmap.strategies._overrides import Overrides
 from lightning_memmap.strategies._same_rows import batch_digest, may_repeat_rows, warn_if_equal
 
 #: The methods of a module in which it computes.
@@ -47,9 +49,25 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class Checked(ReplacesCheckpoints):
     """A strategy that starts only where torch and Lightning have what it needs of them."""
 
+    strategy_name: str
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_strategy(type(self))
         super().__init__(*args, **kwargs)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        self.check_module(model)
+        super().connect(model)
+
+    def check_module(self, module: LightningModule) -> None:
+        """Raise for a module that another Trainer has sharded."""
+        if any(isinstance(child, FSDPModule) for child in module.modules()):
+            raise ValueError(
+                f"the {type(module).__name__} was sharded by FSDP2 under another Trainer, and"
+                f" strategy={self.strategy_name!r} needs whole parameters: save a checkpoint with"
+                " that Trainer, and load it into a new module"
+            )
 
 
 class SuperBatchMixin(Checked):
@@ -153,6 +171,18 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         if cause is not None and exception.args and isinstance(exception.args[0], str):
             exception.args = (f"{exception.args[0]}\n{cause}", *exception.args[1:])
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: What is set on the precision plugin, the optimizers and the loops until teardown.
+        self.overrides = Overrides()
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        self.overrides.undo()
+        # The last batch of another Trainer, whose strategy did not look at it.
+        unasked_step_rows()
+        super().connect(model)
+
     # The Trainer calls it when it has set everything else.
     @override
     def _configure_launcher(self) -> None:
@@ -169,13 +199,19 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         # The first to see a batch of a loader. What comes after it may replace all tensors.
-        plugin: Any = self.precision_plugin
+        convert = self.precision_plugin.convert_input
 
         def convert_input(batch: Any) -> Any:
             self._weigh(batch)
-            return type(plugin).convert_input(plugin, batch)
+            return convert(batch)
 
-        plugin.convert_input = convert_input
+        self.overrides.set(self.precision_plugin, "convert_input", convert_input)
+
+    @override
+    def teardown(self) -> None:
+        self.overrides.undo()
+        unasked_step_rows()
+        super().teardown()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -437,16 +473,21 @@ class SplitModule(RowWeighted):
         evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
         for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
             # What FSDP2 gathers, and the tensors that pipelines keep, are used in training too.
-            loop.inference_mode = False
+            self.overrides.set(loop, "inference_mode", False)
+        for stage in ("train", "val", "test", "predict"):
+            name = f"{stage}_step_context"
+            self.overrides.set(plugin, name, self._sharing_buffers(getattr(plugin, name)))
+
+    def _sharing_buffers(self, context: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a context of a step that shares buffers first."""
 
         @contextmanager
         def step() -> Iterator[None]:
             self.share_buffers()
-            with plugin.forward_context():
+            with context():
                 yield
 
-        plugin.train_step_context = plugin.val_step_context = step
-        plugin.test_step_context = plugin.predict_step_context = step
+        return step
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

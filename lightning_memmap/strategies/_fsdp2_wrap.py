@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memmap._compat.fsdp2 import is_gathered_otherwise
 from lightning_memmap._compat.tensors import local_part
 from lightning_memmap.errors import UnsuitableModuleError
 from lightning_memmap.process_group import broadcast
@@ -74,9 +80,28 @@ def shard_module(
             # By default FSDP2 keeps what the root gathered, and frees all else.
             reshard = False if own is exact else reshard_after_forward
             fully_shard(each, reshard_after_forward=reshard, mp_policy=own, **options)
+            # Before the hook of FSDP2.
+            each.register_forward_pre_hook(_gather_again_if_thawed, prepend=True)
     if module in policies:
         for name in STEPS:
             register_fsdp_forward_method(module, name)
+
+
+def sharded_units(module: nn.Module) -> list[FSDPModule]:
+    """Return the module and the submodules that FSDP2 gathers."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def reshard_if_thawed(units: Iterable[Any]) -> None:
+    """Free what units have gathered if parameters have been frozen or thawed since."""
+    # FSDP2 looks at requires_grad only when it gathers, and roots stay gathered after a forward
+    # pass until a backward pass goes through them.
+    for unit in filter(is_gathered_otherwise, units):
+        unit.reshard()
+
+
+def _gather_again_if_thawed(unit: nn.Module, _: Any) -> None:
+    reshard_if_thawed([unit])
 
 
 # Units
@@ -106,12 +131,18 @@ def default_units(root: nn.Module, min_parameters: int) -> list[nn.Module]:
         # Of equals the outer one, which comes first.
         if sizes and sum(sizes[:-1]) > most:
             best, most = _called(child), sum(sizes[:-1])
-    classes = {type(item) for item in best if not type(item).__module__.startswith("torch.nn.")}
+    kinds = {class_of(item) for item in best}
+    classes = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
     return [
         unit
         for unit in below
-        if (unit in best or type(unit) in classes) and _num_parameters(unit) >= min_parameters
+        if (unit in best or class_of(unit) in classes) and _num_parameters(unit) >= min_parameters
     ]
+
+
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module, which is the same once it is sharded."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _num_parameters(module: nn.Module) -> int:
@@ -136,7 +167,9 @@ def _modules_of(root: nn.Module, classes: Sequence[str | type[nn.Module]]) -> li
     kinds = [_kinds_of(module) for module in below]
     for wanted in classes:
         if not any(wanted in known for known in kinds):
-            candidates = sorted({type(each).__name__ for each in filter(_has_parameters, below)})
+            candidates = sorted(
+                {class_of(each).__name__ for each in filter(_has_parameters, below)}
+            )
             raise ValueError(
                 f"wrap_classes={list(classes)!r}: no module of {type(root).__name__} is a"
                 f" {getattr(wanted, '__qualname__', wanted)};"
@@ -149,7 +182,7 @@ def _kinds_of(module: nn.Module) -> set[Any]:
     """The classes that a module is of, and their names."""
     names = (
         (each, each.__name__, f"{each.__module__}.{each.__qualname__}")
-        for each in type(module).__mro__
+        for each in class_of(module).__mro__
     )
     return {*itertools.chain(*names)}
 

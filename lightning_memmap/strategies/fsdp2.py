@@ -1,7 +1,8 @@
 """``memmap_fsdp2``: FSDP2 without a ``configure_model`` to write."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memmap._compat.fsdp2 import (
+    can_keep_gradients,
+    drop_kept_gradients,
+    forget_interrupted_step,
+    reduce_kept_gradients,
+)
 from lightning_memmap._compat.modules import set_device_attribute
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import SplitModule
@@ -34,14 +42,27 @@ from lightning_memmap.strategies._fsdp2_wrap import (
     choose_units,
     load_optimizers,
     recompute,
+    reshard_if_thawed,
     shard_like,
     shard_module,
     shard_state,
+    sharded_units,
 )
 
-#: Modules stay sharded after their Trainer, and another Trainer may continue with them. By module,
-#: the processes that it is sharded over.
-_SHARDED: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Sharding:
+    """How a module was sharded."""
+
+    #: The process group of the program, over which the mesh is.
+    world: Any
+    mesh: DeviceMesh
+    #: By name, the arguments of the strategy and the Trainer that are part of the module since.
+    options: Mapping[str, Any]
+
+
+#: Modules stay sharded after their Trainer, and another Trainer may continue with them.
+_SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
 #: By the Trainer's precision, what units compute in if not in the dtype of their parameters.
 _COMPUTE: dict[str, torch.dtype | None] = {
     **dict.fromkeys(("32-true", "bf16-true", "16-true", "64-true")),
@@ -79,6 +100,10 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             otherwise the dtype of the parameters.
         activation_checkpointing: Compute the forward pass of all units again in the backward pass
             instead of keeping activations.
+        sync_each_micro_batch: With ``accumulate_grad_batches``, reduce gradients in each
+            micro-batch, so that no process keeps more than its shards of them. By default they
+            are reduced once a step, and until then each process keeps whole gradients: 4 bytes a
+            parameter, or those of ``reduce_dtype``.
         save_distributed_checkpoint: Each process saves its shards to files in one folder. By
             default rank 0 saves one file, which the plain module can load.
         process_group_backend: As for Lightning's ``ModelParallelStrategy``.
@@ -88,6 +113,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         ValueError: An option is out of range, does not match the number of processes, or excludes
             another one or the Trainer's precision; at set-up, a class of ``wrap_classes`` is not
             in the module, or the module cannot be sharded as it is.
+        TypeError: ``wrap_classes`` is not a list of names or classes.
         UnsuitableModuleError: At set-up, a module on the meta device cannot be initialised.
     """
 
@@ -104,12 +130,18 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         cpu_offload: bool = False,
         reduce_dtype: str | torch.dtype | None = None,
         activation_checkpointing: bool = False,
+        sync_each_micro_batch: bool = False,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         check_integer("min_unit_parameters", min_unit_parameters, 1)
         check_integer("replicate_size", replicate_size, 1)
+        if wrap_classes is not None and not _are_classes(wrap_classes):
+            raise TypeError(
+                f"wrap_classes={wrap_classes!r}: pass a list of classes of modules, or of their"
+                " names, such as ['Block']"
+            )
         self._wrap_classes = wrap_classes
         self._min_unit_parameters = min_unit_parameters
         self._replicate_size = replicate_size
@@ -123,7 +155,12 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             )
         self._reduce_dtype: torch.dtype | None = dtype
         self._activation_checkpointing = activation_checkpointing
+        self._sync_each_micro_batch = sync_each_micro_batch
         self._is_save_sharded = save_distributed_checkpoint
+        # The module's units, once it is sharded.
+        self._units: list[FSDPModule] = []
+        # Whether gradients wait for the last micro-batch of a step.
+        self._keeps_gradients = False
         if cpu_offload and process_group_backend is None:
             # Norms of gradients in host memory are reduced there.
             process_group_backend = "cpu:gloo,cuda:nccl"
@@ -172,40 +209,157 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         # Not the parent's, which requires a configure_model that shards.
-        module, mesh = self.module, self._mesh
+        module = self.module
         trainer.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.check_fit(trainer)
-        if module not in _SHARDED:
-            # What the Trainer sets for sync_batchnorm=True.
-            if self._layer_sync is not None:
-                self._layer_sync.apply(module)
-            self.precision_plugin.convert_module(module)
-            units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
-            if self._activation_checkpointing:
-                recompute(module, units)
-            dtype = _COMPUTE[self.precision_plugin.precision]
-            shard_module(
-                module,
-                units,
-                self.root_device,
-                MixedPrecisionPolicy(dtype, self._reduce_dtype or (dtype and torch.float32)),
-                mesh=mesh,
-                reshard_after_forward=self._reshard_after_forward,
-                offload_policy=CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy(),
-            )
-            _SHARDED[module] = mesh
-        elif _SHARDED[module] != mesh:
-            raise ValueError(
-                f"the {type(module).__name__} was sharded over {_SHARDED[module]} by another"
-                f" Trainer, and this one has {mesh}: load its checkpoint into a new module"
-            )
+        if (sharding := _SHARDED.get(module)) is None:
+            self._shard(module)
+        else:
+            self._take_over(module, sharding)
+        self._units = sharded_units(module)
         self.model = module
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _shard(self, module: L.LightningModule) -> None:
+        # What the Trainer sets for sync_batchnorm=True.
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
+        options = self._options(module, units)
+        if self._activation_checkpointing:
+            recompute(module, units)
+        dtype = _COMPUTE[self.precision_plugin.precision]
+        shard_module(
+            module,
+            units,
+            self.root_device,
+            MixedPrecisionPolicy(dtype, self._reduce_dtype or (dtype and torch.float32)),
+            mesh=self._mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            offload_policy=CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy(),
+        )
+        _SHARDED[module] = _Sharding(dist.group.WORLD, self._mesh, options)
+
+    def _options(self, module: L.LightningModule, units: Sequence[nn.Module]) -> dict[str, Any]:
+        """The options that are part of a sharded module."""
+        names = {child: name for name, child in module.named_modules()}
+        chosen_by = "min_unit_parameters" if self._wrap_classes is None else "wrap_classes"
+        return {
+            "precision": self.precision_plugin.precision,
+            "automatic_optimization": module.automatic_optimization,
+            "reshard_after_forward": self._reshard_after_forward,
+            "cpu_offload": self._cpu_offload,
+            "reduce_dtype": self._reduce_dtype,
+            "activation_checkpointing": self._activation_checkpointing,
+            # Not as it was passed: other arguments may choose the same.
+            f"the units that {chosen_by} chooses": sorted(names[unit] for unit in units),
+        }
+
+    def _take_over(self, module: L.LightningModule, sharding: _Sharding) -> None:
+        """Continue with a module that another Trainer has sharded."""
+        kind = type(module).__name__
+        advice = "load a checkpoint of it into a new module"
+        if sharding.world is not dist.group.WORLD:
+            raise ValueError(
+                f"the {kind} was sharded by another Trainer over a process group that has been"
+                f" destroyed since: {advice}"
+            )
+        if sharding.mesh != self._mesh:
+            raise ValueError(
+                f"the {kind} was sharded over {sharding.mesh} by another Trainer, and this one has"
+                f" {self._mesh}: {advice}"
+            )
+        sharded = sharded_units(module)
+        for unit in sharded:
+            unit.reshard()
+        units = choose_units(module, self._wrap_classes, self._min_unit_parameters)
+        now, before = self._options(module, units), dict(sharding.options)
+        for (name, value), (_, old) in zip(now.items(), before.items(), strict=True):
+            if value != old:
+                raise ValueError(
+                    f"{name}={value!r}: the {kind} was sharded by another Trainer with {old!r},"
+                    f" which cannot be changed: pass the same, or {advice}"
+                )
+        forget_interrupted_step(sharded)
+        drop_kept_gradients(sharded)
+
+    @override
+    def check_module(self, module: L.LightningModule) -> None:
+        """Nothing: `setup` checks how the module was sharded."""
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.overrides.set(optimizer, "zero_grad", self._zero_grad_of(optimizer))
+        # Lightning's own wrappers copy the attributes.
+        self.optimizers = [*self.optimizers]
+
+    def _zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
+        zero_grad = optimizer.zero_grad
+
+        def zero_all(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            if self._keeps_gradients:
+                groups = optimizer.param_groups
+                params = {param for group in groups for param in group["params"]}
+                drop_kept_gradients(self._units, params)
+
+        return zero_all
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        reshard_if_thawed(self._units)
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep whole gradients within the context, instead of reducing them."""
+        if self._sync_each_micro_batch or not self._may_keep_gradients():
+            yield
+            return
+        self._keeps_gradients = True
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    def _may_keep_gradients(self) -> bool:
+        # They are added up in the dtype in which they are reduced.
+        dtype = self._reduce_dtype
+        is_narrow = dtype is not None and any(
+            param.itemsize > dtype.itemsize for param in self.module.parameters()
+        )
+        return not is_narrow and can_keep_gradients(self._units)
+
+    def _set_gradient_sync(self, value: bool) -> None:
+        for unit in self._units:
+            unit.set_requires_gradient_sync(value, recurse=False)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def closure_and_reduction() -> Any:
+            output = closure()
+            if self._keeps_gradients:
+                # The last micro-batch may have had no loss. Otherwise this finds nothing.
+                reduce_kept_gradients(self._units)
+                self._keeps_gradients = False
+            return output
+
+        output = super().optimizer_step(optimizer, closure_and_reduction, model, **kwargs)
+        # Roots that are still gathered, as by a forward pass without gradients, have old values.
+        self._reshard()
+        return output
 
     @override
     def model_to_device(self) -> None:
@@ -220,10 +374,8 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
 
     def _reshard(self) -> None:
         """Free what the roots gathered, and keep for a backward pass that evaluation has not."""
-        # FSDP2 checks only when it gathers which parameters are frozen.
-        for child in self.module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     on_validation_end = on_test_end = on_predict_end = _reshard
 
@@ -231,8 +383,10 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What the plain optimizer would save, on rank 0; or own shards. All ranks must call it."""
         if self._is_save_sharded:
-            is_new = not optimizer.state
+            is_new, keeps = not optimizer.state, self._keeps_gradients
+            self._keeps_gradients = False
             state = super().optimizer_state(optimizer)
+            self._keeps_gradients = keeps
             if is_new:
                 # To make the state, torch took a step of length zero, which Adam would count.
                 optimizer.state.clear()
@@ -324,3 +478,15 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(shard_state(state, optimizer))
+
+
+def _are_classes(classes: Any) -> bool:
+    """Check whether an argument is several classes of modules, or their names."""
+    return (
+        isinstance(classes, Sequence)
+        and not isinstance(classes, str)
+        and all(
+            isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))
+            for each in classes
+        )
+    )

@@ -240,6 +240,7 @@ class PipelineStrategy(SplitModule, DDPStrategy):
     @override
     def teardown(self) -> None:
         self._local_grads.clear()
+        self.overrides.undo()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if self._pipeline is not None:
             for name in ("forward", "loss"):

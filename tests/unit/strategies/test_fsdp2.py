@@ -23,6 +23,12 @@ class Rounded(Precision):
         return "Rounded()"
 
 
+class Half(Rounded):
+    """What the Trainer chooses by the name of the strategy."""
+
+    precision = "16-mixed"
+
+
 @pytest.mark.parametrize(
     ("options", "trainer_options", "words"),
     [
@@ -33,6 +39,7 @@ class Rounded(Precision):
         ({"reduce_dtype": "int8"}, {}, "reduce_dtype='int8'"),
         ({"reduce_dtype": "half precision"}, {}, "reduce_dtype='half precision'"),
         ({}, {"plugins": [Rounded()]}, "Trainer(precision='rounded')"),
+        ({}, {"plugins": [Half()]}, "Trainer(precision='16-mixed')"),
     ],
     ids=str,
 )
@@ -41,6 +48,12 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         make_trainer(tmp_path, strategy=FSDP2Strategy(**options), devices=4, **trainer_options)
+
+
+@pytest.mark.parametrize("classes", ["Block", Block, ["Block", 3], [int]], ids=str)
+def test_classes_that_are_no_list_of_classes_are_rejected(classes: Any) -> None:
+    with pytest.raises(TypeError, match="wrap_classes"):
+        FSDP2Strategy(wrap_classes=classes)
 
 
 def test_default_units_are_the_items_of_the_largest_list() -> None:
