@@ -59,6 +59,7 @@ def main(
         transform=ShiftAndNormalize(mean=0.305, std=0.376),
         eval_transform=Normalize(mean=0.305, std=0.376),
     )
+    data.use_fabric(fabric)
     data.prepare_data()
     data.setup("fit")
     loaders: Any = data.train_dataloader(), data.val_dataloader()

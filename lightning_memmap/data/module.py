@@ -234,6 +234,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         #: Where options are read from, and by name the data modules of several training sets.
         self._source: LoaderSource | None = None
         self._sets: dict[Any, MemmapDataModule] = {}
+        self._fabric: L.Fabric | None = None
         if datamodule is not None:
             check_source(datamodule, MemmapDataModule)
             self._source = LoaderSource(datamodule, chosen_options(self.options, _DEFAULTS))
@@ -393,6 +394,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             "_set_up": None,
             "_train_loader": None,
             "_builds": [],
+            "_fabric": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -463,6 +465,18 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _planner(self) -> Planner:
         return Planner(self._split_stores, topology_of(self._strategy), self._is_overfitting)
 
+    def use_fabric(self, fabric: L.Fabric) -> None:
+        """Place the rows on the devices of a Fabric, without a Trainer.
+
+        From the next `setup` on, each of its processes has its own rows on its own device, and the
+        loaders return batches there, prefetched as under a Trainer. Without it, they are on the
+        CPU.
+
+        Args:
+            fabric: The Fabric, once it is launched.
+        """
+        self._fabric = fabric
+
     def prepare_data(self) -> None:
         """Build the stores of the stage's splits, or find them built.
 
@@ -525,7 +539,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             made = self._set_up = self._make(stage)
         except Exception as caught:
             error = caught
-        if self.trainer is not None and self.trainer.world_size > 1:
+        runner = self.trainer or self._fabric
+        if runner is not None and runner.world_size > 1:
             check_ranks_match({} if made is None else made.must_match, error)
         elif error is not None:
             raise error
@@ -581,6 +596,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         self._sets = {key: self._made_set(key, each) for key, each in options.items()}
         for each in self._sets.values():
             each.trainer = self.trainer
+            each._fabric = self._fabric
 
     def _made_set(self, key: Any, options: dict[str, Any]) -> "MemmapDataModule":
         """Return the data module of one of several training sets."""
@@ -830,7 +846,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
 
     @property
     def _strategy(self) -> Any:
-        return None if self.trainer is None else self.trainer.strategy
+        runner = self.trainer or self._fabric
+        return None if runner is None else runner.strategy
 
     def open_train_store(self) -> Store:
         """Open the store of the training rows, without a set-up. Several sets are one store."""
@@ -876,7 +893,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             if split == "train" and self.trainer is not None:
                 show_stored(self.trainer)
         if self.trainer is None:
-            return BatchLoader(loader, loader.data_devices[0])
+            return BatchLoader(loader, rows.topology.assemble_on or loader.data_devices[0])
         if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
         return loader.placed(rows.topology)

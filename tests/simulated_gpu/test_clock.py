@@ -1,11 +1,16 @@
 """Prefetched steps, by the clock of a comparison, on devices whose operations take time."""
 
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
+from lightning_memmap import MemmapDataModule
 from tests.distributed.harness import launch
 from tests.distributed.scenarios.stall import OPERATION_S, RESIDENCIES, parts_of
+from tests.models import Points
 
 pytestmark = pytest.mark.gpu
 
@@ -43,3 +48,22 @@ def test_steps_of_several_processes_are_prefetched_by_default_and_are_no_stall(
     for rank in ranks:
         for residency in RESIDENCIES:
             check_is_no_stall(*rank[residency])
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_batches_under_fabric_are_prefetched_on_its_device(tmp_path: Path, residency: str) -> None:
+    fabric = L.Fabric(accelerator="gpu", devices=1)
+    points = Points(64)
+    data = MemmapDataModule(points, store_dir=tmp_path, batch_size=8, residency=residency)
+    data.use_fabric(fabric)
+    data.prepare_data()
+    data.setup("fit")
+    loader: Any = data.train_dataloader()
+    assert loader.loader.prefetch == 2
+    batches: Any = fabric.setup_dataloaders(loader)
+    rows = []
+    for batch in batches:
+        assert batch["x"].device == fabric.device
+        rows += batch["row"].tolist()
+        torch.testing.assert_close(batch["x"].cpu(), points.x[batch["row"].cpu()])
+    assert sorted(rows) == list(range(64))

@@ -115,6 +115,21 @@ class TestFabric:
         assert len(given) == len(loader) == 12
         assert [joined(epoch_rows(given)) for _ in range(2)] == [order(0), order(1)]
 
+    def test_data_module_that_uses_fabric_prefetches_on_its_device(self, tmp_path: Path) -> None:
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        found = []
+        for prefetch in (None, 2):
+            data = MemmapDataModule(Points(40), store_dir=tmp_path, batch_size=8, prefetch=prefetch)
+            data.use_fabric(fabric)
+            data.prepare_data()
+            data.setup("fit")
+            loader: Any = data.train_dataloader()
+            assert loader.loader.prefetch == (prefetch or 0)
+            given: Any = fabric.setup_dataloaders(loader)
+            found.append([batch["row"].tolist() for batch in given])
+        assert found[0] == found[1]
+        assert sorted(joined(found[0])) == list(range(40))
+
     def test_fabric_saves_and_loads_the_loader(
         self, numbered_store: Stores, tmp_path: Path
     ) -> None:
