@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch.utils.data import Dataset
 from typing_extensions import override
@@ -82,6 +82,8 @@ _SPLITS_OF_STAGE = {
 }
 #: By split, where its shards are by the table that this process has printed last.
 _printed: dict[str, tuple[Any, ...]] = {}
+#: The stores of omitted validation sets that this process has named.
+_named = set[str]()
 
 
 class MemmapDataModule(OptionAttributes, L.LightningDataModule):
@@ -561,6 +563,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         planner = self._planner
         planner.stores.check()
         opened = planner.stores.open(self._splits(stage))
+        self._name_old_validation(planner.stores, opened)
         placement = planner.place(opened)
         # Until all rows are there, they are read from their files, wherever they will live.
         if all(store.supply is None for store in opened.values()):
@@ -607,6 +610,18 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             made._source = None
         made.options = replace(made.options, **options)
         return made
+
+    def _name_old_validation(self, stores: SplitStores, opened: Mapping[str, Store]) -> None:
+        """Say, once, that a dataset is validated on the store that an earlier run has left."""
+        is_omitted = self.datasets["val"] is None and self.datasets["train"] is not None
+        if "val" not in opened or not is_omitted or stores.stored_split("val") != "val":
+            return
+        path, num_rows = opened["val"].location, opened["val"].num_rows
+        if path not in _named:
+            _named.add(path)
+            rank_zero_info(
+                f"val_dataset=None: validating on the {num_rows:,} rows stored at {path}"
+            )
 
     def train_sampler(self, store: Store, topology: DataTopology | None = None) -> Sampler:
         """The order of the training rows, except under ``overfit_batches``."""

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
 import xxhash
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
@@ -40,13 +42,19 @@ class Planner:
         """Plan where the shards live."""
         options, topology = self.stores.options, self.topology
         splits = {split: self.shards(split, store) for split, store in opened.items()}
-        budgets = device_budgets(
+        return plan_placement(splits, topology, options.residency, budget_bytes=self.budgets)
+
+    @cached_property
+    def budgets(self) -> Mapping[torch.device, int]:
+        """Bytes that shards may take on each device, measured once: after the first epoch of a
+        store that was built meanwhile, a model and its optimizer would count as taken."""
+        topology = self.topology
+        return device_budgets(
             topology.data_devices,
-            options.memory_fraction,
+            self.stores.options.memory_fraction,
             topology.num_local_processes,
             topology.processes_per_device,
         )
-        return plan_placement(splits, topology, options.residency, budget_bytes=budgets)
 
     def first_rows(self, found: Mapping[str, Store]) -> dict[str, Integers]:
         """The rows of the first training steps, by store, each with its place among them. Of the

@@ -287,7 +287,7 @@ class Building:
             rows = [self._written.popleft() for _ in range(len(self._written))]
             # A disk can take several files at once.
             with threads(_NUM_SYNCS) as pool:
-                list(pool.map(sync_path, [*self.path.iterdir(), self.path]))
+                list(pool.map(_sync, [*self.path.iterdir(), self.path]))
             if self.journal is not None and rows:
                 few = [np.asarray(some) for some in rows if len(some) < _MANY_ROWS]
                 many = [some for some in rows if len(some) >= _MANY_ROWS]
@@ -330,10 +330,11 @@ class Building:
             "torch": str(torch.__version__),
         }
         probes = tuple((row, digest(row)) for row in probe_rows(manifest.num_rows))
-        StoreDirectory(self.store).commit(
-            replace(manifest, checksums=checksums, probes=probes, source=source)
-        )
-        self.is_committed = True
+        with self._syncing:  # A thread that brings files to the disk finds all of them, or none.
+            StoreDirectory(self.store).commit(
+                replace(manifest, checksums=checksums, probes=probes, source=source)
+            )
+            self.is_committed = True
 
     def __enter__(self) -> Self:
         return self
@@ -352,7 +353,9 @@ class Building:
             if part is None:  # A part holds no lock. The store stays: a disk may fail after that.
                 StoreDirectory(self.store).clear()
         then = "the same call then goes on" if self._is_kept else "nothing was changed"
-        if isinstance(error, OSError) and error.filename is None:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_ours = isinstance(error, OSError) and error.filename == str(self.store)
+        if isinstance(error, OSError) and not is_ours and (is_full or error.filename is None):
             raise OSError(
                 error.errno,
                 f"{error.strerror or error}: rows cannot be written. Make room, or raise the limit"
@@ -361,6 +364,15 @@ class Building:
             ) from error
         if isinstance(error, MemoryError):
             raise StoreError(f"{self.store}: memory is too short for its build; {then}") from error
+
+
+def _sync(path: Path) -> None:
+    """Bring a file to the disk. Other parts remove temporary ones of their own meanwhile."""
+    try:
+        sync_path(path)
+    except FileNotFoundError:
+        if not path.name.endswith(TEMPORARY):
+            raise
 
 
 def _own_version() -> str:

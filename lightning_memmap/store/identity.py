@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.store.files import leaf_bytes
+from lightning_memmap.store.sources.image_folder import ImageFolder
 from lightning_memmap.store.sources.stream import is_stream
 
 #: The most characters of the name of a part, and of the part.
@@ -28,6 +29,13 @@ MAX_TEXT_LENGTH = 1024
 #: Classes of these modules are identified by their name: they change with a release, not with a
 #: dataset.
 _KNOWN_MODULES = {*sys.stdlib_module_names, "torch", "numpy", "lightning"}
+#: Packages whose source text says nothing of a dataset: a release may change a docstring. What
+#: their objects hold does, such as the size to which a transform scales.
+_RELEASED = {
+    *("lightning_memmap", "torchvision", "torchaudio", "torchdata", "tensordict", "datasets"),
+    *("pandas", "polars", "pyarrow", "duckdb", "h5py", "zarr", "PIL", "cv2", "scipy", "sklearn"),
+    *("transformers", "tokenizers", "huggingface_hub", "albumentations", "webdataset", "timm"),
+}
 _PLAIN_TYPES = {int, float, str, bool, types.NoneType}
 _MAX_PARTS, _MAX_ITEMS = 512, 2**20
 _REST = "the rest of it"
@@ -195,6 +203,8 @@ def _parts_of(value: Any) -> dict[str, Any]:
         parts["the items"] = value
     elif (file := _file_of(value)) is not None:
         parts["the file"] = file
+    if isinstance(value, ImageFolder):
+        parts["the files"] = value.file_states()
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -226,13 +236,17 @@ def _digest(data: Any) -> str:
 
 
 def _is_known(kind: Any) -> bool:
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] in _KNOWN_MODULES
+    return _package(kind) in _KNOWN_MODULES
+
+
+def _package(kind: Any) -> str:
+    return (getattr(kind, "__module__", None) or "").partition(".")[0]
 
 
 @lru_cache(maxsize=1024)
 def _source(kind: type) -> str | None:
     """The source text of a class, kept: to find it parses the whole file."""
-    if _is_known(kind):
+    if _is_known(kind) or _package(kind) in _RELEASED:
         return None
     try:
         return inspect.getsource(kind)

@@ -95,9 +95,13 @@ def _how_often(path: Path, given: str | None) -> str:
 
 def _check_length(store: Store, num_rows: int) -> None:
     if num_rows != store.manifest.num_rows:
-        raise _other_dataset(
-            store, f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
-        )
+        found = f"the dataset has {num_rows} rows, the store {store.manifest.num_rows}"
+        if num_rows > (old := store.manifest.num_rows):
+            found += (
+                f" (if it has grown at its end, append_store(Subset(dataset, range({old},"
+                f" {num_rows})), {str(store.path)!r}) adds the new rows)"
+            )
+        raise _other_dataset(store, found)
 
 
 def _check_first_rows(store: Store, stream: Any) -> None:

@@ -25,7 +25,13 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from typing_extensions import Self
 
-from lightning_memmap.errors import DatasetError, MemmapError, check_integer, describe_error
+from lightning_memmap.errors import (
+    DatasetError,
+    MemmapError,
+    check_integer,
+    describe_error,
+    with_article,
+)
 from lightning_memmap.sampling.rows import Integers
 
 Task = TypeVar("Task")
@@ -136,7 +142,16 @@ class _Process:
         self.process = multiprocessing.Process(
             target=_serve, args=(other, self.connection, dataset)
         )
-        self.process.start()
+        try:
+            self.process.start()
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            method = multiprocessing.get_start_method()
+            raise DatasetError(
+                f"the dataset, {with_article(type(dataset).__name__)}, cannot be sent to worker"
+                f" processes, which are started by {method!r}: {describe_error(error)}: open files"
+                " and connections when a row is first read, define classes and functions in a"
+                " module, or give num_workers=0 (with build='first')"
+            ) from error
         other.close()
 
     def give(self, make: bytes, task: Any) -> None:

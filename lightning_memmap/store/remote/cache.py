@@ -29,6 +29,7 @@ from filelock import FileLock
 from typing_extensions import override
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
+from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.building import unfinished_build
@@ -56,6 +57,8 @@ _IN_USE = ".in_use"
 _ROOM_BYTES = 2**20
 #: A fetch of fewer bytes shows no progress.
 _SHOWN_BYTES = 64 * 2**20
+#: Shards in the cache that are compared with their checksums at once.
+_NUM_CHECKS = 4
 #: How long a fetch that is stopped may take to end.
 _PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
@@ -219,7 +222,8 @@ class _CachedShards(RemoteShards):
                     if is_first:  # What is still to come was for processes that were killed.
                         self.record(np.flatnonzero(self.records() < 0).tolist(), sign=0)
             fcntl.flock(in_use, fcntl.LOCK_SH)
-        self._known = self.records()
+        #: The shards that this process has fetched, or compared with their checksums.
+        self._is_checked_here = np.zeros(len(self.records()), np.bool_)
 
     def require_rows(self, field: int, rows: Integers | None) -> None:
         """Fetch the shards of some rows of a field, or all."""
@@ -234,9 +238,10 @@ class _CachedShards(RemoteShards):
         While some are used, ``meanwhile`` is given to `RemoteShards.fetch`.
         """
         numbers = self.numbers(fields, shards)
-        if (self._known[numbers] > 0).all():
+        if self._is_checked_here[numbers].all():
             return
         with self._cache.usable():
+            self._check(numbers[~self._is_checked_here[numbers]])
             if len(missing := self.missing(numbers)):
                 # Before stores are removed to make room for what cannot be fetched.
                 if not self._is_checked and (error := self.changed()):
@@ -249,7 +254,27 @@ class _CachedShards(RemoteShards):
                 num_bytes = int(self.num_bytes[missing].sum())
                 hidden = bool(meanwhile) or not self.progress or num_bytes < _SHOWN_BYTES
                 self.fetch(missing, "fetching", hidden=hidden, **meanwhile)
-            self._known = self.records()
+            self._is_checked_here[numbers] = True
+
+    def _check(self, numbers: Integers) -> None:
+        """Compare shards that are in the cache with their checksums. Damaged ones are then missing.
+
+        What is read stays in memory, and is used from there. Where there is no room for that, it
+        would be read twice from the disk, and is not compared.
+        """
+        here = numbers[self.records()[numbers] > 0]
+        if not len(here) or self.num_bytes[here].sum() > available_bytes():
+            return
+        with threads(min(_NUM_CHECKS, len(here))) as pool:
+            are_right = list(pool.map(partial(self.verify, advance=lambda _: None), here.tolist()))
+        if num_wrong := are_right.count(False):
+            _log.warning(
+                "%s of %s shards in the cache at %s have other bytes than those of their checksums,"
+                " and are fetched again: see that its disk works",
+                num_wrong,
+                len(here),
+                self.path,
+            )
 
 
 class _Fetching(Supply):

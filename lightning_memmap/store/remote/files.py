@@ -4,10 +4,11 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from time import monotonic, sleep
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -40,6 +41,8 @@ _FINAL = (
 )
 #: Over http(s): seconds to connect, without a byte, and for all bytes of one read.
 _CONNECT_S, _SILENCE_S, _READ_S = 10.0, 20.0, 300.0
+#: When it is said that nobody answers, and how long until it is said again.
+_SILENT_S, _SAID_AGAIN_S = 5.0, 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +55,7 @@ class RemoteFiles:
 
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
+        self._said_s = -math.inf
         # In ``file://`` URLs fsspec takes ``%20`` for three characters.
         address = unquote(url) if url.lower().startswith("file:") else url
         try:
@@ -142,6 +146,26 @@ class RemoteFiles:
         with suppress(StoreNotFoundError):
             self._tried(partial(self._system.rm, self._at(name), recursive=True), name)
 
+    @contextmanager
+    def _patient(self, where: object) -> Iterator[None]:
+        """Say that nobody has answered for a while: the library of a protocol tries for long."""
+        if self._is_local:
+            yield
+            return
+        timer = Timer(_SILENT_S, self._say, [where])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _say(self, where: object) -> None:
+        # Several threads wait for the same server.
+        if monotonic() - self._said_s > _SAID_AGAIN_S:
+            self._said_s = monotonic()
+            _log.warning("%s: no answer for %g s: still waiting", where, _SILENT_S)
+
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
@@ -162,7 +186,8 @@ class RemoteFiles:
         deadline = monotonic() + patience_s
         for left in reversed(range(_NUM_TRIES)):
             try:
-                return work()
+                with self._patient(where):
+                    return work()
             except MemmapError:
                 raise
             except FileNotFoundError as error:

@@ -214,7 +214,11 @@ class RemoteShards:
                     at = f"{self.manifest.generation}/{name}"
                     yield name, first, self.files.read(at, first, last)
                 except StoreNotFoundError as error:
-                    raise self._damaged(number) from error
+                    raise self.changed() or StoreError(
+                        f"the store at {self.files.url} is not whole: {at} is missing there, which"
+                        " its manifest names: push the store again, with overwrite=True, or let"
+                        " its owner restore the file"
+                    ) from error
 
     def changed(self) -> MemmapError | None:
         """What has become of the store since its manifest was read; None where it is the same."""

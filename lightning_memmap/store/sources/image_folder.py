@@ -3,11 +3,13 @@
 import operator
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -67,6 +69,16 @@ class ImageFolder(Dataset[dict[str, Any]]):
                 )
             self.files += found
             self.labels += [label] * len(found)
+
+    def file_states(self) -> NDArray[np.int64]:
+        """Return the size in bytes and the time in ns of each file, int64 of shape (rows, 2). Those
+        of a file that is not there are -1."""
+        states = np.full((len(self.files), 2), -1, np.int64)
+        for row, file in enumerate(self.files):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                state = os.stat(self.root / file)
+                states[row] = state.st_size, state.st_mtime_ns
+        return states
 
     def __len__(self) -> int:
         return len(self.files)

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
+from lightning_memmap.data import set_up as set_up_module
 from lightning_memmap.data.set_up import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
@@ -692,3 +693,28 @@ def test_process_of_several_without_a_trainer_serves_only_its_own_rows(tmp_path:
             assert sorted(first + second) == [*range(96)]
     finally:
         data.teardown()
+
+
+def test_rows_are_placed_in_the_memory_that_was_free_at_the_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[object]()
+
+    def measure(*arguments: Any) -> Any:
+        measured.append(arguments)
+        return budgets(*arguments)
+
+    budgets = set_up_module.device_budgets
+    monkeypatch.setattr(set_up_module, "device_budgets", measure)
+    data = MemmapDataModule(
+        Points(60), store_dir=tmp_path, batch_size=8, build="while_training", num_workers=1
+    )
+    set_up(data, "fit")
+    loader: Any = data.train_dataloader()
+    placed = data._set_up
+    for _ in range(3):
+        assert sum(len(batch["row"]) for batch in loader) == 60
+        sleep(0.3)  # Until the store is whole.
+    data.teardown("fit")
+    assert data._set_up is not placed  # The rows were placed again.
+    assert len(measured) == 1

@@ -283,6 +283,18 @@ class TestWithTrainer:
         assert seen["val"] == [*range(100, 120)] * 2
         assert seen["test"] == list(range(200, 225))
 
+    def test_omitted_validation_data_of_an_old_store_is_named_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said = list[str]()
+        monkeypatch.setattr("lightning_memmap.data.module.rank_zero_info", said.append)
+        set_up(MemmapDataModule(TRAIN, VAL, store_dir=tmp_path), "fit")
+        assert said == []
+        for _ in range(2):
+            set_up(MemmapDataModule(TRAIN, store_dir=tmp_path), "fit")
+        assert len(said) == 1
+        assert str(tmp_path / "val") in said[0]
+
     def test_fit_with_stored_validation_data_validates(self, tmp_path: Path) -> None:
         build_store(VAL, tmp_path / "stores" / "val", progress=False)
         data, module = make_data(tmp_path, val_dataset=None), Regression()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
 from lightning_memmap.store import append_store, build_store, open_store, verify_store
@@ -83,6 +83,14 @@ def test_row_that_does_not_fit_leaves_the_store_as_it_was(tmp_path: Path) -> Non
         append_store(broken, tmp_path / "s", **QUIET)
     assert holds(open_store(tmp_path / "s"), Numbered(50))
     assert {path.name for path in tmp_path.iterdir()} == {"s"}
+
+
+def test_dataset_that_has_grown_at_its_end_is_told_how_to_append(tmp_path: Path) -> None:
+    build_store(Numbered(50), tmp_path / "s", **QUIET)
+    with pytest.raises(DatasetError, match=r"append_store\(Subset\(dataset, range\(50, 60\)\)"):
+        build_store(Numbered(60), tmp_path / "s", **QUIET)
+    append_store(Subset(Numbered(60), range(50, 60)), tmp_path / "s", **QUIET)
+    assert holds(build_store(Numbered(60), tmp_path / "s", **QUIET), Numbered(60))
 
 
 class Named(Numbered):

@@ -1,9 +1,12 @@
 """Below the ways to build: ranges of rows, the journal, the thread that writes, checksums."""
 
+import errno
 import heapq
+import multiprocessing
+import os
 from collections import deque
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
 
@@ -18,9 +21,11 @@ from lightning_memmap.sampling.rows import Shards
 from lightning_memmap.store import Damage, build_store, open_store, verify_store, writing
 from lightning_memmap.store import building as building_module
 from lightning_memmap.store.build import Asked
-from lightning_memmap.store.building import KEPT, WRITTEN, Journal
+from lightning_memmap.store.building import KEPT, WRITTEN, Building, Journal
 from lightning_memmap.store.columns import FixedColumn
-from lightning_memmap.store.growing import BackgroundBuild, open_growing
+from lightning_memmap.store.directory import StoreDirectory
+from lightning_memmap.store.growing import BackgroundBuild, Serving, open_growing
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.workers import RowRanges
 from tests.datasets import Logged, Numbered, Wrapped, holds
 from tests.unit.store.layout import files_of
@@ -202,3 +207,70 @@ def test_verify_names_field_shard_and_file(tmp_path: Path) -> None:
         assert str(damage) == f"field 'label', shard 1 is damaged ({file})"
     # Opening reads no rows, so that it stays fast.
     assert len(open_store(path)) == 100
+
+
+def test_files_of_a_store_are_brought_to_the_disk_while_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build of several stores syncs all of them from another thread."""
+    found, ended = list[Building](), list[BaseException | None]()
+    commit, begin = StoreDirectory.commit, Building.begin.__func__  # type: ignore[attr-defined]
+
+    def note(cls: Any, *arguments: Any, **options: Any) -> Building:
+        found.append(begin(cls, *arguments, **options))
+        return found[-1]
+
+    def sync() -> None:
+        try:
+            found[0].sync()
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    def commit_slowly(self: StoreDirectory, manifest: Manifest) -> None:
+        threads = [Thread(target=sync) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        sleep(0.02)
+        commit(self, manifest)
+        started.extend(threads)
+
+    def list_slowly(path: Path) -> Any:
+        names = [*list_(path)]
+        sleep(0.1)
+        return iter(names)
+
+    started, list_ = list[Thread](), Path.iterdir
+    monkeypatch.setattr(Building, "begin", classmethod(note))
+    monkeypatch.setattr(StoreDirectory, "commit", commit_slowly)
+    monkeypatch.setattr(Path, "iterdir", list_slowly)
+    build_store(Numbered(30), tmp_path / "s", progress=False)
+    for thread in started:
+        thread.join()
+    assert ended == [None] * 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_at_the_start_of_a_resumed_build_names_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def make(generation: Path, num_rows: int) -> Any:
+        raise OSError(code, os.strerror(code), str(generation / "serving"))
+
+    monkeypatch.setattr(Serving, "make", make)
+    asked = Asked(Numbered(30), tmp_path / "s", None, 1, None, {}, progress=False)
+    with pytest.raises(OSError, match="room") as raised:
+        BackgroundBuild({"train": asked}, 1, lambda _: {}, 8)
+    assert raised.value.errno == code
+    assert raised.value.filename == str(tmp_path / "s")
+
+
+def test_dataset_that_cannot_be_sent_to_a_started_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset: Any = Numbered(30)
+    dataset.lock = Lock()
+    context = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "Process", context.Process)
+    with pytest.raises(DatasetError, match=r"Numbered.*num_workers=0"):
+        build_store(dataset, tmp_path / "s", num_workers=1, progress=False)

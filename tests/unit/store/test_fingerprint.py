@@ -21,9 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from lightning_memmap import ColumnDataset, ImageFolder, build_store
+from lightning_memmap.errors import DatasetError
 from lightning_memmap.store import identity as module
 from lightning_memmap.store.identity import Fingerprint
-from tests.datasets import Numbered, Wrapped, texts
+from tests.datasets import Numbered, Wrapped, encoded, texts
 
 
 class Holder(Dataset[int]):
@@ -41,6 +43,40 @@ class Holder(Dataset[int]):
 
 def change(one: Any, other: Any) -> str | None:
     return Fingerprint.of(one).difference(Fingerprint.of(other))
+
+
+def test_release_of_a_library_does_not_change_the_identity(tmp_path: Path) -> None:
+    one = ColumnDataset({"x": np.arange(3)})
+    assert not [name for name in Fingerprint.of(one).parts if "source" in name]
+    assert Fingerprint.of(Holder()).parts["the source of class Holder"]
+
+
+def test_options_of_an_object_of_a_library_change_the_identity() -> None:
+    class Resize:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    Resize.__module__ = "torchvision.transforms"
+    assert change(Holder(transform=Resize(224)), Holder(transform=Resize(224))) is None
+    assert change(Holder(transform=Resize(224)), Holder(transform=Resize(256)))
+
+
+def test_replaced_image_of_a_folder_changes_the_identity(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    (root / "cat").mkdir(parents=True)
+    for name in ("0.png", "1.png"):
+        (root / "cat" / name).write_bytes(encoded(np.zeros((2, 2, 3), np.uint8)))
+    dataset, before = ImageFolder(root), Fingerprint.of(ImageFolder(root))
+    assert before.difference(Fingerprint.of(dataset)) is None
+    (root / "cat" / "1.png").write_bytes(encoded(np.ones((2, 2, 3), np.uint8)))
+    os.utime(root / "cat" / "1.png", ns=(1, 1))
+    assert before.difference(Fingerprint.of(dataset)) == "the files changed"
+    store = tmp_path / "store"
+    build_store(dataset, store, progress=False)
+    (root / "cat" / "0.png").write_bytes(encoded(np.full((2, 2, 3), 7, np.uint8)))
+    os.utime(root / "cat" / "0.png", ns=(2, 2))
+    with pytest.raises(DatasetError, match="row 0"):
+        build_store(ImageFolder(root), store, progress=False)
 
 
 class Slotted:

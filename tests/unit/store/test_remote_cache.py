@@ -13,6 +13,7 @@ import pytest
 from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store.remote import cache as module
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
 from tests.datasets import Numbered, holds
@@ -105,7 +106,6 @@ def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
     assert verify_store(there.url) == []
     (path,) = cache.rglob("x.memmap")
     flip(path)
-    assert not holds(open_store(there.url), there.dataset)
     assert verify(there.url) == 1
     said = capsys.readouterr().out
     assert f"field 'x', shard 0 is damaged ({there.url})" in said
@@ -113,6 +113,35 @@ def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
     assert holds(open_store(there.url), there.dataset)
     assert verify(there.url) == 0
     assert "checksums match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["bit", "hole"])
+def test_damage_in_the_cache_is_fetched_again_when_a_process_opens_it(
+    tmp_path: Path, cache: Path, damage: str
+) -> None:
+    there = far(tmp_path / "far")
+    assert holds(open_store(there.url), there.dataset)
+    (path,) = cache.rglob("x.memmap")
+    if damage == "bit":
+        flip(path)
+    else:
+        path.write_bytes(bytes(path.stat().st_size))
+    assert holds(open_store(there.url), there.dataset)
+    assert verify_store(there.url) == []
+
+
+def test_cache_beyond_the_memory_is_not_read_twice(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = far(tmp_path / "far")
+    assert holds(open_store(there.url), there.dataset)
+
+    def fail(*_: Any, **__: Any) -> bool:
+        raise AssertionError("a shard was compared")
+
+    monkeypatch.setattr(module._CachedShards, "verify", fail)
+    monkeypatch.setattr(module, "available_bytes", lambda: 8)
+    assert holds(open_store(there.url), there.dataset)
 
 
 def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(

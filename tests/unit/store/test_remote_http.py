@@ -87,7 +87,7 @@ def only(fault: Fault, name: str, times: int = 10**6) -> Callable[[str], Fault]:
         (CUT, "x.memmap cannot be reached: ", None),
         (SHORT, "is damaged: the bytes of field 'x', shard 0 are not those of its checksum", 2),
         (GARBLED, r"shard 0 are not .*: check the store that was pushed \(`.* store verify", 2),
-        (404, "is damaged: the bytes of field 'x', shard 0 are not", None),
+        (404, "is not whole: .*x.memmap is missing there", None),
         (403, r"x\.memmap was refused: .*403.* credentials", 1),
         (410, "x.memmap was refused: .*410, .* see that the URL is right", 1),
         (WHOLE, "asked for 640 bytes, and got more: the server gives whole files", 1),
@@ -104,6 +104,23 @@ def test_answer_that_is_always_spoilt_says_so(
         assert sum(path.endswith("/x.memmap") for path in web.asked) == num_asked
     web.fault = lambda path: None
     assert holds(opened, Numbered(NUM_ROWS))
+
+
+def test_server_that_does_not_answer_is_named_while_it_is_waited_for(
+    web: FileServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = open_store(f"{web.url}/train")
+    monkeypatch.setattr(files, "_SILENT_S", 0.05)
+    asked = threading.Event()
+
+    def wait(path: str) -> Fault:
+        asked.wait(0.3)
+        return None
+
+    web.fault = wait
+    assert opened[0] is not None
+    found = [each for each in caplog.records if web.url in each.getMessage()]
+    assert len(found) == 1  # For several threads and files.
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "x.memmap"])
