@@ -7,8 +7,8 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import xxhash
 import torch
+import xxhash
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_memmap.data.options import DataOptions
