@@ -1,12 +1,14 @@
 """A checkpoint replaces an older one as a whole, whatever happens while it is written."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.harness import launch, launch_any
+from tests.distributed.harness import ROOT, TIMEOUT_S, launch, launch_any
+from tests.preloaded import python
 
 
 def values_in(path: Path) -> set[float]:
@@ -49,3 +51,9 @@ def test_folders_and_files_replace_each_other_and_no_other_folder(tmp_path: Path
     assert (tmp_path / "foreign" / "notes").read_text() == "mine"
     assert not (tmp_path / "removed").exists()
     assert not [*tmp_path.glob(".*")]
+
+
+def test_checkpoints_of_processes_that_are_killed_are_of_one_step() -> None:
+    command = [python(), "-m", "tests.reliability.checkpoints", "--kills", "8"]
+    ended = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
