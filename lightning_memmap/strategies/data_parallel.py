@@ -20,7 +20,12 @@ from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.strategies._base import OneProcess
 from lightning_memmap.strategies._replicas import Replicas, check_module
-from lightning_memmap.strategies.microbatch import MicroBatches, merge_logs, training_output
+from lightning_memmap.strategies.microbatch import (
+    MicroBatches,
+    OutputLengths,
+    merge_logs,
+    training_output,
+)
 
 
 class DataParallelStrategy(OneProcess):
@@ -56,6 +61,8 @@ class DataParallelStrategy(OneProcess):
     _layer_sync: Any = None
     # The name of the last step; "" before the first.
     _last = ""
+    #: By the name of a step, what is known of its outputs.
+    _lengths: dict[str, OutputLengths]
 
     @override
     def check_devices(self) -> None:
@@ -98,6 +105,7 @@ class DataParallelStrategy(OneProcess):
         # `batch_to_device` runs the module's transfer hooks on the batch of each replica.
         skip_transfer_hook(module, SuperBatch)
         self._last = ""
+        self._lengths = {}
         if self.num_parts > 1:
             # By this, Lightning runs the steps of a module that is wrapped.
             self.model = Replicas(module, self.data_devices)
@@ -148,6 +156,7 @@ class DataParallelStrategy(OneProcess):
                 " memmap_superbatch, memmap_superbatch_ddp or ddp"
             )
         merge_logs(replicas.logs, batch, module)
+        batch.lengths = self._lengths.setdefault(name, OutputLengths())
         if name != "training_step":
             return batch.merge(outputs)
         output = training_output(outputs, batch)

@@ -42,6 +42,8 @@ class MicroBatches:
         self.rows = [len(own) for own in places]
         self.num_rows = sum(self.rows)
         self.device = device
+        #: What is known of outputs from other steps; see `OutputLengths`.
+        self.lengths = OutputLengths()
         self.extent = torch.empty(self.num_rows, 0)
         self._assembled: Any = None
 
@@ -100,7 +102,7 @@ class MicroBatches:
     def assembled(self) -> Any:
         """One batch on the root device, rows in the order of the step."""
         if self._assembled is None:
-            self._assembled = self.merge(self.parts)
+            self._assembled = self.merge(self.parts, " of the batch")
         return self._assembled
 
     def __getitem__(self, key: Any) -> Any:
@@ -131,8 +133,8 @@ class MicroBatches:
             return None
         return weighted_mean([loss for loss, _ in present], [n for _, n in present], self.device)
 
-    def merge(self, values: Sequence[Any]) -> Any:
-        """Merge what was computed from each part."""
+    def merge(self, values: Sequence[Any], path: str = "") -> Any:
+        """Merge what was computed from each part. The path is that of the values in an output."""
         are_alike = len({*map(type, values)}) == 1
         if are_alike and isinstance(values[0], _PLAIN) and len({*values}) == 1:
             return values[0]
@@ -141,15 +143,16 @@ class MicroBatches:
         if all(isinstance(value, float) for value in values):
             pairs = zip(values, self.rows, strict=True)
             return sum(value * rows for value, rows in pairs) / self.num_rows
-        if self._have_rows(values):
+        if self._have_rows(values, path):
             return self._in_order(values)
-        merged = self._merge_items(values) if are_alike else None
+        merged = self._merge_items(values, path) if are_alike else None
         return [self._move(value) for value in values] if merged is None else merged
 
-    def _have_rows(self, values: Sequence[Any]) -> bool:
+    def _have_rows(self, values: Sequence[Any], path: str) -> bool:
         pairs = list(zip(values, self.rows, strict=True))
-        if all(_row_count(value) == rows for value, rows in pairs):
-            return True
+        lengths = [_row_count(value) for value in values]
+        if min(lengths) >= 0:
+            return self.lengths.are_rows(path, lengths, self.rows)
         # A list whose tensors each have all rows is a list of outputs, not of rows.
         return all(
             isinstance(value, list)
@@ -173,15 +176,47 @@ class MicroBatches:
         joined = torch.cat([self._move(value) for value in values])
         return joined[torch.tensor([*chain(*self.places)]).argsort().to(self.device)]
 
-    def _merge_items(self, values: Sequence[Any]) -> Any:
+    def _merge_items(self, values: Sequence[Any], path: str) -> Any:
         """Merge containers of the same structure item by item; None for anything else."""
         items: list[Any] = [opened(value) for value in values]
         if None in items or any(each.keys() != items[0].keys() for each in items):
             return None
-        return remade(values[0], [self.merge([each[key] for each in items]) for key in items[0]])
+        merged = [self.merge([e[key] for e in items], f"{path}{key}") for key in items[0]]
+        return remade(values[0], merged)
 
     def _move(self, value: Any) -> Any:
         return apply_to_collection(value, WITH_ROWS, lambda leaf: leaf.detach().to(self.device))
+
+
+class OutputLengths:
+    """Tells outputs with an entry per row from those with another length that equals it.
+
+    A tensor with an entry for each of 8 classes looks like one of 8 rows until a step has parts of
+    another size.
+    """
+
+    def __init__(self) -> None:
+        #: By path, the lengths of what has been merged as rows.
+        self._as_rows: dict[str, set[int]] = {}
+        #: The paths of what has always the same length.
+        self._fixed: set[str] = set()
+
+    def are_rows(self, path: str, lengths: Sequence[int], rows: Sequence[int]) -> bool:
+        """Whether the values of each part at a path have an entry for each of its rows."""
+        if [*lengths] == [*rows]:
+            if path not in self._fixed:
+                self._as_rows.setdefault(path, set()).update(lengths)
+            return path not in self._fixed
+        if self._as_rows.get(path) == {*lengths}:
+            self._fixed.add(path)
+            sizes = ", ".join(map(str, rows))
+            rank_zero_warn(
+                f"output{path} has {lengths[0]} entries from parts of {sizes} rows, so that these"
+                f" are not rows, as which they were merged in steps with parts of {lengths[0]}"
+                " rows: from now on it is a list of the values of the parts in every step. Return"
+                " value[None], and it is one from the beginning"
+            )
+        return False
 
 
 def _some(leaf: Any, rows: range, device: torch.device) -> Any:
@@ -222,7 +257,9 @@ def training_output(outputs: list[Any], parts: MicroBatches) -> Any:
         {"loss": output} if isinstance(output, Tensor) else dict(output or {}) for output in outputs
     ]
     losses = [each.pop("loss", None) for each in dicts]
-    merged = {key: parts.merge([each.get(key) for each in dicts]) for key in chain(*dicts)}
+    merged = {
+        key: parts.merge([each.get(key) for each in dicts], f"[{key!r}]") for key in chain(*dicts)
+    }
     # Lightning refuses an output without a loss.
     pairs = zip(outputs, losses, strict=True)
     lacks_loss = any(output is not None and loss is None for output, loss in pairs)

@@ -22,6 +22,7 @@ from lightning_memmap.loading.device_streams import current, has_streams
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies.microbatch import (
     MicroBatches,
+    OutputLengths,
     PartLog,
     gradients_apart,
     logged_in,
@@ -66,6 +67,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
     def __init__(self, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_parts = check_integer("num_microbatches", num_microbatches, 1)
+        self._lengths = OutputLengths()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -90,6 +92,7 @@ class LocalModelParallelStrategy(SuperBatchStrategy):
             return super().training_step(batch, *args, **kwargs)
         module, trained = self.module, 0
         parts = MicroBatches.split(batch, [self.root_device] * self.num_parts)
+        parts.lengths = self._lengths
         logs, outputs = [PartLog() for _ in parts.rows], list[Any]()
         with gradients_apart(list(module.parameters())) as grads:
             for part, rows, log in zip(parts.parts, parts.rows, logs, strict=True):

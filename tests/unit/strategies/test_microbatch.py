@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_memmap.loading import Padded, RowList
-from lightning_memmap.strategies.microbatch import MicroBatches
+from lightning_memmap.strategies.microbatch import MicroBatches, OutputLengths
 from tests.rows import CPU
 
 
@@ -126,3 +126,33 @@ def test_parts_have_the_rows_of_their_places_and_all_that_has_none() -> None:
     for name, wrong in (("x", torch.arange(4)), ("text", RowList("ab"))):
         with pytest.raises(ValueError, match=rf"batch\['{name}'\] is not 3 rows"):
             MicroBatches.split({**batch, name: wrong}, [CPU] * 2, [range(1), range(1, 3)])
+
+
+class TestOutputLengths:
+    def steps(self, *lengths: tuple[int, int]) -> list[Any]:
+        """What a step of two parts returns for each class, of 4 classes, merged."""
+        known, found = OutputLengths(), []
+        for rows in lengths:
+            places = [range(0, sum(rows), 2), range(1, sum(rows), 2)]
+            parts = MicroBatches([None, None], places, CPU)
+            parts.lengths = known
+            outputs = [{"classes": torch.arange(4), "rows": torch.arange(n)} for n in rows]
+            found.append(parts.merge(outputs))
+        return found
+
+    def test_entries_per_class_are_not_rows_once_the_rows_are_others(self) -> None:
+        with pytest.warns(UserWarning, match=r"output\['classes'\] has 4 entries") as warned:
+            first, tail, again = self.steps((4, 4), (4, 3), (4, 4))
+        assert len(warned) == 1
+        assert first["classes"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        for step in (tail, again):
+            assert [value.tolist() for value in step["classes"]] == [[0, 1, 2, 3]] * 2
+        assert [step["rows"].tolist() for step in (first, tail, again)] == [
+            [0, 0, 1, 1, 2, 2, 3, 3],
+            [0, 0, 1, 1, 2, 2, 3],
+            [0, 0, 1, 1, 2, 2, 3, 3],
+        ]
+
+    def test_entries_of_other_lengths_are_a_list_without_a_word(self) -> None:
+        for step in self.steps((3, 3), (3, 2)):
+            assert [value.tolist() for value in step["classes"]] == [[0, 1, 2, 3]] * 2
