@@ -153,7 +153,7 @@ CASES = {
     "manual": Case(Manual, {"max_epochs": 2}),
     "two_optimizers": Case(TwoOptimizers, {"max_epochs": 2}),
     "several_losses": Case(SeveralLosses, {"max_epochs": 2}),
-    "players": Case(Players, {"max_epochs": 2}, in_several="one"),
+    "players": Case(Players, {"max_epochs": 2}),
     "scheduler": Case(Scheduled, {"max_epochs": 2}),
     "plateau": Case(Plateau, {"max_epochs": 2}),
     "early_stopping": Case(
