@@ -171,6 +171,7 @@ import importlib, sys
 for name in {rooms}:
     importlib.import_module(name)
 names = ("jsonargparse", "lightning.pytorch.cli", "docstring_parser", "jinja2")
+names += ("torch.distributed.checkpoint", "torch.distributed.pipelining")
 import lightning
 print(*(name for name in names if name in sys.modules))
 """

@@ -10,9 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as sharded_state
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -247,6 +244,11 @@ def shard_like(parameter: Any, value: Any) -> Any:
 
 def load_optimizers(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Load the states in a folder. A parameter without one in it has none afterwards."""
+    # Their import takes a while, and other strategies do not need them.
+    from torch.distributed.checkpoint import state_dict as sharded_state
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = FileSystemReader(path)
     places = reader.read_metadata().planner_data.values()
     for name, optimizer in ((f"optimizer_{i}", each) for i, each in enumerate(optimizers)):

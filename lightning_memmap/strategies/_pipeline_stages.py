@@ -11,27 +11,21 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 from torch.optim import Optimizer
 
 from lightning_memmap._compat.modules import apply_to_tensors, set_device_attribute
-from lightning_memmap._compat.pipelining import TracelessStage
 from lightning_memmap._compat.tensors import copy_all, flatten, take_buckets, unflatten
 from lightning_memmap.errors import UnsuitableModuleError
-from lightning_memmap.process_group import as_bytes, broadcast
+from lightning_memmap.process_group import broadcast
 from lightning_memmap.strategies._base import module_tensors, parameters_by_stage, stages_given_by
 from lightning_memmap.strategies._meta_device import MetaInitializer, post_order
 from lightning_memmap.strategies.microbatch import MicroBatches
 
-#: By name, the schedules of torch.
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
+#: By name, the classes of schedules of ``torch.distributed.pipelining``.
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
 }
 #: Number of schedules that are kept, each with buffers for all of its micro-batches. One is enough
 #: unless shapes differ by more than rows, as of padded text, or parameters are frozen in turn.
@@ -269,12 +263,14 @@ class StagePipeline:
         return self._runs[key]
 
     def _make(self) -> Any:
+        from lightning_memmap.strategies._scheduled_stage import ScheduledStage, schedule_class
+
         self._loss_dtype = None
         stages = [
-            _ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
+            ScheduledStage(stage, index, self.num_stages, self.device, group=self.group)
             for index, stage in sorted(self.stages.items())
         ]
-        return SCHEDULES[self.schedule](
+        return schedule_class(SCHEDULES[self.schedule])(
             stages if self.schedule == "interleaved" else stages[0],
             self.num_microbatches,
             loss_fn=self._micro_loss,
@@ -292,25 +288,6 @@ class StagePipeline:
 def _consecutive(num_rows: int, num_parts: int) -> list[range]:
     bounds = [num_rows * index // num_parts for index in range(num_parts + 1)]
     return [range(*each) for each in itertools.pairwise(bounds)]
-
-
-class _ScheduledStage(TracelessStage):
-    """A stage that sends tensors of any dtype."""
-
-    # NCCL does not know all dtypes. What has gradients is of one that it knows.
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _of_bytes(super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _of_bytes(super().get_fwd_send_ops(fwd_chunk_id))
-
-
-def _of_bytes(messages: list[dist.P2POp]) -> list[dist.P2POp]:
-    for message in messages:
-        if not message.tensor.is_floating_point():
-            message.tensor = as_bytes(message.tensor)
-    return messages
 
 
 # What processes exchange outside of a schedule
