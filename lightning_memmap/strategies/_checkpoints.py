@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from lightning_memmap._compat.checkpoints import read_checkpoint_folder
 from lightning_memmap.store.files import sync_path
 
 #: The file that makes a folder a checkpoint of Lightning's.
@@ -82,6 +83,16 @@ class ReplacesCheckpoints(Strategy):
             # It wraps another one. This changes nothing if it has one already.
             io.checkpoint_io = ReplacingCheckpointIO()
         Strategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file, or a folder that processes with shards of the module have saved."""
+        path = _local_path(checkpoint_path)
+        if path is not None and is_folder(path):
+            return read_checkpoint_folder(path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
 
 def partial_path(target: Path) -> Path:

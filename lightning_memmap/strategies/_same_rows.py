@@ -43,8 +43,8 @@ def warn_if_equal(digests: Tensor, ranks: Tensor) -> None:
         digests: A digest of the first batch of each process, of shape (P,).
         ranks: Their data-parallel ranks, of shape (P,).
     """
-    num_ranks = len(ranks.unique())
-    num_batches = len(digests.unique())
+    num_ranks = len(set(ranks.tolist()))
+    num_batches = len(set(digests.tolist()))
     if num_batches < num_ranks:
         rank_zero_warn(
             f"train_dataloaders: the first batches of {num_ranks} processes are {num_batches}"

@@ -8,8 +8,16 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.harness import launch, sorted_steps
-from tests.distributed.scenarios.fsdp2 import WIDTH, Deep, Momentum, Normed, fit
-from tests.models import TwoOptimizers
+from tests.distributed.scenarios.fsdp2 import (
+    WIDTH,
+    Deep,
+    Late,
+    Momentum,
+    Normed,
+    fit,
+    make_data,
+)
+from tests.models import TwoOptimizers, make_trainer
 
 #: float32 sums in another order, over ten steps that move weights by about 0.1.
 ATOL = 2e-6
@@ -180,6 +188,27 @@ def test_sharded_checkpoint_becomes_plain_weights(two: Runs, tmp_path: Path) -> 
     weights = torch.load(tmp_path / "one.pt", weights_only=True)["state_dict"]
     assert weights.keys() == Deep().state_dict().keys()
     assert not torch.equal(weights["net.0.weight"], Deep().net[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "make"),
+    [
+        ("memmap_superbatch", "folders", Deep),
+        ("memmap_superbatch", "late folders", Late),
+        ("memmap_dp", "folders", Deep),
+    ],
+)
+def test_folder_resumes_in_one_process(
+    two: Runs, tmp_path: Path, strategy: str, name: str, make: Any
+) -> None:
+    def train(checkpoint: Path | None) -> dict[str, Any]:
+        options = {"strategy": strategy, "devices": 2, "max_epochs": 2, "limit_val_batches": 0}
+        trainer = make_trainer(tmp_path, **options)
+        module = make()
+        trainer.fit(module, make_data(tmp_path, 2), ckpt_path=checkpoint, weights_only=False)
+        return {key: value.cpu() for key, value in module.state_dict().items()}
+
+    assert_as(train(two.out / name / "step=4.ckpt"), train(None))
 
 
 def test_folder_resumes_before_the_first_gradient_of_a_parameter(two: Runs) -> None:

@@ -15,6 +15,7 @@ import pytest
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store import build_store, open_store
 from tests.datasets import Replaced
+from tests.reliability import resumes
 from tests.reliability.blows import can_trace
 from tests.reliability.changes import NEW
 from tests.reliability.dataset import sample_of
@@ -225,3 +226,9 @@ def test_report_counts_runs_and_faults_and_writes_them_between_the_marks(tmp_pat
 def test_case_survives_its_text() -> None:
     case = Case("flips", 7, 3)
     assert Case.parse(str(case)) == case
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trainings_that_end_early_go_on_as_one(tmp_path: Path) -> None:
+    assert [fault for number in range(12) for fault in resumes.run_case(tmp_path, number)] == []
