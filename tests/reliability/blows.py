@@ -29,7 +29,10 @@ _ORPHAN_LIMIT_S = 5.0
 #: Tries to hit a change at a random moment: it may end before the blow falls.
 _MAX_TRIES = 20
 #: By system call, how it may fail. A change is killed before each that has something to change.
-_READS = {"read": "EIO", "pread64": "EIO", "preadv": "EIO", "mmap": "ENOMEM", "flock": "ENOLCK"}
+_READS = {
+    **dict.fromkeys(("read", "pread64", "preadv", "getdents64"), "EIO"),
+    **{"mmap": "ENOMEM", "flock": "ENOLCK"},
+}
 _WRITES = {
     **dict.fromkeys(("openat", "mkdir", "write", "pwrite64", "ftruncate", "fallocate"), "ENOSPC"),
     **dict.fromkeys(("fsync", "rename", "unlink", "unlinkat", "rmdir", "sendfile"), "EIO"),

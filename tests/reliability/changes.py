@@ -31,7 +31,7 @@ from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.remote import shards
 from lightning_memmap.store.remote.cache import DIRECTORY
 from lightning_memmap.store.writing import TableBuild, TableWriter
-from tests.reliability.dataset import Edited, Files, expected_rows, files, rows_of
+from tests.reliability.dataset import Edited, Files, Reusing, expected_rows, files, rows_of
 from tests.reliability.forks import Raised, call
 from tests.reliability.outcome import Fault, Outcome, Subject
 from tests.unit.store.build_server import write_ranges_of
@@ -94,6 +94,11 @@ def _build(subject: Subject, attempt: Attempt) -> None:
     )
 
 
+def _build_reusing(_: Subject, attempt: Attempt) -> None:
+    rows = Reusing(NUM_ROWS, attempt.edition)
+    build_store(rows, attempt.path, num_shards=NUM_SHARDS, overwrite=True, progress=False)
+
+
 def _write_part(attempt: Attempt, index: int) -> None:
     build_part(
         attempt.dataset,
@@ -126,11 +131,11 @@ def _parts_by_threads(subject: Subject, attempt: Attempt) -> None:
 
 
 def _append(_: Subject, attempt: Attempt) -> None:
-    append_store(attempt.dataset, attempt.path, progress=False)
+    append_store(Reusing(NUM_ROWS, attempt.edition), attempt.path, progress=False)
 
 
 def _stream(_: Subject, attempt: Attempt) -> None:
-    rows = _Stream(attempt.dataset)
+    rows = _Stream(Reusing(NUM_ROWS, attempt.edition))
     build_store(rows, attempt.path, num_shards=NUM_SHARDS, overwrite=True, progress=False)
 
 
@@ -235,6 +240,7 @@ CHANGES = {
     "new": Change("new build", _build, is_build=True),
     "overwrite": Change("build over another store", _build, {"s": OLD}, is_build=True),
     "resumed": Change("resumed build", _build, is_build=True, begun=_interrupt),
+    "reusing": Change("build of rows in one buffer over another store", _build_reusing, {"s": OLD}),
     "parts": Change("two parts over another store", _parts_and_finish, {"s": OLD}),
     "threads": Change("two parts by two threads", _parts_by_threads),
     "finish": Change("finish of two parts", _finish, begun=_write_both_parts),
