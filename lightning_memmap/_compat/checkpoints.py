@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import format_utils, state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 
 def read_checkpoint_folder(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Return a checkpoint of Lightning's that is in a folder as if it was in a file, on the CPU."""
+    # They take long to import.
+    from torch.distributed.checkpoint import format_utils, state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     sharded = dict[str, Any]()
     # Private names, looked up only where such a folder is read.
     planner: Any = vars(format_utils)["_EmptyStateDictLoadPlanner"]()

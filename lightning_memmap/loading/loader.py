@@ -144,8 +144,10 @@ class SuperBatchLoader:
                 state = self._state_after(before, num_before - rest)
                 return state, progress.position(last, num_before - rest, untrained)
         if progress.is_manual and untrained >= here:
-            # No optimizer has stepped in this epoch. A whole epoch without a step isn't a group.
-            untrained = 0 if progress.is_last(num_delivered) else here
+            # No optimizer has stepped in this epoch since the fit began. A whole epoch without a
+            # step isn't a group.
+            is_whole = began.steps == 0 and progress.is_last(num_delivered)
+            untrained = 0 if is_whole else here
         state = self._state_after(began, steps - untrained)
         return state, progress.position(last, max(0, num_delivered - untrained), untrained)
 

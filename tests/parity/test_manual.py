@@ -235,3 +235,28 @@ def test_epoch_without_a_step_counts_once_it_is_over(tmp_path: Path) -> None:
         resumed = fit(tmp_path, Collecting(), tmp_path / "saved" / f"epoch {epoch}.ckpt")
         assert resumed.rows == whole.rows[(epoch + 1) * EPOCH_STEPS :]
         assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_last_group_of_an_epoch_that_was_resumed_inside_is_resumed_again(tmp_path: Path) -> None:
+    """Batch 9 of an epoch waits for batch 3 of the next: saved twice before any step."""
+
+    class Leaking(Accumulating):
+        def is_last(self, batch_idx: int) -> bool:
+            return batch_idx % 4 == 3 and batch_idx < 8
+
+    whole = fit(tmp_path, Leaking())
+    checkpoint = None
+    for name in ("once", "again"):
+        module = Leaking()
+        path = tmp_path / f"{name}.ckpt"
+
+        def save(module: Any = module, path: Path = path) -> None:
+            if module.trainer.current_epoch == 0:
+                module.trainer.save_checkpoint(path)
+
+        module.on_train_epoch_end = save  # type: ignore[method-assign]
+        fit(tmp_path, module, checkpoint)
+        checkpoint = path
+        resumed = fit(tmp_path, Leaking(), checkpoint)
+        assert resumed.rows == whole.rows[8:]
+        assert torch.equal(weights(resumed), weights(whole))
