@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ if "LIGHTNING_MEMMAP_CACHE" not in os.environ:
     os.environ["LIGHTNING_MEMMAP_CACHE"] = _cache.name
 # Lightning sets it where there are GPUs, and a test leaves the environment as it was.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+if version("lightning").startswith("2.5."):
+    # It calls functions that jsonargparse has replaced since.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 try:
     import hypothesis

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_memmap.loading import Padded
 from lightning_memmap.schema import Masked
+from lightning_memmap.schema.fields import SIGNED
 from lightning_memmap.store import Store
 
 if TYPE_CHECKING:
@@ -535,7 +536,13 @@ def in_dataset_order(store: Store) -> dict[str, Tensor]:
     starts = torch.from_numpy(store.manifest.shards.starts)
     places = starts[rows % store.num_shards] + rows // store.num_shards
     names = [field.name for field in store.schema.fields]
-    return {name: mapped[places] for name, mapped in zip(names, store.tensors, strict=True)}
+    return {name: take(mapped, places) for name, mapped in zip(names, store.tensors, strict=True)}
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor. Until 2.10, torch indexes no unsigned integers but bytes."""
+    signed = SIGNED.get(values.dtype, values.dtype)
+    return values.view(signed)[rows].view(values.dtype)
 
 
 def holds(store: Store, dataset: Numbered) -> bool:
