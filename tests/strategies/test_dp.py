@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import joined
+from tests.versions import EMAWeightAveraging, needs_ema
 
 #: Two steps of 24 rows and one of 41: uneven for 2, 3 and 4 replicas.
 TRAIN, VAL = Points(89), Points(31, 100)
@@ -197,6 +198,7 @@ class TestWeights:
         torch.testing.assert_close(metrics["val_loss"], wanted["val_loss"], **EXACT)
         assert not torch.allclose(weights(found), weights_before(make, found), rtol=1e-2)
 
+    @needs_ema
     def test_averaged_weights_validate_and_are_those_of_one_device(self, tmp_path: Path) -> None:
         values = []
         for fit in (fit_dp, fit_one):

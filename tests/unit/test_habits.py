@@ -7,7 +7,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression
+from tests.versions import EMAWeightAveraging, needs_ema
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,7 +79,7 @@ def test_short_and_bare_runs_take_their_steps(
 
 
 @pytest.mark.parametrize("strategy", ["memmap_superbatch", "auto"])
-@pytest.mark.parametrize("kind", ["swa", "ema"])
+@pytest.mark.parametrize("kind", ["swa", pytest.param("ema", marks=needs_ema)])
 def test_averaged_weights_are_those_of_one_device(tmp_path: Path, strategy: str, kind: str) -> None:
     def average() -> Any:
         if kind == "swa":

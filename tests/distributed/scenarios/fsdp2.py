@@ -8,7 +8,6 @@ from unittest.mock import patch
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -20,6 +19,7 @@ from torchmetrics import MeanSquaredError
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
 from tests.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
+from tests.versions import EMAWeightAveraging
 
 ROWS = 63
 GLOBAL_BATCH = 12

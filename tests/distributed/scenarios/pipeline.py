@@ -10,7 +10,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -28,6 +27,7 @@ from tests.models import (
     Points,
     make_trainer,
 )
+from tests.versions import EMAWeightAveraging
 
 GLOBAL_BATCH = 10
 #: Seven steps of an epoch: five of 10 rows, and the last two, of 7 and 6.
