@@ -14,11 +14,13 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import chain, count
+from typing import Any
 
 import lightning as L
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
@@ -76,6 +78,15 @@ def _free_name(directory: str, name: str) -> str:
 
 class TrainingCLI(LightningCLI):
     """LightningCLI that suggests the nearest name when a strategy is misspelt."""
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        # As the parent's, whose argument ``parser_class`` came after Lightning 2.5.0.
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={version('lightning')}"])
+        parser = TrainingParser(**kwargs)
+        config_help = "Path to a configuration file in json or yaml format."
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help=config_help)
+        return parser
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -137,7 +148,6 @@ def _run(args: Sequence[str] | None) -> None:
         sys.exit(2)
     TrainingCLI(
         args=None if args is None else given,
-        parser_class=TrainingParser,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={

@@ -144,7 +144,9 @@ def guard_environment() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    # Until 2.12, torch leaves the place of its own cache there.
+    left = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"
+    return {name: value for name, value in os.environ.items() if name not in left}
 
 
 @pytest.fixture(autouse=True)

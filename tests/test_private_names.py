@@ -4,6 +4,8 @@ import ast
 import functools
 import importlib
 import inspect
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +109,70 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
             and node.value.id == "self"
         ):
             yield node.attr
+
+
+#: What `_compat` has a fallback for.
+WITH_FALLBACK = """
+    torch._C:_storage_Use_Count torch._utils:_flatten_dense_tensors torch:_foreach_copy_
+    torch._utils:_unflatten_dense_tensors torch:_foreach_add_ torch:_foreach_mul_
+    torch._dynamo.eval_frame:innermost_fn torch._dynamo.eval_frame:innermost_backend
+    torch.nested._internal.nested_tensor:NestedTensor
+    torch.distributed.tensor._utils:compute_local_shape_and_global_offset
+    lightning.pytorch.callbacks:WeightAveraging
+    lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper
+    lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher
+    lightning.fabric.strategies.launchers.subprocess_script:_basic_subprocess_cmd
+    lightning.fabric.utilities.distributed:_set_num_threads_if_needed
+    lightning.fabric.utilities.device_dtype_mixin:_update_properties
+    lightning.fabric.utilities.init:_materialize
+    lightning.fabric.utilities.init:_materialize_distributed_module
+    lightning.pytorch.utilities.exceptions:_TunerExitException
+    lightning.pytorch.utilities.exceptions:_augment_message
+"""
+#: The names are deleted once torch and Lightning have imported what they use themselves.
+PROGRAM = """
+import sys, importlib
+import lightning as L, tensordict, torch, torchmetrics
+import torch._dynamo.eval_frame, torch.distributed.fsdp
+from torch.distributed import tensor, pipelining
+for name in sys.argv[2].split():
+    module, _, name = name.partition(":")
+    vars(importlib.import_module(module)).pop(name, None)
+from lightning_memmap import MemmapDataModule
+from lightning_memmap._compat.tensors import flatten, jagged_tensor, unflatten
+from lightning_memmap.errors import UnsupportedVersionError
+from lightning_memmap.strategies import IndependentStrategy
+from tests.models import Points, Regression
+
+for strategy in ("memmap_superbatch", "memmap_dp"):
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=strategy, devices=2, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    module = Regression()
+    trainer.fit(module, MemmapDataModule(Points(48), store_dir=f"{sys.argv[1]}/s", batch_size=4))
+    print(strategy, [round(float(p.sum()), 5) for p in module.parameters()])
+tensors = [torch.arange(6.0).view(2, 3), torch.ones(2)]
+print([part.tolist() for part in unflatten(flatten(tensors), tensors)])
+print([row.tolist() for row in jagged_tensor(torch.arange(3.0), torch.tensor([0, 1, 3])).unbind()])
+try:
+    IndependentStrategy()
+except UnsupportedVersionError as error:
+    print(type(error).__name__)
+else:
+    print("works")
+"""
+
+
+def test_package_works_without_private_names_that_have_a_fallback(tmp_path: Path) -> None:
+    outputs = []
+    for names in ("", WITH_FALLBACK):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / str(len(names))), names]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        kept = "memmap_", "[[", "Unsupp", "works"
+        outputs.append([line for line in done.stdout.splitlines() if line.startswith(kept)])
+    assert len(outputs[0]) == 5
+    assert outputs[0][:4] == outputs[1][:4]
+    assert (outputs[0][4], outputs[1][4]) == ("works", "UnsupportedVersionError")

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memmap._compat.tensors import num_writes, storage_id
 
+from lightning_memmap._compat.dynamo import compiler_context
+
 #: The class of modules and metrics that know their device.
 _KNOWS_DEVICE: Any = getattr(device_dtype_mixin, "_DeviceDtypeModuleMixin", ())
 
@@ -153,6 +155,19 @@ class _WrittenStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
+def log_outside_of_graphs(module: Any) -> None:
+    """Let a compiled module log outside of what is compiled."""
+    # torch 2.12 and later cannot compile ``self.log`` of Lightning 2.6.
+    if compiler_context(module) and "log" not in vars(module):
+        module.log = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
+
+
+def log_anywhere(module: Any) -> None:
+    """Undo `log_outside_of_graphs`."""
+    if compiler_context(module):
+        vars(module).pop("log", None)
+
+
 def skip_transfer_hook(module: Any, kind: type) -> None:
     """Let Lightning call a module's hooks before a transfer for no batch of a class."""
 
@@ -177,3 +192,8 @@ def run_transfer_hook(module: Any, batch: Any, dataloader_idx: int) -> Any:
 def is_called_in(module: Any, methods: Collection[str]) -> bool:
     """Whether Lightning is calling one of these methods of a module; True where nobody knows."""
     return not hasattr(module, "_current_fx_name") or module._current_fx_name in methods
+
+
+def unless_none(weights_only: bool | None) -> tuple[bool, ...]:
+    """Return an argument as arguments: Lightning passes ``weights_only`` only since 2.6."""
+    return () if weights_only is None else (weights_only,)

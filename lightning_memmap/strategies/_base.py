@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memmap._compat.loops import WEIGHT_AVERAGING, fetched_batch
+from lightning_memmap._compat.modules import log_anywhere, log_outside_of_graphs
 from lightning_memmap._compat.required import check_strategy
 from lightning_memmap.errors import UnsuitableModuleError, with_article
 from lightning_memmap.loading.batches import BatchLoader
@@ -59,6 +60,7 @@ class Checked(ReplacesCheckpoints):
     def connect(self, model: LightningModule) -> None:
         self.check_module(model)
         super().connect(model)
+        log_outside_of_graphs(model)
 
     def check_module(self, module: LightningModule) -> None:
         """Raise for a module that another Trainer has sharded."""
@@ -68,6 +70,12 @@ class Checked(ReplacesCheckpoints):
                 f" strategy={self.strategy_name!r} needs whole parameters: save a checkpoint with"
                 " that Trainer, and load it into a new module"
             )
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            log_anywhere(self.lightning_module)
+        super().teardown()
 
 
 class SuperBatchMixin(Checked):

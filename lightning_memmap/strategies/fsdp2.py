@@ -29,7 +29,7 @@ from lightning_memmap._compat.fsdp2 import (
     forget_interrupted_step,
     reduce_kept_gradients,
 )
-from lightning_memmap._compat.modules import set_device_attribute
+from lightning_memmap._compat.modules import set_device_attribute, unless_none
 from lightning_memmap.errors import check_integer
 from lightning_memmap.strategies._base import SplitModule
 from lightning_memmap.strategies._checkpoints import (
@@ -458,7 +458,9 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             # The parent would load optimizers, too, but only with a state for every parameter,
             # although some may never have had a gradient.
             optimizers, self.optimizers = self.optimizers, []
-            loaded = ModelParallelStrategy.load_checkpoint(self, path, weights_only)
+            loaded = ModelParallelStrategy.load_checkpoint(
+                self, path, *unless_none(weights_only)
+            )
             self.optimizers = optimizers
             load_optimizers(path, self.module, optimizers)
             # Nothing is left to load.

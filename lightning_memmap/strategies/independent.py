@@ -28,6 +28,7 @@ from lightning_memmap._compat.launchers import (
     script_command,
     share_threads,
 )
+from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.errors import MemberError, check_integer
 from lightning_memmap.launched import Launched, on_sigterm
 from lightning_memmap.strategies._base import OneNode
@@ -342,7 +343,7 @@ class IndependentStrategy(OneNode):
     ) -> dict[str, Any]:
         """Load a checkpoint; ``{member}`` in its path is replaced by the number of this member."""
         path = str(checkpoint_path).replace("{member}", str(self.member))
-        return super().load_checkpoint(path, weights_only)
+        return super().load_checkpoint(path, *unless_none(weights_only))
 
     @override
     def on_exception(self, exception: BaseException) -> None:

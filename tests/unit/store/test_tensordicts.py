@@ -1,6 +1,7 @@
 """Samples that are TensorDicts come back as such."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def assert_same(found: Any, expected: Any) -> None:
         assert bool((found == expected).all())
 
 
+def collated(samples: list[Any]) -> Any:
+    """What torch makes of samples."""
+    try:
+        return default_collate(samples)
+    except RuntimeError:
+        if tuple(map(int, version("tensordict").split(".")[:2])) >= (0, 15):
+            raise
+        pytest.skip("torch cannot collate a TensorDict in a TensorDict before tensordict 0.15")
+
+
 @each_kind
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_batches_are_those_of_default_collate(tmp_path: Path, kind: Any, num_shards: int) -> None:
@@ -66,7 +77,7 @@ def test_batches_are_those_of_default_collate(tmp_path: Path, kind: Any, num_sha
     data.prepare_data()
     data.setup("fit")
     for first, batch in zip((0, 4, 8), data.train_dataloader(), strict=True):
-        assert_same(batch, default_collate([dataset[row] for row in range(10)][first : first + 4]))
+        assert_same(batch, collated([dataset[row] for row in range(10)][first : first + 4]))
 
 
 def test_row_of_a_store_has_the_batch_size_of_the_sample(tmp_path: Path) -> None:
