@@ -115,7 +115,6 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 WITH_FALLBACK = """
     torch._C:_storage_Use_Count torch._utils:_flatten_dense_tensors torch:_foreach_copy_
     torch._utils:_unflatten_dense_tensors torch:_foreach_add_ torch:_foreach_mul_
-    torch._dynamo.eval_frame:innermost_fn torch._dynamo.eval_frame:innermost_backend
     torch.nested._internal.nested_tensor:NestedTensor
     torch.distributed.tensor._utils:compute_local_shape_and_global_offset
     lightning.pytorch.callbacks:WeightAveraging

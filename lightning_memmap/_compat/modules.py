@@ -8,9 +8,8 @@ from lightning.fabric.utilities import device_dtype_mixin
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memmap._compat.tensors import num_writes, storage_id
-
 from lightning_memmap._compat.dynamo import compiler_context
+from lightning_memmap._compat.tensors import num_writes, storage_id
 
 #: The class of modules and metrics that know their device.
 _KNOWS_DEVICE: Any = getattr(device_dtype_mixin, "_DeviceDtypeModuleMixin", ())
