@@ -458,9 +458,7 @@ class FSDP2Strategy(SplitModule, ModelParallelStrategy):
             # The parent would load optimizers, too, but only with a state for every parameter,
             # although some may never have had a gradient.
             optimizers, self.optimizers = self.optimizers, []
-            loaded = ModelParallelStrategy.load_checkpoint(
-                self, path, *unless_none(weights_only)
-            )
+            loaded = ModelParallelStrategy.load_checkpoint(self, path, *unless_none(weights_only))
             self.optimizers = optimizers
             load_optimizers(path, self.module, optimizers)
             # Nothing is left to load.
