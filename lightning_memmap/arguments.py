@@ -5,12 +5,13 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
@@ -102,6 +103,15 @@ class BriefParser(ArgumentParser):
 
 class TrainingParser(BriefParser, LightningArgumentParser):
     """The parser of LightningCLI, with errors of a line or two."""
+
+
+def training_parser(**options: Any) -> TrainingParser:
+    """Make the parser of a LightningCLI, whose own ``parser_class`` came after 2.5.0."""
+    options.setdefault("dump_header", [f"lightning.pytorch=={version('lightning')}"])
+    parser = TrainingParser(**options)
+    config_help = "Path to a configuration file in json or yaml format."
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help=config_help)
+    return parser
 
 
 def refuse_overrides(args: Iterable[str]) -> None:

@@ -17,7 +17,6 @@ from itertools import chain, count
 from typing import Any
 
 import lightning as L
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -25,7 +24,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes
-from lightning_memmap.arguments import TrainingParser, first_reason, print_error
+from lightning_memmap.arguments import first_reason, print_error, training_parser
 from lightning_memmap.commands.doctor import doctor
 from lightning_memmap.commands.rows import rows
 from lightning_memmap.commands.store import store_command
@@ -81,12 +80,7 @@ class TrainingCLI(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        # As the parent's, whose argument ``parser_class`` came after Lightning 2.5.0.
-        kwargs.setdefault("dump_header", [f"lightning.pytorch=={version('lightning')}"])
-        parser = TrainingParser(**kwargs)
-        config_help = "Path to a configuration file in json or yaml format."
-        parser.add_argument("-c", "--config", action=ActionConfigFile, help=config_help)
-        return parser
+        return training_parser(**kwargs)
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from typing_extensions import override
 
-from lightning_memmap.arguments import TrainingParser
+from lightning_memmap.arguments import training_parser
 from lightning_memmap.compare.loaders import CPU, PlainCollate, StoredRows, normalized_datamodule
 from lightning_memmap.compare.parity import hash_batch
 from lightning_memmap.data.module import MemmapDataModule
@@ -43,9 +43,12 @@ class RunCLI(LightningCLI):
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
-            parser_class=TrainingParser,
             parser_kwargs={"exit_on_error": False},
         )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> Any:
+        return training_parser(**kwargs)
 
     @override
     def parse_arguments(self, parser: Any, args: Any) -> None:
