@@ -36,7 +36,7 @@ from lightning_memmap.sampling import (
 )
 from lightning_memmap.sampling import factory as sampler_factory
 from lightning_memmap.sampling.rows import Integers, Rows, Shards, StoreRows, WindowedRows
-from lightning_memmap.sampling.schedule import Blocks, default_window
+from lightning_memmap.sampling.schedule import Blocks, default_block
 from lightning_memmap.schema import Windows
 from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store
@@ -121,8 +121,8 @@ def size_of(
     pool = divide(split, rows, store.num_shards, topology)
     stored = rows.series if isinstance(rows, WindowedRows) else rows
     row_bytes = store.row_bytes * stored.num_rows / rows.num_rows
-    window = window or default_window(pool.num_shards, row_bytes)
-    made = order(pool, window) if order else SequentialSampler(pool, shuffle_window=window)
+    window = window or default_block(pool.num_shards, row_bytes)
+    made = order(pool, window) if order else SequentialSampler(pool, shuffle_block=window)
     held = topology.held(pool.num_shards)
     return SplitShards.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
 
@@ -175,10 +175,10 @@ def make_sampler(
     num_shards: int,
     seed: int = 0,
     shuffle: bool = False,
-    shuffle_window: int | None = None,
+    shuffle_block: int | None = None,
 ) -> Sampler:
     """The order that a data module has with these options."""
-    return sampler_over(pool_of(num_rows, num_shards), seed, shuffle, shuffle_window)
+    return sampler_over(pool_of(num_rows, num_shards), seed, shuffle, shuffle_block)
 
 
 def pool_of(num_rows: int, num_shards: int) -> Pool:
@@ -187,12 +187,12 @@ def pool_of(num_rows: int, num_shards: int) -> Pool:
 
 
 def sampler_over(
-    pool: Pool, seed: int = 0, shuffle: bool = False, shuffle_window: int | None = None
+    pool: Pool, seed: int = 0, shuffle: bool = False, shuffle_block: int | None = None
 ) -> Sampler:
     """The order of a pool; see `make_sampler`."""
     if not shuffle:
-        return SequentialSampler(pool, shuffle_window=shuffle_window)
-    return ShuffledSampler(pool, seed, shuffle_window)
+        return SequentialSampler(pool, shuffle_block=shuffle_block)
+    return ShuffledSampler(pool, seed, shuffle_block)
 
 
 def make_loader(
@@ -220,8 +220,8 @@ def make_loader(
         forms=forms,
     )
     if residency == "stream" and window is None:
-        window = default_window(split.pool.num_shards, store.manifest.row_bytes)
-    return loader_over(store, split, batch_size, shuffle_window=window, **options)
+        window = default_block(split.pool.num_shards, store.manifest.row_bytes)
+    return loader_over(store, split, batch_size, shuffle_block=window, **options)
 
 
 def loader_over(
@@ -231,11 +231,11 @@ def loader_over(
     *,
     shuffle: bool = False,
     seed: int = 0,
-    shuffle_window: int | None = None,
+    shuffle_block: int | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
     """A loader over the rows of a split of a store."""
-    order = sampler_over(split.pool, seed, shuffle, shuffle_window)
+    order = sampler_over(split.pool, seed, shuffle, shuffle_block)
     options = {"collate": store.schema.builder(), **options}
     return SuperBatchLoader(split, order, batch_size, seed=seed, **options)
 
@@ -394,7 +394,7 @@ def make_window_loader(
             )
         block = None if is_whole else rows
         if not shuffle:
-            return SequentialSampler(pool, shuffle_window=block)
+            return SequentialSampler(pool, shuffle_block=block)
         return ShuffledSampler(pool, 5, block)
 
     forms: Any = dict.fromkeys(fields, windows)

@@ -61,7 +61,7 @@ SIGNATURES = {
         store_dir, batch_size=32, transform=None, eval_transform=None, shuffle=True,
         drop_last=False, seed=0, num_shards=None, residency='auto', memory_fraction=0.7,
         num_workers=0, overwrite=False, fingerprint=None, subset=None, member=None,
-        shuffle_window=None, sampler=None, variable=None, with_row_numbers=False,
+        shuffle_block=None, sampler=None, variable=None, with_row_numbers=False,
         skip_steps=None, build='first', prefetch=None, eval_batch_size=None,
         datamodule=None
     """,

@@ -124,8 +124,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         residency: Where shards live: ``auto``, ``device``, ``host``, ``mmap`` or, for data larger
             than memory, ``stream``; see `lightning_memmap.placement`.
         memory_fraction: Share of a device's free memory at set-up that shards may take, and of the
-            host's, divided by the processes of the machine, for those of ``host`` and the windows
-            of ``stream``. The model, its gradients and its activations need the rest.
+            host's, divided by the processes of the machine, for those of ``host`` and the blocks of
+            ``stream``. The model, its gradients and its activations need the rest.
         num_workers: Processes that read the datasets, to store them or to compare them with their
             stores; with 0, this one does. None are used for reading stores.
         overwrite: Replace stores of other datasets.
@@ -138,12 +138,12 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         member: Which fold or part, counted from 0. By default that of the member that this process
             trains under ``memmap_independent``, modulo the number of folds or parts. It is also
             what stands for ``{member}``. Without any of these it is refused.
-        shuffle_window: Rows of a shard that are shuffled together: ``shuffle_window * num_shards``
+        shuffle_block: Rows of a shard that are shuffled together: ``shuffle_block * num_shards``
             rows are mixed with each other, and with no other rows of their epoch. By default all
             rows are mixed. ``residency="stream"`` reads this number of rows of each shard at once,
             by default as many as make 512 MiB over all shards. The order of rows depends on this
             number, but not on the residency, the machine or the number of devices. A run is resumed
-            with the number that it started with. The samplers of this package come in such windows
+            with the number that it started with. The samplers of this package work in such blocks
             too. Refused with ``shuffle=False``, except under ``stream``.
         sampler: Makes the order of the training rows, instead of ``shuffle``, such as
             `lightning_memmap.sampling.Weighted`: a `lightning_memmap.sampling.SamplerFactory`, or a
@@ -211,7 +211,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         fingerprint: str | dict[str, str] | None = None,
         subset: Selection | dict[str, Subset] | None = None,
         member: int | None = None,
-        shuffle_window: int | None = None,
+        shuffle_block: int | None = None,
         sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None = None,
         variable: dict[str, Any] | None = None,
         with_row_numbers: bool = False,
@@ -533,7 +533,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             ValueError: A data device does not exist, or the member, which folds, parts or
                 ``{member}`` need, is not known or out of range.
             RankMismatchError: Another rank failed, or has other stores, another seed, batch size,
-                shuffle, shuffle_window, drop_last or number of data devices.
+                shuffle, shuffle_block, drop_last or number of data devices.
         """
         leave_group_at_exit()
         made, error = None, None
@@ -816,7 +816,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
     def _print_placement(self, placement: Placement) -> None:
         found = {
             split: (
-                plan.order.shuffle_window if plan.is_streamed else None,
+                plan.order.shuffle_block if plan.is_streamed else None,
                 *plan.held(placement.topology, split),
             )
             for split, plan in placement.splits.items()
@@ -837,7 +837,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 f"residency={self.residency!r}: {format_bytes(mapped)} of shards are read from the"
                 f" file mapping, and {format_bytes(free)} of memory are available: rows will come"
                 " from the disk one by one, and slowly. residency='stream' reads them in long"
-                " pieces, shuffled within a window (shuffle_window)",
+                " pieces, shuffled within a block (shuffle_block)",
                 stacklevel=2,
             )
 

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 _COUNTS = {
     "batch_size": (1, "at least 1 row per data device and step"),
     "member": (0, "members are counted from 0"),
-    "shuffle_window": (1, "at least 1 row of a shard"),
+    "shuffle_block": (1, "at least 1 row of a shard"),
     "prefetch": (0, "steps to prefetch, 0 for none"),
 }
 #: Arguments of a DataLoader that a data module does not have, and what takes their place.
@@ -77,7 +77,7 @@ class DataOptions:
     fingerprint: str | Mapping[str, str] | None
     subset: Selection | Mapping[str, Subset] | None
     member: int | None
-    shuffle_window: int | None
+    shuffle_block: int | None
     sampler: SamplerFactory | Callable[[Pool, int], Sampler] | None
     variable: Mapping[str, Any] | None
     with_row_numbers: bool
@@ -111,7 +111,7 @@ class DataOptions:
             if (given := getattr(self, name)) is not None:
                 check_callable(name, given)
         self._check_sampler()
-        self._check_window()
+        self._check_block()
         self._check_build()
         read_forms(self.variable)
         for argument, split in self.by_split():
@@ -155,8 +155,8 @@ class DataOptions:
             reason = "num_workers=0: rows are read by other processes: give num_workers=1 or more"
         elif self.overwrite:
             reason = "overwrite=True: remove the old store"
-        elif self.is_streamed and self.shuffle and self.shuffle_window is None:
-            reason = "residency='stream': the order depends on it: give shuffle_window=..."
+        elif self.is_streamed and self.shuffle and self.shuffle_block is None:
+            reason = "residency='stream': the order depends on it: give shuffle_block=..."
         if reason is not None:
             raise ValueError(f"build='while_training' with {reason}, or build='first'")
 
@@ -178,13 +178,13 @@ class DataOptions:
                 "shuffle=False with a sampler: leave one of them out; the sampler decides the order"
             )
 
-    def _check_window(self) -> None:
-        if self.shuffle_window is None:
+    def _check_block(self) -> None:
+        if self.shuffle_block is None:
             return
         # Under residency="stream" it also says how many rows are read at once.
         if not self.shuffle and not self.is_streamed:
             raise ValueError(
-                f"shuffle_window={self.shuffle_window} with shuffle=False: leave one of them out;"
+                f"shuffle_block={self.shuffle_block} with shuffle=False: leave one of them out;"
                 " without residency='stream' it decides nothing but how rows are shuffled"
             )
 
@@ -223,7 +223,7 @@ class DataOptions:
     @property
     def order(self) -> dict[str, Any]:
         """The options that the order of the training rows depends on, by name."""
-        names = ["sampler", "shuffle", "seed", "shuffle_window"]
+        names = ["sampler", "shuffle", "seed", "shuffle_block"]
         names += ["batch_size"] * self.is_by_batch
         return {name: getattr(self, name) for name in names}
 

@@ -21,7 +21,7 @@ from lightning_memmap.sampling.factory import make_sampler
 from lightning_memmap.sampling.pool import Pool
 from lightning_memmap.sampling.rows import Integers, WindowedRows, divisors
 from lightning_memmap.sampling.sampler import Sampler, SequentialSampler, ShuffledSampler
-from lightning_memmap.sampling.schedule import Blocks, default_window, steps_to_skip
+from lightning_memmap.sampling.schedule import Blocks, default_block, steps_to_skip
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import fields_of, windowed
 
@@ -106,13 +106,13 @@ class Planner:
     def _order(self, split: str, store: Store, pool: Pool) -> Sampler:
         """The order of the rows of a split."""
         options, rows = self.stores.options, pool.rows
-        block = options.shuffle_window
+        block = options.shuffle_block
         if block is None and options.is_streamed:
             stored = rows.series if isinstance(rows, WindowedRows) else rows
             row_bytes = store.manifest.row_bytes * stored.num_rows / rows.num_rows
-            block = default_window(pool.num_shards, row_bytes)
+            block = default_block(pool.num_shards, row_bytes)
         if split != "train" or self.is_overfitting or not options.shuffle:
-            return SequentialSampler(pool, shuffle_window=block)
+            return SequentialSampler(pool, shuffle_block=block)
         if (maker := options.sampler) is None:
             return ShuffledSampler(pool, options.seed, block)
         if options.is_by_batch:
@@ -144,11 +144,11 @@ class SetUp:
     def order_with(self, options: DataOptions) -> Sampler:
         """The order of the training rows that are set up, as it is set now."""
         was, made = self.options, self.placement.splits["train"].order
-        window = options.shuffle_window
-        if was.is_streamed and window != was.shuffle_window:
+        block = options.shuffle_block
+        if was.is_streamed and block != was.shuffle_block:
             raise ValueError(
-                f"shuffle_window={window}: under residency='stream' the rows are set up with"
-                f" shuffle_window={was.shuffle_window}: call setup() after you set it"
+                f"shuffle_block={block}: under residency='stream' the rows are set up with"
+                f" shuffle_block={was.shuffle_block}: call setup() after you set it"
             )
         if options.order == was.order:
             return made

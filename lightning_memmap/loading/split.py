@@ -20,8 +20,8 @@ from lightning_memmap.loading.row_source import RowSource
 from lightning_memmap.loading.stream import (
     LOOKUP_BYTES,
     Stream,
-    largest_window,
-    largest_window_steps,
+    largest_block,
+    largest_block_steps,
 )
 from lightning_memmap.placement.plan import Residency, SplitShards
 from lightning_memmap.placement.topology import DataTopology
@@ -155,7 +155,7 @@ def _source(
 
 
 def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> int:
-    """The memory that rows take which are read window by window. No row is read."""
+    """The memory that rows take which are read block by block. No row is read."""
     fields = store.schema.fields
     pool, rows = blocks.sampler.pool, blocks.longest
     places, is_cut = Places.in_store(store, pool), isinstance(pool.rows, WindowedRows)
@@ -163,7 +163,7 @@ def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> in
     total = len(held) * rows * LOOKUP_BYTES if is_looked_up else 0
     if isinstance(pool.rows, WindowedRows):
         num_bytes = sum(field.step_bytes for field in fields if field.name in pool.rows.fields)
-        return total + num_bytes * largest_window_steps(held, blocks)
+        return total + num_bytes * largest_block_steps(held, blocks)
     variable = [field.name for field in fields if field.num_variable]
     total += len(held) * rows * sum(f.row_bytes for f in fields if not f.num_variable)
     # Until all rows are there, none are streamed.
@@ -171,7 +171,7 @@ def largest_block_bytes(store: Store, blocks: Blocks, held: Sequence[int]) -> in
         return total
     for column in store.provide(variable, _stored_shards(store, pool, held)):
         if isinstance(column, ItemRows):
-            total += column.field.item_bytes * largest_window(column, places, held, blocks)
+            total += column.field.item_bytes * largest_block(column, places, held, blocks)
     return total
 
 

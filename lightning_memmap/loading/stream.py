@@ -1,4 +1,4 @@
-"""A stream: threads read the next window of the files while rows of this one are fetched.
+"""A stream: threads read the next block of the files while rows of this one are fetched.
 
 Items that follow one another in the files do so in memory: rows of one shape and steps of series,
 which are told by their slots, and the items of rows that differ in length. With windows over
@@ -40,21 +40,21 @@ from lightning_memmap.store.series import windows_over
 _NUM_BUFFERS = 2
 #: While one thread copies what it has read, or waits for a short read, others read on.
 _NUM_THREADS = 4
-#: What is kept for each row of a window beside the row, and taken while it is looked up, in bytes.
+#: What is kept for each row of a block beside the row, and taken while it is looked up, in bytes.
 LOOKUP_BYTES = 56
-#: Runs of a shard in a window at most: a window may wrap around, and some shards have a row more.
+#: Runs of a shard in a block at most: a block may wrap around, and some shards have a row more.
 _MAX_RUNS = 3
 
 
-class WindowItems:
-    """Memory for the items that a window has of some files, at the same places in each of them."""
+class BlockItems:
+    """Memory for the items that a block has of some files, at the same places in each of them."""
 
     def __init__(self, name: str, max_items: int) -> None:
         self._name, self._max_items = name, max_items
         self._files: list[RowFile | None] = []
         #: By file, the items; undefined before they are read.
         self.memory: list[Tensor] = []
-        #: Where the items of the window are.
+        #: Where the items of the block are.
         self.runs = Runs(*np.zeros((2, 1), np.int64))
 
     def add(self, file: RowFile | None, item_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -66,13 +66,13 @@ class WindowItems:
         return self.memory[-1]
 
     def reads(self, found: Located) -> Iterator[Read]:
-        """The reads that bring the items of a window to their places."""
+        """The reads that bring the items of a block to their places."""
         begins, ends = runs_of(found)
         lengths = ends - begins
         if (count := int(lengths.sum())) > self._max_items:
             raise ValueError(
-                f"residency='stream': a window has {count} items of field {self._name!r}, and"
-                f" windows of rows that follow one another have {self._max_items} at most: let"
+                f"residency='stream': a block has {count} items of field {self._name!r}, and"
+                f" blocks of rows that follow one another have {self._max_items} at most: let"
                 " block_runs of the sampler return such rows"
             )
         self.runs = Runs(begins, starts_of(lengths) - begins)
@@ -91,20 +91,20 @@ class WindowItems:
 
 
 class StreamMemory:
-    """The memory of a window, on the CPU, with undefined content."""
+    """The memory of a block, on the CPU, with undefined content."""
 
     def __init__(self, stream: "Stream") -> None:
         series = stream.series
         #: Rows of one shape, or steps.
-        self.items = WindowItems(stream.columns[0][0].name, stream.most_items)
+        self.items = BlockItems(stream.columns[0][0].name, stream.most_items)
         #: The items of each field whose rows differ in length.
-        self.ragged = list[tuple[ItemRows, WindowItems]]()
+        self.ragged = list[tuple[ItemRows, BlockItems]]()
         columns, finds = list[Tensor | Ragged](), list[Find | None]()
         pairs = zip(stream.columns, stream.files, strict=True)
         for index, ((field, rows), file) in enumerate(pairs):
             find: Find | None = self.items.places
             if series is None and isinstance(rows, ItemRows):
-                items = WindowItems(field.name, stream.most_ragged[index])
+                items = BlockItems(field.name, stream.most_ragged[index])
                 items.add(file, field.item_shape, field.dtype)
                 self.ragged.append((rows, items))
                 # The memory will be read over.
@@ -124,7 +124,7 @@ class StreamMemory:
         self.take = self._columns.take
 
     def reads(self, located: Callable[[], Located]) -> Iterator[Read]:
-        """The reads that fill a window, which several threads may do at once."""
+        """The reads that fill a block, which several threads may do at once."""
         yield from self.items.reads(found := located())
         if self.ragged:
             begins, ends = runs_of(found)
@@ -134,7 +134,7 @@ class StreamMemory:
 
 
 class Stream(RowSource):
-    """Rows of some shards that stay in the files, and are read window by window."""
+    """Rows of some shards that stay in the files, and are read block by block."""
 
     device = torch.device("cpu")
 
@@ -152,24 +152,24 @@ class Stream(RowSource):
         self.num_slots, self._places, self.columns = num_slots, places, columns
         self._pool, self._held = blocks.sampler.pool, np.array(held, np.int64)
         self.files, self.series, self._block = files, series, blocks.rows
-        #: How many rows of one shape, or steps, a window has at most.
+        #: How many rows of one shape, or steps, a block has at most.
         self.most_items = len(held) * blocks.longest
         if series is not None:
-            self.most_items = largest_window_steps(held, blocks)
+            self.most_items = largest_block_steps(held, blocks)
         #: The same of the items of rows that differ in length, by the places of their fields.
         self.most_ragged = {
-            index: largest_window(rows, places, held, blocks)
+            index: largest_block(rows, places, held, blocks)
             for index, (_, rows) in enumerate(columns)
             if series is None and isinstance(rows, ItemRows)
         }
-        #: Memory for windows that nobody uses.
+        #: Memory for blocks that nobody uses.
         self.idle: list[StreamMemory] = []
         self._epochs: weakref.WeakSet[_StreamedEpoch] = weakref.WeakSet()
 
     @override
     def locate(self, sampler: Sampler, epoch: int, positions: range) -> Integers:
         found = self._places.locate(sampler, epoch, positions)
-        # As if all windows lay one after the other.
+        # As if all blocks were consecutive in memory.
         size = self._blocks(sampler).positions
         for number in range(positions.start // size, -(-positions.stop // size)):
             first, last = (bisect_left(positions, size * edge) for edge in (number, number + 1))
@@ -196,7 +196,7 @@ class Stream(RowSource):
         self.idle.clear()
 
     def located(self, blocks: Blocks, epoch: int, number: int) -> Located:
-        """The items of a window in the files: the first of each run, and their number."""
+        """The items of a block in the files: the first of each run, and their number."""
         if self.series is not None:
             return located_steps(self.series, self._held, blocks, epoch, number)
         starts, sizes = self._places.starts, self._pool.sizes[self._held]
@@ -212,28 +212,28 @@ class Stream(RowSource):
 
 
 class _StreamedEpoch:
-    """Rows of the windows of one epoch, in the order in which they come."""
+    """Rows of the blocks of one epoch, in the order in which they come."""
 
     def __init__(self, stream: Stream, blocks: Blocks, epoch: int, position: int) -> None:
         self._stream, self._blocks, self._epoch = stream, blocks, epoch
-        #: The window whose rows are fetched. Its memory is the first one.
+        #: The block whose rows are fetched. Its memory is the first one.
         self._number = position // blocks.positions
-        self._memory = Ahead[StreamMemory]("lightning_memmap window-reader", _NUM_THREADS)
+        self._memory = Ahead[StreamMemory]("lightning_memmap block-reader", _NUM_THREADS)
         for _ in range(_NUM_BUFFERS):
             self._read(stream.idle.pop() if stream.idle else None)
 
     def take(self, slots: Tensor, out: Buffers | None) -> list[Leaf]:
-        """Copy rows into a batch: some after those before, in the order of the windows."""
+        """Copy rows into a batch: some after those before, in the order of the blocks."""
         size = self._stream.num_slots
         first, last = (int(edge) // size for edge in slots.aminmax())
-        assert first >= self._number, "windows come in their order"
+        assert first >= self._number, "blocks come in their order"
         if first == last:
-            return self._window_of(first).take(slots - first * size, out)
-        # From one window into the next.
+            return self._block_of(first).take(slots - first * size, out)
+        # From one block into the next.
         parts = list[tuple[Integers, list[Leaf]]]()
         for number in range(first, last + 1):
             here = np.flatnonzero(slots.numpy() // size == number)
-            parts.append((here, self._window_of(number).take(slots[here] - number * size)))
+            parts.append((here, self._block_of(number).take(slots[here] - number * size)))
         return in_order(parts, slots.device)
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class _StreamedEpoch:
         del self._stream.idle[_NUM_BUFFERS:]
 
     def _read(self, memory: StreamMemory | None) -> None:
-        """Begin to read the next window that is not read yet."""
+        """Begin to read the next block that is not read yet."""
         number = self._number + len(self._memory)
         if number < len(self._blocks):
             memory = memory or StreamMemory(self._stream)
@@ -252,8 +252,8 @@ class _StreamedEpoch:
         elif memory is not None:
             self._stream.idle.append(memory)
 
-    def _window_of(self, number: int) -> StreamMemory:
-        """The memory of a window, once it is read. That of earlier windows is used again."""
+    def _block_of(self, number: int) -> StreamMemory:
+        """The memory of a block, once it is read. That of earlier blocks is used again."""
         while self._number < number:
             used = self._memory.take()
             self._number += 1
@@ -274,7 +274,7 @@ def runs_of(found: Located) -> tuple[Integers, Integers]:
 def located_steps(
     series: SeriesPlaces, held: Integers, blocks: Blocks, epoch: int, number: int
 ) -> Located:
-    """The steps of a window of the epoch: the first of each run, and their number."""
+    """The steps of a block of the epoch: the first of each run, and their number."""
     line, pool = series.line, blocks.sampler.pool
     runs, num_shards = blocks.sampler.block_runs(epoch, number), pool.num_shards
     if runs is not None:
@@ -297,13 +297,13 @@ def located_steps(
     return Located(firsts * line.stride + series.shifts[numbers], lengths[:, None])
 
 
-def largest_window(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
-    """How many items the rows of a window have at most, wherever it begins."""
-    window, lengths = blocks.longest, (_lengths(rows, places, shard) for shard in shards)
+def largest_block(rows: ItemRows, places: Places, shards: Sequence[int], blocks: Blocks) -> int:
+    """How many items the rows of a block have at most, wherever it begins."""
+    block, lengths = blocks.longest, (_lengths(rows, places, shard) for shard in shards)
     if not blocks.has_runs:
         # Whichever rows they are.
-        return sum(int(np.sort(each)[-window:].sum()) for each in lengths)
-    return most_items(places.pool.sizes, window, lengths)
+        return sum(int(np.sort(each)[-block:].sum()) for each in lengths)
+    return most_items(places.pool.sizes, block, lengths)
 
 
 def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
@@ -312,8 +312,8 @@ def _lengths(rows: ItemRows, places: Places, shard: int) -> Integers:
     return np.concatenate([np.zeros(0, np.int64), *found])
 
 
-def most_items(sizes: Integers, window: int, lengths: Iterable[Integers]) -> int:
-    """How many items windows have at most, by the items of each row, shard after shard."""
+def most_items(sizes: Integers, block: int, lengths: Iterable[Integers]) -> int:
+    """How many items blocks have at most, by the items of each row, shard after shard."""
     # The circle has the rows that all shards have. Some have one more.
     circle, extra = int(sizes.min()), 0
     totals = np.zeros(circle, np.int64)
@@ -321,25 +321,25 @@ def most_items(sizes: Integers, window: int, lengths: Iterable[Integers]) -> int
         totals += each[:circle]
         extra += int(each[circle:].sum())
     ends = np.append(0, np.cumsum(np.tile(totals, 2)))
-    window = min(window, circle)
-    return int((ends[window : window + circle] - ends[:circle]).max(initial=0)) + extra
+    block = min(block, circle)
+    return int((ends[block : block + circle] - ends[:circle]).max(initial=0)) + extra
 
 
-def largest_window_steps(held: Sequence[int], blocks: Blocks) -> int:
-    """How many steps a window of the epoch has at most, each counted once for each shard."""
-    window, pool = blocks.longest, blocks.sampler.pool
+def largest_block_steps(held: Sequence[int], blocks: Blocks) -> int:
+    """How many steps a block of the epoch has at most, each counted once for each shard."""
+    block, pool = blocks.longest, blocks.sampler.pool
     line = pool.rows
     assert isinstance(line, WindowedRows)
     if not blocks.has_runs:
-        return len(held) * window * line.length
+        return len(held) * block * line.length
     # A run that begins inside of a series.
     shared = max(0, line.length - line.stride)
     if pool.is_striped:
-        size = window * pool.num_shards
+        size = block * pool.num_shards
         edges = np.append(np.arange(0, line.num_rows, size), line.num_rows)
         return int(np.diff(line.num_steps_before(edges, True)).max()) + shared
     lengths = (
         np.diff(line.num_steps_before(pool.starts[shard] + np.arange(pool.sizes[shard] + 1), False))
         for shard in held
     )
-    return most_items(pool.sizes, window, lengths) + _MAX_RUNS * shared * len(held)
+    return most_items(pool.sizes, block, lengths) + _MAX_RUNS * shared * len(held)

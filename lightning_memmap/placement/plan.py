@@ -218,10 +218,8 @@ def _check_blocks(splits: Mapping[str, SplitShards], budget_bytes: int) -> None:
     # Bytes of one row of each shard in the largest block.
     row_bytes = [shards.block_bytes / Blocks(shards.order).longest for shards in splits.values()]
     max_rows = int(budget_bytes / max(1, 2 * sum(row_bytes)))
-    blocks = ", ".join(
-        f"{each.order.shuffle_window} rows ({name})" for name, each in splits.items()
-    )
-    remedy = f"Use shuffle_window={max_rows} or less" if max_rows else "Not even one row fits"
+    blocks = ", ".join(f"{each.order.shuffle_block} rows ({name})" for name, each in splits.items())
+    remedy = f"Use shuffle_block={max_rows} or less" if max_rows else "Not even one row fits"
     raise PlacementError(
         f"residency='stream': two blocks of each split, with {blocks} of each of this process's"
         f" shards, need {_exactly(needed)} of host memory, more than the {_exactly(budget_bytes)}"
@@ -256,7 +254,7 @@ def placement_table(placement: Placement) -> Table:
         if split.is_streamed:
             num_held = len(split.residencies) - split.residencies.count(None)
             num_bytes = 2 * split.block_bytes * len(held.shards) // num_held
-            block = split.order.shuffle_window
+            block = split.order.shuffle_block
             cells.append(f"2 x {block:,} rows a shard, {format_bytes(num_bytes)}")
         table.add_row(*cells)
     return table

@@ -140,7 +140,7 @@ class BucketedSampler(DrawnSampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        return replace(self, pool=replace(self.pool, chosen=None), shuffle_window=block)
+        return replace(self, pool=replace(self.pool, chosen=None), shuffle_block=block)
 
     @override
     def draw(self, epoch: int, shard: int) -> Integers:

@@ -111,7 +111,7 @@ class CurriculumSampler(TableSampler):
         samplers = [sampler for _, sampler in stages.pairs]
         pool = merge_pools([sampler.pool for sampler in samplers])
         num_samples = samplers[0].num_positions
-        return cls(pool, stages=stages, shuffle_window=block, num_samples=num_samples)
+        return cls(pool, stages=stages, shuffle_block=block, num_samples=num_samples)
 
     def _order(self, epoch: int) -> Sampler:
         return [sampler for start, sampler in self.stages.pairs if start <= epoch][-1]

@@ -9,7 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 _REMEDIES = {
-    "sampler": "the shuffle, shuffle_window and sampler of the checkpoint",
+    "sampler": "the shuffle, shuffle_block and sampler of the checkpoint",
     "num_positions": "the num_samples and the rows of the checkpoint",
     "positions of sets": "the shares, num_samples and training sets of the checkpoint",
     "global_batch": "the batch size and the number of devices of the checkpoint",

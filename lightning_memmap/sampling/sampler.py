@@ -84,17 +84,17 @@ class Sampler(ABC):
     Args:
         pool: The rows of each shard.
         seed: Seed of the order, ``0 <= seed < 2**63``.
-        shuffle_window: Positions of a shard that form a block: they are permuted together, and read
+        shuffle_block: Positions of a shard that form a block: they are permuted together, and read
             together when rows are streamed. None for a single block.
 
     Raises:
-        TypeError: The pool isn't a `Pool`, or the seed or ``shuffle_window`` isn't an integer.
-        ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
+        TypeError: The pool isn't a `Pool`, or the seed or ``shuffle_block`` isn't an integer.
+        ValueError: The seed is out of range, or ``shuffle_block`` is below 1.
     """
 
     pool: Pool
     seed: int = 0
-    shuffle_window: int | None = field(default=None, kw_only=True)
+    shuffle_block: int | None = field(default=None, kw_only=True)
     _tables: Tables = field(
         default_factory=Tables, init=False, repr=False, compare=False, kw_only=True
     )
@@ -111,9 +111,9 @@ class Sampler(ABC):
                 " sampler= receives"
             )
         object.__setattr__(self, "seed", check_seed(self.seed))
-        if (window := self.shuffle_window) is not None:
-            window = check_integer("shuffle_window", window, 1, "at least 1 row of a shard")
-            object.__setattr__(self, "shuffle_window", window)
+        if (window := self.shuffle_block) is not None:
+            window = check_integer("shuffle_block", window, 1, "at least 1 row of a shard")
+            object.__setattr__(self, "shuffle_block", window)
 
     @property
     def num_positions(self) -> int:
@@ -275,7 +275,7 @@ class ComputedSampler(Sampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        return replace(self, shuffle_window=block)
+        return replace(self, shuffle_block=block)
 
 
 @dataclass(frozen=True)
@@ -285,10 +285,10 @@ class SequentialSampler(ComputedSampler):
     Args:
         pool: The rows of each shard.
         seed: Not used: the order is the same for all seeds.
-        shuffle_window: Rows of a shard that are read together when rows are streamed.
+        shuffle_block: Rows of a shard that are read together when rows are streamed.
 
     Raises:
-        ValueError: ``shuffle_window`` is below 1.
+        ValueError: ``shuffle_block`` is below 1.
     """
 
     is_sequential: ClassVar[bool] = True
@@ -305,36 +305,36 @@ class SequentialSampler(ComputedSampler):
 
     @override
     def block_runs(self, epoch: int, number: int) -> list[range] | None:
-        assert self.shuffle_window is not None
-        start = number * self.shuffle_window
-        return [range(start, min(start + self.shuffle_window, self.pool.longest))]
+        assert self.shuffle_block is not None
+        start = number * self.shuffle_block
+        return [range(start, min(start + self.shuffle_block, self.pool.longest))]
 
 
 @dataclass(frozen=True)
 class ShuffledSampler(ComputedSampler):
     """Permutes the rows of each shard, differently in each epoch. Permutations are computed.
 
-    With a ``shuffle_window``, position ``p`` is in block ``p // C // shuffle_window`` of the epoch,
-    and a block is ``shuffle_window`` consecutive rows of each shard, permuted shard by shard. The
+    With a ``shuffle_block``, position ``p`` is in block ``p // C // shuffle_block`` of the epoch,
+    and a block is ``shuffle_block`` consecutive rows of each shard, permuted shard by shard. The
     order of blocks and the row that the first block starts at differ from epoch to epoch. The rows
     of each shard that do not fill a block, and the one row by which shards differ, come last.
 
     Args:
         pool: The rows of each shard.
         seed: Seed of the permutations, ``0 <= seed < 2**63``.
-        shuffle_window: Rows of a shard in a block; None for a single block.
+        shuffle_block: Rows of a shard in a block; None for a single block.
 
     Raises:
-        ValueError: The seed is out of range, or ``shuffle_window`` is below 1.
+        ValueError: The seed is out of range, or ``shuffle_block`` is below 1.
     """
 
-    shuffle_window: int | None = None
+    shuffle_block: int | None = None
 
     @override
     def permutation(self, epoch: int) -> Permutation:
-        if self.shuffle_window is None:
+        if self.shuffle_block is None:
             return permuted(self.counts, random_bits(self.seed, epoch))
-        return BlockPermutation(self.counts, self.shuffle_window, self.seed, epoch)
+        return BlockPermutation(self.counts, self.shuffle_block, self.seed, epoch)
 
     @override
     def block_runs(self, epoch: int, number: int) -> list[range] | None:

@@ -234,7 +234,7 @@ def _without(spans: tuple[Span, ...], others: tuple[Span, ...]) -> Iterator[Span
             yield start, stop
 
 
-def default_window(num_shards: int, row_bytes: float) -> int:
+def default_block(num_shards: int, row_bytes: float) -> int:
     """Return the default rows of a shard in a block: a function of the store only."""
     return max(1, int(DEFAULT_BLOCK_BYTES // max(1, num_shards * row_bytes)))
 
@@ -248,8 +248,8 @@ class Blocks:
     @property
     def rows(self) -> int:
         """Positions of a shard in a block."""
-        assert self.sampler.shuffle_window is not None, f"{self.sampler} has no blocks"
-        return self.sampler.shuffle_window
+        assert self.sampler.shuffle_block is not None, f"{self.sampler} has no blocks"
+        return self.sampler.shuffle_block
 
     @property
     def has_runs(self) -> bool:

@@ -45,11 +45,11 @@ class TableSampler(Sampler):
     Args:
         pool: The rows of each shard: ``pool.sizes[shard]`` rows for ``counts[shard]`` positions.
         seed: Seed of the order, ``0 <= seed < 2**63``.
-        shuffle_window: Positions of a shard in a block; None for a single block.
+        shuffle_block: Positions of a shard in a block; None for a single block.
         num_samples: Positions of an epoch; None for as many as the pool has rows.
 
     Raises:
-        ValueError: The seed is out of range, or ``shuffle_window`` or ``num_samples`` is below 1.
+        ValueError: The seed is out of range, or ``shuffle_block`` or ``num_samples`` is below 1.
     """
 
     num_samples: int | None = field(default=None, kw_only=True)
@@ -87,8 +87,8 @@ class TableSampler(Sampler):
     @override
     def in_blocks(self, block: int) -> Self:
         raise ValueError(
-            f"shuffle_window={block}: {type(self).__name__} decides the order itself. Derive it"
-            " from DrawnSampler, which permutes what it draws in blocks; or leave shuffle_window"
+            f"shuffle_block={block}: {type(self).__name__} decides the order itself. Derive it"
+            " from DrawnSampler, which permutes what it draws in blocks; or leave shuffle_block"
             " out and use residency='mmap' or 'host' instead of 'stream'"
         )
 
@@ -172,11 +172,11 @@ class DrawnSampler(TableSampler):
 
     def permutation(self, epoch: int) -> Permutation:
         """Return the permutations of what the shards draw, block by block if there are blocks."""
-        if self.shuffle_window is None:
+        if self.shuffle_block is None:
             return permuted(self.counts, random_bits(self.seed, epoch))
         # The drawing uses the random bits of the seed itself.
         seed = derive_seed(self.seed, 1)
-        return BlockPermutation(self.counts, self.shuffle_window, seed, epoch)
+        return BlockPermutation(self.counts, self.shuffle_block, seed, epoch)
 
     @override
     def offsets(self, epoch: int, shard: int) -> Integers:
@@ -185,7 +185,7 @@ class DrawnSampler(TableSampler):
 
     @override
     def in_blocks(self, block: int) -> Self:
-        return replace(self, shuffle_window=block)
+        return replace(self, shuffle_block=block)
 
     @override
     def _fill(self, table: NDArray[Any], epoch: int, shards: Integers) -> None:

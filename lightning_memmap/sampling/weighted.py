@@ -54,7 +54,7 @@ class Weighted(Described, SamplerFactory):
 
     In each epoch, a row is drawn ``num_samples * weight / sum(weights)`` times, rounded up or down
     at random, so that this is the mean over epochs. Rows of equal weight are drawn equally often,
-    within 1, which independent draws would not achieve. Blocks (see ``shuffle_window``) do not
+    within 1, which independent draws would not achieve. Blocks (see ``shuffle_block``) do not
     change which rows an epoch holds.
 
     Args:
@@ -168,7 +168,7 @@ class WeightedSampler(DrawnSampler):
         positions = _concatenated(starts_of(counts)[shards], counts[shards])
         drawn: NDArray[Any] = line.integer_draws[positions].copy()
         drawn[line.is_fractional[positions]] = line.offsets[rows].take(hits)
-        if self.shuffle_window is not None:
+        if self.shuffle_block is not None:
             for shard_draws in np.split(drawn, counts[shards].cumsum()):
                 shard_draws.sort()
         return drawn

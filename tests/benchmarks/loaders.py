@@ -10,7 +10,7 @@ from lightning_memmap.loading.split import load_split
 from lightning_memmap.placement.plan import SplitShards, divide, plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import ShuffledSampler
-from lightning_memmap.sampling.schedule import default_window
+from lightning_memmap.sampling.schedule import default_block
 from lightning_memmap.schema import Windows
 from lightning_memmap.store import Store
 from lightning_memmap.store.series import windowed
@@ -41,7 +41,7 @@ def make_loader(
     pool = divide("train", chosen, store.num_shards, topology)
     if window is None and residency == "stream":
         row_bytes = store.manifest.row_bytes * store.num_rows / chosen.num_rows
-        window = default_window(pool.num_shards, row_bytes)
+        window = default_block(pool.num_shards, row_bytes)
     size = SplitShards.of(ShuffledSampler(pool, 0, window), store.manifest, topology)
     placement = plan_placement(
         {"train": size},

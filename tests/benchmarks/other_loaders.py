@@ -146,7 +146,7 @@ def litdata(rows: Rows, directory: Path) -> Iterator[Way]:
                 shuffle=True,
                 item_loader=item_loader(),
                 batch_decode=window,
-                item_shuffle_window=window,
+                item_shuffle_block=window,
             )
             loader = with_workers(
                 library.StreamingDataLoader,

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lightning_memmap.sampling.schedule import default_window
+from lightning_memmap.sampling.schedule import default_block
 from tests.distributed.harness import launch
 
 
@@ -16,9 +16,9 @@ def test_ranks_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
         "batch_size and drop_last": (
             "batch_size: 4 on rank 0; 5 on rank 1 | drop_last: False on rank 0; True on rank 1"
         ),
-        "shuffle_window": "shuffle_window: 2 on rank 0; 3 on rank 1",
+        "shuffle_block": "shuffle_block: 2 on rank 0; 3 on rank 1",
         # Both would be right alone, and have another order.
-        "residency": f"shuffle_window: None on rank 0; {default_window(24, 44)} on rank 1",
+        "residency": f"shuffle_block: None on rank 0; {default_block(24, 44)} on rank 1",
         "store": "the train store: 60 rows in 24 shards, content ",
         "store that may grow": "the train store: 60 rows in 24 shards, content ",
         "skip_steps": "skip_steps: ((0, 1),) on rank 0; ((1, 2),) on rank 1",

@@ -110,7 +110,7 @@ def test_other_steps_have_the_rows_that_they_would_have_had(
         ("memmap_independent", 1),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"residency": "stream", "shuffle_window": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"residency": "stream", "shuffle_block": 3}], ids=str)
 def test_steps_are_left_out_the_same_under_every_strategy(
     tmp_path: Path, strategy: str, devices: int, options: dict[str, Any]
 ) -> None:

@@ -147,7 +147,7 @@ class Check:
         names: Sequence[str] = (),
         *,
         transform: Any = None,
-        shuffle_window: int | None = None,
+        shuffle_block: int | None = None,
         **options: Any,
     ) -> None:
         """Compare a run with that on the CPU.
@@ -157,12 +157,12 @@ class Check:
             make: Makes the strategy; is given ``data_devices`` if they are named.
             names: The data devices; by default two GPUs, or two logical CPU devices.
             transform: Of the data module.
-            shuffle_window: Of the data module.
+            shuffle_block: Of the data module.
             options: Of the data module on GPUs. On the CPU its rows are in the mapping.
         """
-        data = {"transform": transform, "shuffle_window": shuffle_window}
+        data = {"transform": transform, "shuffle_block": shuffle_block}
         found = self._run(path, "gpu", make, names, **data, **options)
-        key = make, len(names), transform, shuffle_window
+        key = make, len(names), transform, shuffle_block
         if key not in self._on_cpu:
             own = self._path / str(len(self._on_cpu))
             logical = ["cpu"] * len(names)
@@ -201,7 +201,7 @@ def test_superbatch_has_the_bits_of_the_cpu(
         tmp_path,
         SuperBatchStrategy,
         transform=noisy,
-        shuffle_window=window,
+        shuffle_block=window,
         prefetch=prefetch,
         residency=residency,
     )

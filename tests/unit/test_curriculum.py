@@ -73,7 +73,7 @@ def test_each_epoch_is_that_of_its_sampler(tmp_path: Path, residency: str) -> No
 def test_buckets_in_blocks_have_each_row_once(tmp_path: Path, window: int, other: Any) -> None:
     bucketed = Bucketed(np.arange(ROWS) * 7 % 40, 8, 5)
     stages = {0: bucketed} if other is None else {0: bucketed, 1: other}
-    options = {"num_shards": 4, "shuffle_window": window, "batch_size": 8}
+    options = {"num_shards": 4, "shuffle_block": window, "batch_size": 8}
     found = epochs_of(make_data(tmp_path, sampler=Curriculum(stages), **options), 2)
     alone = epochs_of(make_data(tmp_path, sampler=bucketed, **options), 2)
     assert found[0] == alone[0]
@@ -108,7 +108,7 @@ def test_rows_of_all_orders_are_held_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("residency", ["mmap", "host", "stream"])
 @pytest.mark.filterwarnings("ignore:residency='stream'")
 def test_rows_are_those_of_a_selection(tmp_path: Path, selected: Any, residency: str) -> None:
-    options = {"subset": selected, "residency": residency, "shuffle_window": 4}
+    options = {"subset": selected, "residency": residency, "shuffle_block": 4}
     if not isinstance(selected, (Subset, RandomSplit)):
         options["member"] = 1
     shuffled = epochs_of(make_data(tmp_path, sampler=None, **options), 3)
@@ -126,7 +126,7 @@ def test_rows_are_those_of_a_selection(tmp_path: Path, selected: Any, residency:
 def test_shards_may_have_no_rows(tmp_path: Path, window: int | None) -> None:
     sampler = Curriculum({0: Weighted(np.arange(10) + 1), 1: None})
     data = make_data(
-        tmp_path, train_dataset=Points(10), sampler=sampler, batch_size=4, shuffle_window=window
+        tmp_path, train_dataset=Points(10), sampler=sampler, batch_size=4, shuffle_block=window
     )
     first, second = epochs_of(data, 2)
     assert len(first) == 10

@@ -113,7 +113,7 @@ def test_sampler_of_a_test_is_named_in_a_config(tmp_path: Path, given: str, star
 def test_sampler_of_four_lines_is_streamed(tmp_path: Path) -> None:
     rows = {
         residency: trained_rows(
-            tmp_path, "memmap_superbatch", 2, 6, sampler=newest, shuffle_window=2, **residency_of
+            tmp_path, "memmap_superbatch", 2, 6, sampler=newest, shuffle_block=2, **residency_of
         )
         for residency, residency_of in (("mmap", {}), ("stream", {"residency": "stream"}))
     }

@@ -142,7 +142,7 @@ def test_batches_of_one_set_are_not_divided_among_processes_unknown_to_the_data(
         loader.loader.of_process(0, 2)
 
 
-@pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_window": 3}])
+@pytest.mark.parametrize("given", [{}, {"residency": "stream", "shuffle_block": 3}])
 def test_command_shows_set_and_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
 ) -> None:

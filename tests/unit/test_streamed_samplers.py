@@ -30,9 +30,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
     stores: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
+    expected = epoch_of(set_up(make_data(stores, shuffle_block=5)))
     read_in_blocks(monkeypatch, block_bytes, 2 * 4096)
-    data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
+    data = set_up(make_data(stores, shuffle_block=5, residency="stream"))
     assert epoch_of(data) == expected
 
 
@@ -40,14 +40,14 @@ def test_rows_of_several_files_are_read_wherever_their_blocks_begin(
 def test_one_read_has_rows_of_several_files_and_what_lies_between(
     stores: Path, monkeypatch: pytest.MonkeyPatch, gap_bytes: int
 ) -> None:
-    expected = epoch_of(set_up(make_data(stores, shuffle_window=5)))
+    expected = epoch_of(set_up(make_data(stores, shuffle_block=5)))
     monkeypatch.setattr(row_file, "_GAP_BYTES", gap_bytes)
-    data = set_up(make_data(stores, shuffle_window=5, residency="stream"))
+    data = set_up(make_data(stores, shuffle_block=5, residency="stream"))
     assert epoch_of(data) == expected
 
 
 def test_file_of_a_set_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    data = set_up(make_data(tmp_path, shuffle_window=5, residency="stream"))
+    data = set_up(make_data(tmp_path, shuffle_block=5, residency="stream"))
     (path,) = (tmp_path / "stores" / "train" / "b").glob("g-*/pad.*")
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(StoreError, match=re.escape(str(path))):
@@ -98,7 +98,7 @@ def test_bytes_of_a_token_mixture_are_read_about_once(
     monkeypatch.setattr(row_file, "_GAP_BYTES", 0)
     sizes = {"a": 9000, "b": 600}
     sampler = Mixture(shares, num_samples)
-    data = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40)
+    data = token_data(tmp_path, sizes, sampler=sampler, shuffle_block=40)
     del bytes_read[:]
     steps = tokens_of(data)
     windows = np.concatenate(steps)
@@ -113,7 +113,7 @@ def test_bytes_of_a_token_mixture_are_read_about_once(
     # The last token of a window is the first of the next one, and read with it. A window that comes
     # twice in what is read at once is read once.
     assert sum(bytes_read) < 1.15 * used
-    mapped = token_data(tmp_path, sizes, sampler=sampler, shuffle_window=40, residency="mmap")
+    mapped = token_data(tmp_path, sizes, sampler=sampler, shuffle_block=40, residency="mmap")
     for step, other in zip(steps, tokens_of(mapped), strict=True):
         assert np.array_equal(step, other)
 
@@ -125,6 +125,6 @@ def test_window_that_does_not_fit_is_refused_with_one_that_does(
     budget = 2 * 12 * 40 * (65 * 4 + LOOKUP_BYTES)
     monkeypatch.setattr(set_up_module, "device_budgets", lambda *_: {torch.device("cpu"): budget})
     options: dict[str, Any] = {"sampler": Mixture({"a": 1, "b": 1})}
-    with pytest.raises(PlacementError, match="shuffle_window=40 or less"):
-        token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_window=50)
-    token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_window=40)
+    with pytest.raises(PlacementError, match="shuffle_block=40 or less"):
+        token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_block=50)
+    token_data(tmp_path, {"a": 900, "b": 60}, **options, shuffle_block=40)

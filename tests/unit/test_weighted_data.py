@@ -125,7 +125,7 @@ def test_order_that_cannot_be_streamed_is_refused_when_it_is_set_up(tmp_path: Pa
     for sampler in (reversed_rows, Curriculum({0: None, 1: reversed_rows})):
         data = make_data(tmp_path, sampler=sampler, residency="stream")
         data.prepare_data()
-        with pytest.raises(ValueError, match=r"shuffle_window=.*Reversed"):
+        with pytest.raises(ValueError, match=r"shuffle_block=.*Reversed"):
             data.setup("fit")
 
 

@@ -288,7 +288,7 @@ def test_command_shows_series_and_steps(tmp_path: Path, capsys: pytest.CaptureFi
     make_data(tmp_path).prepare_data()
     command = Command(tmp_path, capsys)
     form = {"form": "windows", "length": LENGTH, "stride": STRIDE}
-    options = {"residency": "stream", "shuffle_window": 3, "seed": 5}
+    options = {"residency": "stream", "shuffle_block": 3, "seed": 5}
     command.write(**options, variable={"value": form, "time": form})
     arguments = ("--epoch", 1, "--step", 2, "--devices", 2)
     found = command.step(*arguments)

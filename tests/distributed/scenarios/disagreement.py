@@ -30,7 +30,7 @@ def refused(out: Path, devices: int) -> dict[str, Any]:
     cases: dict[str, Callable[[], MemmapDataModule]] = {
         "seed": lambda: data(seed=rank),
         "batch_size and drop_last": lambda: data(batch_size=4 + rank, drop_last=bool(rank)),
-        "shuffle_window": lambda: data(shuffle_window=2 + rank),
+        "shuffle_block": lambda: data(shuffle_block=2 + rank),
         "residency": lambda: data(residency="stream" if rank else "mmap"),
         "store": lambda: data(store_dir=out / ("others" if rank else "stores")),
         "skip_steps": lambda: data(skip_steps=[rank]),

@@ -40,11 +40,11 @@ LENGTHS = torch.arange(ROWS) * 37 % 50
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "in order": {"shuffle": False},
-    "blocks": {"shuffle_window": 3},
-    "streamed": {"shuffle_window": 3, "residency": "stream"},
+    "blocks": {"shuffle_block": 3},
+    "streamed": {"shuffle_block": 3, "residency": "stream"},
     "on the device": {"residency": "device"},
     "by weight": {"sampler": Weighted(torch.arange(ROWS) % 5 + 0.5)},
-    "a part": {"sampler": Weighted(torch.arange(ROWS) < 100), "shuffle_window": 4},
+    "a part": {"sampler": Weighted(torch.arange(ROWS) < 100), "shuffle_block": 4},
     "buckets": {"sampler": Bucketed(LENGTHS, GLOBAL_BATCH, num_buckets=4)},
     "chosen rows": {"subset": {"train": Subset(rows=range(7, 200, 3))}},
     "held out": {"subset": RandomSplit(0.2)},
@@ -60,7 +60,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "streamed sounds": {
         "of": RAGGED,
         "variable": {"sound": "pad", "ids": "list", "image": "list"},
-        "shuffle_window": 2,
+        "shuffle_block": 2,
         "residency": "stream",
     },
     "sounds streamed in order": {
@@ -72,11 +72,11 @@ ORDERS: dict[str, dict[str, Any]] = {
     "images": {"of": (Brightness, EncodedImages(100)), "variable": FORMS},
     "mixture": {"of": SETS, "sampler": Mixture({"a": 0.8, "b": 0.2})},
     "mixture by batch": {"of": SETS, "sampler": BY_BATCH},
-    "mixture in blocks": {"of": SETS, "sampler": HALVES, "shuffle_window": 3},
+    "mixture in blocks": {"of": SETS, "sampler": HALVES, "shuffle_block": 3},
     "streamed mixture": {
         "of": SETS,
         "sampler": HALVES,
-        "shuffle_window": 3,
+        "shuffle_block": 3,
         "residency": "stream",
     },
     "chosen rows of sets": {
@@ -94,7 +94,7 @@ ORDERS: dict[str, dict[str, Any]] = {
         "of": SOUNDS,
         "sampler": HALVES,
         "variable": {"sound": "list", "ids": "pad", "image": "list"},
-        "shuffle_window": 2,
+        "shuffle_block": 2,
         "residency": "stream",
     },
 }

@@ -118,8 +118,8 @@ def read_points(batch: Any) -> tuple[list[Any], Tensor]:
 WEIGHTED = Weighted([float(row % 7) for row in range(60)], 120)
 BACKWARDS = Weighted([float(60 - row) for row in range(60)], 120)
 BLOCKS: dict[str, dict[str, Any]] = {
-    "in blocks": {"shuffle_window": 2},
-    "streamed": {"shuffle_window": 2, "residency": "stream"},
+    "in blocks": {"shuffle_block": 2},
+    "streamed": {"shuffle_block": 2, "residency": "stream"},
 }
 #: By name, what makes the data from a directory and a batch size, and what reads batches.
 CASES: dict[str, tuple[Callable[[Path, int], L.LightningDataModule], Any]] = {

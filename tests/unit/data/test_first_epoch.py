@@ -586,7 +586,7 @@ def test_build_that_is_not_finished_keeps_no_file_open(tmp_path: Path) -> None:
     [
         ({"num_workers": 0}, "num_workers=0"),
         ({"overwrite": True}, "overwrite=True"),
-        ({"residency": "stream"}, "residency='stream'.*shuffle_window"),
+        ({"residency": "stream"}, "residency='stream'.*shuffle_block"),
         ({"build": "later"}, "build='later'"),
     ],
 )

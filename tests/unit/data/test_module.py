@@ -21,7 +21,7 @@ from lightning_memmap.loading import Padded
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.placement import topology
 from lightning_memmap.sampling import KFold
-from lightning_memmap.sampling.schedule import default_window
+from lightning_memmap.sampling.schedule import default_block
 from lightning_memmap.store.samples import NUM_PROBES
 from tests.models import Points, Regression, make_trainer, set_up
 from tests.rows import CPU, joined, take_steps
@@ -87,8 +87,8 @@ class TestWithoutTrainer:
 
 class TestArguments:
     def test_window_without_shuffling_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="shuffle_window=2 with shuffle=False: leave one of"):
-            make_data(tmp_path, shuffle_window=2, shuffle=False)
+        with pytest.raises(ValueError, match="shuffle_block=2 with shuffle=False: leave one of"):
+            make_data(tmp_path, shuffle_block=2, shuffle=False)
 
     @pytest.mark.parametrize("residency", ["host", "device", "stream"])
     def test_rows_that_do_not_fit_are_refused_in_setup(
@@ -121,13 +121,13 @@ class TestLargerThanMemory:
             # Without shuffling, only a stream has windows.
             ({"shuffle": False}, {"stream": 1, "mmap": None}),
             # Without a number, the window of a small store is all of it.
-            ({}, {"stream": None, "mmap": default_window(24, 56)}),
+            ({}, {"stream": None, "mmap": default_block(24, 56)}),
         ]
         for options, windows in cases:
             found = []
             for residency, window in windows.items():
                 data = set_up(
-                    make_data(tmp_path, residency=residency, shuffle_window=window, **options)
+                    make_data(tmp_path, residency=residency, shuffle_block=window, **options)
                 )
                 loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
                 found.append([rows(loader) for loader in loaders])
@@ -155,7 +155,7 @@ class TestLargerThanMemory:
 
     def test_overfit_batches_reads_in_dataset_order(self, tmp_path: Path) -> None:
         module = Regression()
-        data = make_data(tmp_path, residency="stream", shuffle_window=1)
+        data = make_data(tmp_path, residency="stream", shuffle_block=1)
         make_trainer(tmp_path, max_epochs=2, overfit_batches=2).fit(module, data)
         assert module.seen["train"] == [list(range(4)), list(range(4, 8))] * 2
 
@@ -452,9 +452,9 @@ class TestAttributes:
 
     def test_order_that_is_set_after_setup_is_that_of_the_next_loader(self, tmp_path: Path) -> None:
         changes: list[tuple[dict[str, Any], str, Any]] = [
-            ({}, "shuffle_window", 1),
-            ({"shuffle_window": 2}, "shuffle_window", 1),
-            ({"shuffle_window": 2}, "shuffle_window", None),
+            ({}, "shuffle_block", 1),
+            ({"shuffle_block": 2}, "shuffle_block", 1),
+            ({"shuffle_block": 2}, "shuffle_block", None),
             ({}, "seed", 9),
             ({}, "shuffle", False),
         ]
@@ -470,9 +470,9 @@ class TestAttributes:
             assert rows(data.train_dataloader()) == found
 
     def test_window_of_a_stream_that_is_set_after_setup_is_refused(self, tmp_path: Path) -> None:
-        data = set_up(make_data(tmp_path, residency="stream", shuffle_window=2), "fit")
+        data = set_up(make_data(tmp_path, residency="stream", shuffle_block=2), "fit")
         for value in (1, None):
-            data.shuffle_window = value
+            data.shuffle_block = value
             with pytest.raises(ValueError, match=rf"window={value}: .* call setup\(\) after you"):
                 data.train_dataloader()
         set_up(data, "fit")

@@ -205,7 +205,7 @@ def test_process_that_was_forked_meanwhile_goes_on(
 ) -> None:
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 1, residency=residency, window=1, forms=FORMS)
-    options: Any = {"shuffled": False, "shuffle_window": 1, "transform": lambda batch: batch}
+    options: Any = {"shuffled": False, "shuffle_block": 1, "transform": lambda batch: batch}
     loader = loader_over(store, rows, 6, **options)
     order = loader.order.dataset_rows(0, range(NUM_ROWS)).tolist()
     steps = iter(loader)

@@ -44,7 +44,7 @@ WRONG: list[tuple[Any, str]] = [
 OTHER_ORDERS: list[tuple[dict[str, Any], str]] = [
     ({"sampler": "SequentialSampler"}, r"sampler=SequentialSampler, .*the shuffle"),
     ({"seed": 7}, r"seed=7, and this loader has seed=0"),
-    ({"shuffle_window": 3}, r"shuffle_window=3, and this loader has shuffle_window=None"),
+    ({"shuffle_block": 3}, r"shuffle_block=3, and this loader has shuffle_block=None"),
     ({"shards": {"num_rows": 97, "num_shards": 4}}, r"num_shards=4, .* resume with num_shards=4"),
     ({"shards": {}}, r"num_rows=None"),
 ]

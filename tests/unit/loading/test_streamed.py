@@ -66,10 +66,10 @@ class TestRows:
     ) -> None:
         store = numbered_store(181, 24)
         split = make_split(store, residency="stream", window=3)
-        loader = loader_over(store, split, 4, shuffle=True, shuffle_window=5)
+        loader = loader_over(store, split, 4, shuffle=True, shuffle_block=5)
         with pytest.raises(ValueError, match=r"residency='stream': a window has .* 72 at most"):
             next(iter(loader))
-        smaller = loader_over(store, split, 4, shuffle=True, shuffle_window=2)
+        smaller = loader_over(store, split, 4, shuffle=True, shuffle_block=2)
         assert sorted(joined(epoch_rows(smaller))) == list(range(181))
 
 

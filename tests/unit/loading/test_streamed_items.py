@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_memmap.errors import PlacementError
 from lightning_memmap.loading.memory import Places
 from lightning_memmap.loading.split import largest_block_bytes
-from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_window
+from lightning_memmap.loading.stream import LOOKUP_BYTES, Stream, StreamMemory, largest_block
 from lightning_memmap.placement.plan import plan_placement
 from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import Pool, ShuffledSampler
@@ -80,7 +80,7 @@ class TestMemory:
         held = list(range(0, num_shards, 2))
         places = Places(pool, pool.file_starts)
         sampler, found = ShuffledSampler(pool, seed, window), [0]
-        most = largest_window(rows, places, held, Blocks(sampler))
+        most = largest_block(rows, places, held, Blocks(sampler))
         for epoch in range(4):
             for number in range(-(-pool.longest // window)):
                 runs = sampler.block_runs(epoch, number) or []
@@ -92,7 +92,7 @@ class TestMemory:
                 found.append(int(np.concatenate(here).sum()))
         assert max(found) <= most <= int(lengths.sum())
 
-    def test_memory_and_plan_are_of_the_largest_window(self, tmp_path: Path) -> None:
+    def test_memory_and_plan_are_of_the_largest_block(self, tmp_path: Path) -> None:
         # A few long rows among many short ones: one window is far larger than the mean.
         rows = [
             {"x": torch.zeros(2**16 if 500 < row < 520 else 10, dtype=torch.uint8)}
@@ -104,7 +104,7 @@ class TestMemory:
         column = store.columns[0]
         assert isinstance(column, ItemRows)
         windows = Blocks(ShuffledSampler(pool, 0, 100))
-        largest = largest_window(column, Places.in_store(store, pool), range(4), windows)
+        largest = largest_block(column, Places.in_store(store, pool), range(4), windows)
         assert 19 * 2**16 < largest < 20 * 2**16
         split = make_split(store, residency="stream", window=100)
         (source,) = split.sources
@@ -120,7 +120,7 @@ class TestMemory:
 
         # All long rows are in one window, however short it is, and twice they fit.
         assert 19 * 2**16 < plan(20) < 1_300_000
-        with pytest.raises(PlacementError, match=r"Use shuffle_window=(\d+) "):
+        with pytest.raises(PlacementError, match=r"Use shuffle_block=(\d+) "):
             plan(900)
 
     @pytest.mark.parametrize("is_looked_up", [False, True])

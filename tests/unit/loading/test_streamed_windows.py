@@ -16,7 +16,7 @@ from lightning_memmap.loading import row_file
 from lightning_memmap.loading.stream import (
     Stream,
     StreamMemory,
-    largest_window_steps,
+    largest_block_steps,
     located_steps,
 )
 from lightning_memmap.sampling import Pool, Sampler, SequentialSampler, ShuffledSampler
@@ -52,12 +52,12 @@ def test_stretches_have_the_windows_of_a_run_and_no_window_more_steps_than_the_l
 ) -> None:
     held = [*range(0, pool.num_shards, size)]
     rows = min(window, pool.longest)
-    order: Sampler = SequentialSampler(pool, shuffle_window=rows)
+    order: Sampler = SequentialSampler(pool, shuffle_block=rows)
     if not pool.is_striped:
         order = ShuffledSampler(pool, seed, rows)
     windows, line = Blocks(order), pool.rows
     assert isinstance(line, WindowedRows)
-    most = largest_window_steps(held, windows)
+    most = largest_block_steps(held, windows)
     series: Any = SimpleNamespace(line=line, shifts=np.zeros(len(line.counts), np.int64))
     for number in range(len(windows)):
         begins, lengths = located_steps(series, np.array(held), windows, 1, number)
@@ -110,7 +110,7 @@ def test_each_token_is_read_about_once_however_much_windows_overlap(
         batch_size=512,
         shuffle=shuffle,
         residency="stream",
-        shuffle_window=max(1, 6000 // stride),
+        shuffle_block=max(1, 6000 // stride),
         variable={"tokens": Windows(length, stride)},
     )
     set_up(data, "fit")
@@ -138,7 +138,7 @@ def test_memory_holds_each_step_once(tmp_path: Path, tokens: np.ndarray) -> None
         if memory > 2 * 40_000 * 2:
             make_window_loader(store, Windows(64, 1), **options, memory=memory)
             continue
-        with pytest.raises(PlacementError, match=r"Use shuffle_window=7\d\d\d or less"):
+        with pytest.raises(PlacementError, match=r"Use shuffle_block=7\d\d\d or less"):
             make_window_loader(store, Windows(64, 1), **options, memory=memory)
 
 
@@ -155,6 +155,6 @@ def test_window_that_is_not_given_has_512_mib_of_steps(tmp_path: Path, tokens: n
         split = data.placement.splits["train"]
         assert (
             0.98 * 2**29
-            < split.order.shuffle_window * split.pool.num_shards * stride * 2
+            < split.order.shuffle_block * split.pool.num_shards * stride * 2
             < 1.02 * 2**29
         )

@@ -191,16 +191,16 @@ class TestStream:
         for devices in (GPUS[:1], GPUS[:4], (CPU,)):
             splits = plan(stores, devices, "stream", budget=0).splits
             # 512 MiB of 24 shards.
-            assert [split.order.shuffle_window for split in splits.values()] == [22_369, 223]
+            assert [split.order.shuffle_block for split in splits.values()] == [22_369, 223]
 
     def test_windows_that_do_not_fit_raise_with_the_largest_that_does(self) -> None:
         stores = {"train": Size(24_000), "val": Size(2400)}
         # Two windows of 100 rows of 10 bytes of each of 24 shards, of both splits.
         fits = {"window": 100, "host": 2 * 2 * 100 * 10 * 24}
-        assert plan(stores, (CPU,), "stream", **fits).splits["val"].order.shuffle_window == 100
+        assert plan(stores, (CPU,), "stream", **fits).splits["val"].order.shuffle_block == 100
         with pytest.raises(PlacementError) as caught:
             plan(stores, (CPU,), "stream", window=101, host=96_000)
-        for part in ("residency='stream'", "need 96480", "96000", "shuffle_window=100 "):
+        for part in ("residency='stream'", "need 96480", "96000", "shuffle_block=100 "):
             assert part in str(caught.value)
         # A shard of the second split has 100 rows and no more.
         assert plan(stores, (CPU,), "stream", window=101, host=96_480)

@@ -149,7 +149,7 @@ def test_order_that_draws_nothing_has_as_many_positions_as_rows(num_samples: int
 
 
 @pytest.mark.parametrize("kind", [ShuffledSampler, SequentialSampler, FirstRows])
-@pytest.mark.parametrize("name", ["seed", "shuffle_window"])
+@pytest.mark.parametrize("name", ["seed", "shuffle_block"])
 @pytest.mark.parametrize("value", [-1, 2**63, 1.5, "1", True])
 def test_argument_of_an_order_is_checked(kind: Any, name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name}={value!r}"):
@@ -158,10 +158,10 @@ def test_argument_of_an_order_is_checked(kind: Any, name: str, value: Any) -> No
 
 def test_integers_of_numpy_are_those_of_python() -> None:
     pool = pool_of(480, 24)
-    found = ShuffledSampler(pool, np.int64(3), shuffle_window=np.int32(4))
-    assert found == ShuffledSampler(pool, 3, shuffle_window=4)
+    found = ShuffledSampler(pool, np.int64(3), shuffle_block=np.int32(4))
+    assert found == ShuffledSampler(pool, 3, shuffle_block=4)
     assert json.dumps(found.identity) == json.dumps(
-        ShuffledSampler(pool, 3, shuffle_window=4).identity
+        ShuffledSampler(pool, 3, shuffle_block=4).identity
     )
 
 

@@ -142,7 +142,7 @@ def test_curriculum_of_windows_has_the_rows_of_its_stages() -> None:
     mixed = Mixture({"a": 1, "b": 3}, 160)
     other = Mixture({"a": 3, "b": 1}, 160)
     sampler = make_sampler(Curriculum({0: mixed, 2: other}), pool, 1, FIELDS, 8)
-    assert sampler.shuffle_window == 8
+    assert sampler.shuffle_block == 8
     for epoch, factory in ((1, mixed), (2, other)):
         stage = factory.make(pool, 1, FIELDS).in_blocks(8)
         assert rows_of(sampler, epoch).tolist() == rows_of(stage, epoch).tolist()

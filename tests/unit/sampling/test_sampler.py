@@ -28,7 +28,7 @@ def samplers(draw: st.DrawFn, shuffle: bool | None = None) -> Sampler:
         num_shards=draw(st.integers(1, 30)),
         seed=draw(SEEDS),
         shuffle=shuffle,
-        shuffle_window=draw(st.none() | st.integers(1, 50)) if shuffle else None,
+        shuffle_block=draw(st.none() | st.integers(1, 50)) if shuffle else None,
     )
 
 
@@ -258,7 +258,7 @@ def test_sampler_long_shards_any_range_equals_slice_of_whole(
 ) -> None:
     # Windows of a few rows, of so many that a cipher permutes them, and of all.
     window = data.draw(st.sampled_from([None, 7, 1024, 1500, 50_000]))
-    sampler = make_sampler(num_rows, num_shards, seed, shuffle=True, shuffle_window=window)
+    sampler = make_sampler(num_rows, num_shards, seed, shuffle=True, shuffle_block=window)
     step = data.draw(st.sampled_from([1, num_shards]))
     start = data.draw(st.integers(0, num_rows))
     stop = data.draw(st.integers(start, num_rows))
@@ -382,7 +382,7 @@ def test_shuffle_rows_of_two_shards_come_together_only_by_chance(construction: s
             {"num_rows": 1, "num_shards": 1, "shuffle": True, "seed": 2**63},
             "seed=9223372036854775808",
         ),
-        ({"num_rows": 1, "num_shards": 1, "shuffle": True, "shuffle_window": 0}, "window=0"),
+        ({"num_rows": 1, "num_shards": 1, "shuffle": True, "shuffle_block": 0}, "window=0"),
     ],
 )
 def test_sampler_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:

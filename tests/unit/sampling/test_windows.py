@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_memmap.sampling import Sampler, permutations
 from lightning_memmap.sampling.permutations import BlockPermutation
 from lightning_memmap.sampling.rows import shard_rows
-from lightning_memmap.sampling.schedule import DEFAULT_BLOCK_BYTES, Blocks, default_window
+from lightning_memmap.sampling.schedule import DEFAULT_BLOCK_BYTES, Blocks, default_block
 from tests.rows import at, make_sampler
 from tests.unit.sampling.test_sampler import CHI_SQUARE_999, chi_square
 
@@ -168,8 +168,8 @@ def test_other_rows_share_a_window_in_another_epoch() -> None:
     assert abs(together - 750) < 4 * math.sqrt(1000 * 0.75 * 0.25)
 
 
-def test_default_window_is_of_the_store_alone() -> None:
-    rows = default_window(24, 150_528)
+def test_default_block_is_of_the_store_alone() -> None:
+    rows = default_block(24, 150_528)
     assert rows * 24 * 150_528 <= DEFAULT_BLOCK_BYTES < (rows + 1) * 24 * 150_528
-    assert default_window(24, 2**40) == 1
-    assert default_window(24, 0) > 0
+    assert default_block(24, 2**40) == 1
+    assert default_block(24, 0) > 0

@@ -162,7 +162,7 @@ def test_computed_order_over_a_pool_of_other_sizes_is_rejected() -> None:
 
 @pytest.mark.parametrize("kind", [SequentialSampler, ShuffledSampler])
 def test_blocks_below_one_row_are_rejected(kind: type) -> None:
-    with pytest.raises(ValueError, match="shuffle_window=0"):
-        kind(pool_of(9, 3), shuffle_window=0)
+    with pytest.raises(ValueError, match="shuffle_block=0"):
+        kind(pool_of(9, 3), shuffle_block=0)
     with pytest.raises(ValueError, match="seed=-1"):
         kind(pool_of(9, 3), -1)

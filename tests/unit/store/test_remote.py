@@ -229,7 +229,7 @@ def test_process_fetches_the_shards_that_it_owns(
         {"subset": KFold(3), "member": 1},
         {"residency": "host"},
         {"build": "while_training", "num_workers": 1, "residency": "host"},
-        {"build": "while_training", "num_workers": 1, "residency": "stream", "shuffle_window": 2},
+        {"build": "while_training", "num_workers": 1, "residency": "stream", "shuffle_block": 2},
         {"build": "while_training", "num_workers": 1, "subset": KFold(3), "member": 1},
     ],
 )
