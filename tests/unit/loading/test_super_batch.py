@@ -28,7 +28,9 @@ def weighed(num_rows: int, step_rows: int, replaced: bool) -> float:
 def weight_of(batch: Any) -> float:
     """The weight that a process of two gives the loss of a batch."""
     strategy: Any = SimpleNamespace(
-        distributed_sampler_kwargs={"rank": 0, "num_replicas": 2}, lightning_module=None
+        distributed_sampler_kwargs={"rank": 0, "num_replicas": 2},
+        lightning_module=None,
+        _may_repeat_rows=False,
     )
     RowWeighted._weigh(strategy, batch)
     weight: float = strategy._row_weight

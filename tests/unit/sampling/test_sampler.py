@@ -382,7 +382,7 @@ def test_shuffle_rows_of_two_shards_come_together_only_by_chance(construction: s
             {"num_rows": 1, "num_shards": 1, "shuffle": True, "seed": 2**63},
             "seed=9223372036854775808",
         ),
-        ({"num_rows": 1, "num_shards": 1, "shuffle": True, "shuffle_block": 0}, "window=0"),
+        ({"num_rows": 1, "num_shards": 1, "shuffle": True, "shuffle_block": 0}, "block=0"),
     ],
 )
 def test_sampler_bad_argument_is_named(arguments: dict[str, int], named: str) -> None:
