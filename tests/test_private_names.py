@@ -111,22 +111,16 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-#: What `_compat` has a fallback for.
+#: Names for which `_compat` has a fallback, and which torch and Lightning do not look up later.
 WITH_FALLBACK = """
     torch._C:_storage_Use_Count torch._utils:_flatten_dense_tensors torch:_foreach_copy_
     torch._utils:_unflatten_dense_tensors torch:_foreach_add_ torch:_foreach_mul_
-    torch.nested._internal.nested_tensor:NestedTensor
     torch.distributed.tensor._utils:compute_local_shape_and_global_offset
     lightning.pytorch.callbacks:WeightAveraging
     lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper
     lightning.pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher
-    lightning.fabric.strategies.launchers.subprocess_script:_basic_subprocess_cmd
     lightning.fabric.utilities.distributed:_set_num_threads_if_needed
-    lightning.fabric.utilities.device_dtype_mixin:_update_properties
-    lightning.fabric.utilities.init:_materialize
-    lightning.fabric.utilities.init:_materialize_distributed_module
     lightning.pytorch.utilities.exceptions:_TunerExitException
-    lightning.pytorch.utilities.exceptions:_augment_message
 """
 #: The names are deleted once torch and Lightning have imported what they use themselves.
 PROGRAM = """

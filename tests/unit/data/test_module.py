@@ -473,7 +473,7 @@ class TestAttributes:
         data = set_up(make_data(tmp_path, residency="stream", shuffle_block=2), "fit")
         for value in (1, None):
             data.shuffle_block = value
-            with pytest.raises(ValueError, match=rf"window={value}: .* call setup\(\) after you"):
+            with pytest.raises(ValueError, match=rf"block={value}: .* call setup\(\) after you"):
                 data.train_dataloader()
         set_up(data, "fit")
         assert sorted(rows(data.train_dataloader())) == list(range(60))
