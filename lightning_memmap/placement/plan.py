@@ -32,7 +32,7 @@ class Residency(str, Enum):
     STREAM = "stream"
 
     def memory(self, device: torch.device) -> torch.device | None:
-        """Return the device whose memory the shards of a data device use; None if they use none."""
+        """Return the device whose budget the shards of a data device are charged to, or None."""
         return {Residency.DEVICE: device, Residency.HOST: _CPU}.get(self)
 
 
@@ -153,9 +153,11 @@ def plan_placement(
 ) -> Placement:
     """Decide where each shard is kept. Nothing is allocated.
 
-    ``auto`` fills the memory of the data devices first, and keeps the shards that do not fit in the
-    memory of the host, then in the file mapping. For a CPU it is the file mapping, which is host
-    memory already.
+    ``auto`` fills the memory of the data devices, then the memory of the host, and leaves the rest
+    in the file mapping. For a CPU it is the file mapping, which is host memory already.
+
+    Raises:
+        PlacementError: A residency other than ``auto`` doesn't fit into a budget.
     """
     used: dict[torch.device, int] = defaultdict(int)
     placed = {

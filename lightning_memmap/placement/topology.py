@@ -29,7 +29,7 @@ class DataTopology:
         assemble_on: The device that receives the super-batch; None if the batches of the data
             devices stay apart.
         num_local_processes: Processes that share the host memory of this machine.
-        processes_per_device: Processes that share the memory of each other data device.
+        processes_per_device: Processes that share the memory of each data device but the CPU.
     """
 
     data_devices: tuple[torch.device, ...]
@@ -86,7 +86,7 @@ def data_parallel_rank(strategy: Any) -> tuple[int, int]:
 
 
 def local_processes(strategy: Any) -> int:
-    """Return the processes of a run on this machine, under any Lightning strategy."""
+    """Return the number of processes of a run on this machine, under any Lightning strategy."""
     return int(getattr(strategy, "num_processes", 1))
 
 
@@ -113,7 +113,7 @@ def check_memory_fraction(fraction: float) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that is free now, in bytes."""
+    """Return the free memory of a device in bytes, including what torch has cached."""
     if device.type == "cpu":
         return available_bytes()
     check_device(device)

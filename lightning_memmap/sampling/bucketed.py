@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self, override
 
 from lightning_memmap.errors import Described, check_integer
-from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_by_row, one_by_row
+from lightning_memmap.sampling.factory import Fields, SamplerFactory, check_per_row, per_row_array
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import (
     Alike,
@@ -43,10 +43,10 @@ _SHARD_BITS = 3
 class Bucketed(Described, SamplerFactory):
     """Puts rows of similar length into one step, for ``MemmapDataModule(sampler=...)``.
 
-    Each epoch holds all rows exactly once. The rows of a section, which is ``num_buckets *
-    bucket_size`` consecutive positions or a few more, are drawn at random from rows of all lengths,
-    sorted by length and divided into buckets, whose order is random. Within a bucket, lengths
-    ascend.
+    Each epoch holds all rows exactly once. It is divided into sections of ``num_buckets``
+    buckets, rounded up so that buckets start at each shard equally often. The rows of a section are
+    drawn at random from rows of all lengths, sorted by length and divided into buckets, whose order
+    is random. Within a bucket, lengths ascend.
 
     Args:
         lengths: The name of a field of variable length; if several dimensions vary, a length is
@@ -68,7 +68,7 @@ class Bucketed(Described, SamplerFactory):
     num_buckets: int = 100
 
     def __post_init__(self) -> None:
-        check_by_row("Bucketed: lengths", self.lengths)
+        check_per_row("Bucketed: lengths", self.lengths)
         self.bucket_size = check_integer("bucket_size", self.bucket_size, 1)
         self.num_buckets = check_integer("num_buckets", self.num_buckets, 1)
 
@@ -98,7 +98,7 @@ class Bucketed(Described, SamplerFactory):
         """Return the length of each row of the dataset."""
         if isinstance(self.lengths, str):
             return fields.lengths(self.lengths)
-        lengths = one_by_row("Bucketed: lengths", self.lengths, fields.num_rows)
+        lengths = per_row_array("Bucketed: lengths", self.lengths, fields.num_rows)
         if not np.issubdtype(lengths.dtype, np.integer):
             raise TypeError(f"Bucketed: lengths of {lengths.dtype}: pass integers")
         negative = np.flatnonzero(lengths < 0)

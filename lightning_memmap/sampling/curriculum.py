@@ -1,4 +1,4 @@
-"""Orders that change at set epochs."""
+"""Orders that change at chosen epochs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Stage: TypeAlias = Literal[None] | SamplerFactory | Callable[[Pool, int], Sample
 
 @dataclass(eq=False, repr=False)
 class Curriculum(Described, SamplerFactory):
-    """Changes the order at set epochs, for ``MemmapDataModule(sampler=...)``.
+    """Changes the order at chosen epochs, for ``MemmapDataModule(sampler=...)``.
 
     The rows of all stages stay resident from the beginning.
 
@@ -101,7 +101,7 @@ class EpochOrders:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSampler(TableSampler):
-    """An order that changes at set epochs, over a pool with the rows of all stages."""
+    """An order that changes at chosen epochs, over a pool with the rows of all stages."""
 
     stages: EpochOrders
 

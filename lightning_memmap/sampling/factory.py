@@ -30,7 +30,7 @@ class Fields(Protocol):
             rows: The rows, int64 of shape (N,); by default all, in dataset order.
 
         Returns:
-            An array of shape (N,), of texts as objects.
+            An array of shape (N,), of strings as objects.
 
         Raises:
             ValueError: The field doesn't exist, its rows have more than one value, or the field is
@@ -89,13 +89,13 @@ class SamplerFactory(ABC):
         """
 
 
-def check_by_row(name: str, value: Any) -> None:
+def check_per_row(name: str, value: Any) -> None:
     """Check an argument that names a field, or holds one item per row."""
     if not isinstance(value, str) and not np.ndim(value):
         raise TypeError(f"{name}={value!r}: pass one for each row, or the name of a field")
 
 
-def one_by_row(name: str, value: Any, num_rows: int) -> NDArray[Any]:
+def per_row_array(name: str, value: Any, num_rows: int) -> NDArray[Any]:
     """Return an argument that holds one item per row as an array of shape (num_rows,)."""
     array = np.asarray(value)
     if array.shape != (num_rows,):

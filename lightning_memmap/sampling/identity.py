@@ -95,7 +95,7 @@ def _differences(
 
 
 def _is_digest(difference: tuple[tuple[str, ...], Any, Any]) -> bool:
-    """Check whether arrays differ, which tells a user least."""
+    """Check whether only the length or digest of an array differs, which tells a user least."""
     path = difference[0]
     return path[-1] in ("length", "digest") and path[-2:-1] != ("windows",)
 

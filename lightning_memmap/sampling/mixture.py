@@ -11,7 +11,7 @@ the rows that its positions of a set are drawn from. Sets a of 4 rows and b of 2
     shard 1     2 positions of b, from the rows 0, 1 of b
 
 Row 2 of a and row 0 of b are cut, so two shards hold them. Each shard reads its rows of a set again
-and again, and an epoch continues where the last one stopped.
+and again, and an epoch continues where the previous one stopped.
 """
 
 from collections.abc import Mapping
@@ -50,10 +50,10 @@ class Mixture(Described, SamplerFactory):
     """Draws from several training sets in exact shares, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a set fills exactly its share of the positions, and each of its rows is drawn
-    ``num_samples * share / rows of the set`` times, rounded up or down, so that this is the mean
-    over epochs. All steps have nearly the same shares. Each shard reads its rows of a set again and
-    again, and an epoch continues where the last one stopped: over 60 epochs, the rows of a set are
-    drawn equally often, within 4.
+    ``num_samples * share / sum(shares) / rows of the set`` times, rounded up or down, so that this
+    is the mean over epochs. All steps have nearly the same shares. Each shard reads its rows of a
+    set again and again, and an epoch continues where the previous one stopped: over 60 epochs, the
+    rows of a set are drawn equally often, within 4.
 
     Args:
         shares: The share of each set by its name in ``train_dataset``, not negative. They need not
@@ -352,8 +352,8 @@ def _read_in_turn(
 ) -> tuple[Integers, Integers]:
     """Read stretches of consecutive rows in turn, starting over at their ends.
 
-    5 rows of a stretch with the offsets 10, 11 and 12, read from its row 2 on, are the offsets
-    12, 10, 11, 12 and 10: three runs.
+    Reading 5 rows of a stretch with the offsets 10, 11 and 12, starting at its row 2, gives the
+    offsets 12, 10, 11, 12 and 10, in three runs.
 
     Args:
         offsets: Offset of the first row of each stretch.

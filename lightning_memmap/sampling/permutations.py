@@ -6,7 +6,7 @@ Three constructions, by the rows of the longest shard. Times are for 65,536 posi
                  rows          tables                       ns per row
     _Sorted      < 1,024       8 bytes per row              1.4
     _Rotated     < 65,536      12 bytes per row of a shard  2.5
-    _Cipher      any           square root of the rows      7
+    _Cipher      from there on square root of the rows      7
 
 A cipher for all shards of 1,024 rows or more would be simpler. It adds 0.3 us to a step of 64 rows,
 which takes 5 us if rows are small. Blocks of a shuffle are permuted one by one
@@ -166,8 +166,8 @@ class _Rotated:
 
     # With random permutations X and T of the largest shard's n offsets, the offset j of shard c
     # becomes T[(X[j] + r[c]) % n]. Every shard's order is as random as a shuffle. Which rows of two
-    # shards meet at one position is random too, except that rows of equal offset never meet,
-    # because no two shards have the same rotation.
+    # shards meet at one position is random too, except that rows of equal offset never meet, since
+    # no two shards have the same rotation (unless there are more shards than offsets).
     # n = 4, X = 2 0 3 1, T = 1 3 0 2, and shards rotated by 0 and 1:
     #     X[j]              2 0 3 1
     #     shard 0  T[X]     0 1 2 3        shard 1  T[(X + 1) % 4]     2 3 1 0

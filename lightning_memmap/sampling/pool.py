@@ -1,13 +1,13 @@
 """The rows of each shard, which orders draw from.
 
 Rows of a pool are counted shard after shard: index ``starts[c] + j`` is row ``j`` of shard ``c``.
-There are three kinds of pools, here for the rows 0 to 6 in 3 shards::
+There are three kinds of pool, here for the rows 0 to 6 in 3 shards::
 
     striped      shards 0 3 6 | 1 4 | 2 5    row i belongs to shard i % 3, as a store's files do
     contiguous   shards 0 1 2 | 3 4 | 5 6    ranges of storage order: neighbours share a shard, as
                                              windows over a series should
-    chosen       shards 3 3 6 | 4   | 2 5    other rows: a table, or runs, of indices in one of
-                                             the two pools above
+    chosen       shards 3 6 | 6 4 | 2 5      other rows, here one in two shards: a table, or runs,
+                                             of indices in one of the two pools above, its base
 """
 
 from collections.abc import Iterator, Sequence
@@ -151,7 +151,7 @@ class Pool:
     def numbers(self, index: Integers) -> Integers:
         """Return the numbers of rows among ``rows``, int64 of the shape of ``index``."""
         base = self.base_index(index)
-        return self._striping.rows(base) if self.is_striped else self.rows.in_storage_order(base)
+        return self._striping.rows(base) if self.is_striped else self.rows.numbers_at(base)
 
     def file_rows(self, index: Integers) -> Integers:
         """Return where rows are stored in the files, counted in rows."""
@@ -168,13 +168,16 @@ class Pool:
         return self.dataset_rows(self.index(shard))
 
     def base_index(self, index: Integers) -> Integers:
-        """Return the indices of rows in the pool that holds all rows once."""
+        """Return the indices of rows in the base, the pool that holds all rows once."""
         if isinstance(self.chosen, Runs):
             return self.chosen.at(index)
         return index if self.chosen is None else self.chosen[index].astype(np.int64)
 
     def base_index_of(self, other: "Pool", shard: int) -> Integers:
-        """Return the indices that the rows of another pool's shard have in this pool's base."""
+        """Return the indices of another pool's shard in this pool's base.
+
+        If only one of the bases is striped, it must be the other one.
+        """
         index = other.index(shard)
         if self.is_striped == other.is_striped:
             return other.base_index(index)

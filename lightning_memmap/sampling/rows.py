@@ -1,7 +1,7 @@
 """The rows that an epoch draws from, how they are divided into shards, and where they are stored.
 
 Rows may be all rows of a store, a subset of them, the rows of several stores, or windows over
-series. Each kind has three numberings. A subset (6, 1, 4, 3) of 7 rows stored in 3 shards::
+series. A row has several numberings. A subset (6, 1, 4, 3) of 7 rows stored in 3 shards::
 
     number         0  1  2  3    index among these rows, in the order that dataset order shows
     dataset row    6  1  4  3    index in the whole dataset
@@ -88,7 +88,7 @@ def distinct(integers: Integers) -> Integers:
 
 
 def striping(num_shards: int, num_data_devices: int) -> int:
-    """Return the smallest multiple of the data devices that is at least ``num_shards``."""
+    """Round a number of shards up to a multiple of the data devices."""
     return -(-num_shards // num_data_devices) * num_data_devices
 
 
@@ -150,19 +150,19 @@ class Rows(ABC):
 
     @property
     def is_file_order(self) -> bool:
-        """Whether these are all rows of the files, so that a storage rank is a file row."""
+        """Whether the storage rank of each row is its file row."""
         return True
 
     @abstractmethod
-    def in_storage_order(self, ranks: Integers) -> Integers:
-        """Return the numbers of the rows with these storage ranks, int64 of shape (B,)."""
+    def numbers_at(self, ranks: Integers) -> Integers:
+        """Return the numbers of the rows at these storage ranks, int64 of shape (B,)."""
 
     @cached_property
     def storage_ranks(self) -> Integers:
         """The storage rank of each row by its number, int64 of shape (rows,)."""
         index = np.arange(self.num_rows, dtype=np.int64)
         ranks = np.empty_like(index)
-        ranks[self.in_storage_order(index)] = index
+        ranks[self.numbers_at(index)] = index
         return ranks
 
     def dataset_rows(self, numbers: Integers) -> Integers:
@@ -216,7 +216,7 @@ class StoreRows(Rows):
         return Shards(self.num_rows, self.shards.num_shards)
 
     @override
-    def in_storage_order(self, ranks: Integers) -> Integers:
+    def numbers_at(self, ranks: Integers) -> Integers:
         return self._own_shards.rows(ranks)
 
     @override
@@ -279,8 +279,8 @@ class JoinedRows(Rows):
         return self._by_member(StoreRows.dataset_rows, numbers, self.starts)
 
     @override
-    def in_storage_order(self, ranks: Integers) -> Integers:
-        return self._by_member(StoreRows.in_storage_order, ranks, self._member_starts)
+    def numbers_at(self, ranks: Integers) -> Integers:
+        return self._by_member(StoreRows.numbers_at, ranks, self._member_starts)
 
     @cached_property
     def _member_starts(self) -> Integers:
@@ -398,9 +398,9 @@ class WindowedRows(Rows):
         return windows + self.starts[self.series.storage_ranks[series]]
 
     @override
-    def in_storage_order(self, ranks: Integers) -> Integers:
+    def numbers_at(self, ranks: Integers) -> Integers:
         series, windows = self.in_series(ranks)
-        return windows + self._number_starts[self.series.in_storage_order(series)]
+        return windows + self._number_starts[self.series.numbers_at(series)]
 
     @override
     def dataset_rows(self, numbers: Integers) -> Integers:

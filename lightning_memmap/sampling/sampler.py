@@ -2,7 +2,8 @@
 
 An epoch has the positions ``0 .. N-1``. In every order, position ``p`` is served by shard
 ``p % C``. Rows therefore stay where they are stored, and a global batch holds the same rows under
-every strategy and on every number of devices. An order only decides which row of the shard it is::
+every strategy and on any number of devices that divides C. An order only decides which row of the
+shard it is::
 
     7 rows in 3 shards: shard 0 holds the rows 0, 3, 6, shard 1 the rows 1, 4, shard 2 the rows 2, 5
 
@@ -46,7 +47,7 @@ S = TypeVar("S", bound="Sampler")
 
 
 def derive_seed(seed: int, *words: int) -> int:
-    """Derive a 63-bit seed from integers; trailing zeros do not change it."""
+    """Derive a 63-bit seed from integers. Trailing zeros may not change it."""
     # No two generators share their numbers: a loader always passes the same number of words for a
     # step, and the seed of blocks, which has fewer, is the key of another kind of generator.
     state = np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)
@@ -111,9 +112,9 @@ class Sampler(ABC):
                 " sampler= receives"
             )
         object.__setattr__(self, "seed", check_seed(self.seed))
-        if (window := self.shuffle_block) is not None:
-            window = check_integer("shuffle_block", window, 1, "at least 1 row of a shard")
-            object.__setattr__(self, "shuffle_block", window)
+        if (block := self.shuffle_block) is not None:
+            block = check_integer("shuffle_block", block, 1, "at least 1 row of a shard")
+            object.__setattr__(self, "shuffle_block", block)
 
     @property
     def num_positions(self) -> int:
@@ -145,7 +146,7 @@ class Sampler(ABC):
 
         Returns:
             The offset of each row within its shard, plus the start of the shard: int64 of shape
-            ((stop - start) * S,), row by row. Undefined behind the last position.
+            ((stop - start) * S,), row by row. Undefined past the last position.
         """
 
     @abstractmethod

@@ -54,7 +54,7 @@ class ConsecutiveSteps:
         return self.start + num_full * self.global_batch + sum(self.tail[: step - num_full])
 
     def until(self, position: int) -> "ConsecutiveSteps | None":
-        """Return the steps before a position; None if the position is inside of a step."""
+        """Return the steps before a position; None if the position is inside a step."""
         step = bisect_left(range(len(self) + 1), position, key=self.position)
         if self.position(step) != position:
             return None
@@ -75,8 +75,8 @@ class BatchSchedule:
         skipped: Half-open ranges of positions that are skipped.
     """
 
-    # Every step but the last two takes G positions. The last two depend on N, G and C only, so that
-    # every process takes the same number of steps, each with at least one row:
+    # Every step but the last two takes G positions. Without skips, the last two depend on N, G and
+    # C only, so every process takes the same number of steps, each with at least one row:
     # - a last step of C rows or more stays as it is; a shorter one shares the rows of the step
     #   before;
     # - if even these two would be too short for gcd(G, C) data devices, the most that there can be,
@@ -104,7 +104,7 @@ class BatchSchedule:
             if skip_start >= self.num_rows or skip_stop <= start:
                 continue
             if skip_start > start:
-                # Positions that were skipped with another global batch may start inside of a step.
+                # Positions that were skipped with another global batch may start inside a step.
                 # The steps before them are then divided as if the epoch ended there.
                 steps = self._steps(start, self.num_rows).until(skip_start)
                 stretches.append(steps or self._steps(start, skip_start))

@@ -50,7 +50,7 @@ class Selection(ABC):
             fields: The fields of the split's store.
 
         Returns:
-            Rows of the dataset in the order that the split shall have: int64, each once.
+            Rows of the dataset in the order that the split will have: int64, each once.
 
         Raises:
             ValueError: No row is selected.
@@ -117,7 +117,7 @@ class _Named(Described, Selection):
         except ValueError as error:
             raise ValueError(
                 f"{what}: field {self.field!r}, values={short_repr(self.values)}: {error}: pass"
-                " times of datetime or numpy, or texts such as '2024-06-01'"
+                " datetime or numpy times, or strings such as '2024-06-01'"
             ) from error
 
 
@@ -125,14 +125,14 @@ class Subset(_Named):
     """Uses some rows of a store, like `torch.utils.data.Subset`.
 
     Args:
-        rows: The rows in the order that the split shall have, or a mask with one entry per row of
+        rows: The rows in the order that the split will have, or a mask with one entry per row of
             the store.
         field: Instead of ``rows``: a field whose values select the rows, by ``values`` or
             ``where``.
-        values: Values to select, such as numbers, texts or dates. None selects rows in which the
+        values: Values to select, such as numbers, strings or dates. None selects rows in which the
             field is None.
         where: A function that receives the field in all rows in which it isn't None, an array of
-            shape (rows,) with times as datetime64 and texts as objects, and returns a mask of the
+            shape (rows,) with times as datetime64 and strings as objects, and returns a mask of the
             same shape. Rows in which the field is None are not selected.
 
     Raises:
@@ -209,7 +209,7 @@ class _HoldingOut(Selection):
             return np.zeros(count, np.uint64)
         return random_bits(self.seed, 0, _DIVISION_BITS).random_raw(count)
 
-    def _dealt(self, fields: Fields) -> Integers:
+    def _ordered_rows(self, fields: Fields) -> Integers:
         """Return all rows in random order, grouped by the value of ``stratify`` if it is set."""
         keys = [self._keys(fields.num_rows)]
         if self.stratify is not None:
@@ -294,7 +294,7 @@ class RandomSplit(Described, _HoldingOut):
             return np.isin(groups, order[: nearest + 1])
         # Evenly spaced ranks of the dealt rows: each value has its fraction of them, within one.
         ranks = np.arange(num_rows + 1, dtype=np.int64) * count // num_rows
-        held_out: Integers = self._dealt(fields)[np.diff(ranks) == 1]
+        held_out: Integers = self._ordered_rows(fields)[np.diff(ranks) == 1]
         return held_out
 
 
@@ -367,7 +367,7 @@ class KFold(Described, _HoldingOut):
             raise ValueError(
                 f"num_folds={self.num_folds}: must be at most the number of rows, {fields.num_rows}"
             )
-        return self._dealt(fields)[member :: self.num_folds]
+        return self._ordered_rows(fields)[member :: self.num_folds]
 
 
 def _check_field(argument: str, name: object) -> None:

@@ -3,7 +3,7 @@
 `TableSampler` leaves everything to one method, ``offsets``. `DrawnSampler` builds the offsets in
 three steps. It draws rows of a shard, permutes them, and may arrange them::
 
-    shard 1 of 3 holds the rows 1, 4, 7 and has 4 positions, 1, 4, 7 and 10
+    of 3 shards, shard 1 holds the rows 1, 4, 7 and has 4 positions, 1, 4, 7 and 10
 
     draw        0  1  1  2     offsets within the shard: the row at offset 1 comes twice
     permute     1  2  0  1     computed from the seed and the epoch
@@ -148,7 +148,8 @@ class DrawnSampler(TableSampler):
             shard: The shard.
 
         Returns:
-            Offsets within the shard, int64 of shape (counts[shard],). By default each row once.
+            Offsets within the shard, int64 of shape (counts[shard],). By default each row once, for
+            which the shard must have as many positions as rows.
         """
         return np.arange(self.pool.sizes[shard], dtype=np.int64)
 
@@ -205,7 +206,7 @@ class DrawnSampler(TableSampler):
             drawn = np.zeros(1, np.int64)
         drawn_starts = starts_of(self.counts[shards])
         order = self._permutation(epoch).grid(0, int(self.counts.max()), shards, drawn_starts)
-        # Only what is behind the last position is out of bounds. "wrap" is the fastest mode.
+        # Only what is past the last position is out of bounds. "wrap" is the fastest mode.
         return drawn.take(order, mode="wrap").reshape(-1, len(shards))
 
     @cached_per_epoch

@@ -1,16 +1,17 @@
 """Rows drawn more or less often, by weight.
 
-Rows are laid out on a line, each as long as it is expected to be drawn, and drawn by points at a
-distance of 1. 7 rows with the weights 2 1 1 1 1 1 1 in 3 shards, for 8 positions::
+Rows are laid out on a line, each as long as its expected number of draws, and drawn by points that
+are spaced 1 apart. 7 rows with the weights 2 1 1 1 1 1 1 in 3 shards, for 8 positions::
 
     row            0       1   2   3   4   5   6        7 rows of length 2 1 1 1 1 1 1
     line           0 . . . 2 . 3 . 4 . 5 . 6 . 7 . 8    8 long
     shards         |-----------|-----------|-------|    3, 3 and 2 positions
-    points at .3     x   x   x   x   x   x   x   x
+    points at .5     x   x   x   x   x   x   x   x
     drawn          0   0   1   2   3   4   5   6
 
 Shard 0 holds the rows 0 and 1, shard 1 the rows 2, 3 and 4, shard 2 the rows 5 and 6. A row that is
-cut belongs to both shards. A row of length 2.4 is drawn 2 or 3 times, depending on the first point.
+cut by a boundary belongs to all shards that it covers. A row of length 2.4 is drawn 2 or 3 times,
+depending on the first point.
 """
 
 import warnings
@@ -25,9 +26,9 @@ from lightning_memmap.errors import Described
 from lightning_memmap.sampling.factory import (
     Fields,
     SamplerFactory,
-    check_by_row,
     check_num_samples,
-    one_by_row,
+    check_per_row,
+    per_row_array,
 )
 from lightning_memmap.sampling.identity import Numbers
 from lightning_memmap.sampling.permutations import order_within, random_bits
@@ -50,7 +51,7 @@ _MAX_SAMPLES = 2**40
 
 @dataclass(eq=False, repr=False)
 class Weighted(Described, SamplerFactory):
-    """Draws rows by weight, again in each epoch, for ``MemmapDataModule(sampler=...)``.
+    """Draws rows by weight, afresh in each epoch, for ``MemmapDataModule(sampler=...)``.
 
     In each epoch, a row is drawn ``num_samples * weight / sum(weights)`` times, rounded up or down
     at random, so that this is the mean over epochs. Rows of equal weight are drawn equally often,
@@ -73,7 +74,7 @@ class Weighted(Described, SamplerFactory):
     num_samples: int | None = None
 
     def __post_init__(self) -> None:
-        check_by_row("Weighted: weights", self.weights)
+        check_per_row("Weighted: weights", self.weights)
         self.num_samples = check_num_samples(self.num_samples)
 
     @override
@@ -110,7 +111,7 @@ class Weighted(Described, SamplerFactory):
                     stacklevel=2,
                 )
         else:
-            all_weights = one_by_row("Weighted: weights", self.weights, fields.num_rows)
+            all_weights = per_row_array("Weighted: weights", self.weights, fields.num_rows)
             if all_weights.dtype.kind not in "buif":
                 raise TypeError(f"Weighted: weights of {all_weights.dtype}: pass numbers")
             values = all_weights[rows]
@@ -147,11 +148,11 @@ class _Line(NamedTuple):
 class WeightedSampler(DrawnSampler):
     """Rows by weight: the points of a grid on the line of the rows, in random order."""
 
-    # Points lie at a distance of 1, from an offset on that is random in each epoch. A row is drawn
+    # Points are spaced 1 apart, from an offset on that is random in each epoch. A row is drawn
     # once per point: the systematic sampling of Madow, "On the Theory of Systematic Sampling, II",
     # 1949. Before that, the segments of each shard are permuted, so that other rows share an epoch
-    # each time. Rows that are cut, and so belong to two shards, keep their places at its ends.
-    # The integer part of a length is drawn in any case. The fractional part is drawn if the sum of
+    # each time. Rows that are cut, and so belong to several shards, keep their places at its ends.
+    # The integer part of a length is always drawn. The fractional part is drawn if the sum of
     # lengths passes an integer within it. In units of 2**-32, an integer is where the sum wraps
     # around. Shards are integers long, so one sum serves all of them.
 
@@ -240,8 +241,8 @@ def _concatenated(starts: Integers, counts: Integers) -> Integers | slice:
 
 def _cut(pool: Pool, lengths: Integers, num_samples: int) -> Pool:
     """Cut the line of rows into shards, each as long as the number of its positions."""
-    # A row on a cut belongs to both shards, and a row without weight to none. Lengths are integers
-    # of a small unit, so nothing is rounded.
+    # A row on a cut belongs to all shards it covers, and a row without weight to none. Lengths are
+    # integers of a small unit, so nothing is rounded.
     weighted = np.flatnonzero(lengths)
     stops = np.cumsum(lengths[weighted])
     counts = shard_rows(num_samples, pool.num_shards)
@@ -259,7 +260,7 @@ def _cut(pool: Pool, lengths: Integers, num_samples: int) -> Pool:
 
 
 def _unit_bits(num_samples: int) -> int:
-    """Return the power of 2 that a length of 1 is in units."""
+    """Return ``k`` such that a length of 1 is ``2**k`` units."""
     return _LINE_BITS - num_samples.bit_length()
 
 
@@ -268,6 +269,6 @@ def _in_units(expected: NDArray[np.float64], num_samples: int) -> Integers:
     unit_bits = _unit_bits(num_samples)
     units = np.floor(expected * 2.0**unit_bits).astype(np.int64)
     units[(units == 0) & (expected > 0)] = 1
-    # The longest row makes up for rounding, which is far less than 2**-20 of a position.
+    # The longest row makes up for rounding, less than a unit per row.
     units[units.argmax()] += (num_samples << unit_bits) - int(units.sum())
     return units

@@ -65,7 +65,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
     for name, other in zip(fields, found, strict=True):
         wrong = np.flatnonzero((other.steps != found[0].steps) | (other.begins != found[0].begins))
         if len(wrong):
-            row = int(rows.dataset_rows(rows.in_storage_order(wrong[:1]))[0])
+            row = int(rows.dataset_rows(rows.numbers_at(wrong[:1]))[0])
             raise ValueError(
                 f"variable: up to row {row}, field {name!r} has other steps than field"
                 f" {fields[0]!r}: fields that are cut into windows together need as many in each"
@@ -77,7 +77,7 @@ def read_series(store: Store, fields: tuple[str, ...], rows: Rows) -> Series:
 def series_places(rows: Rows) -> Integers:
     """The places of all rows in the order of their line, int64 of shape (rows,)."""
     index = np.arange(rows.num_rows, dtype=np.int64)
-    return index if rows.is_file_order else rows.file_rows(rows.in_storage_order(index))
+    return index if rows.is_file_order else rows.file_rows(rows.numbers_at(index))
 
 
 def _series(column: OpenColumn, places: Integers) -> Series:

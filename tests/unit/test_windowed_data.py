@@ -71,14 +71,12 @@ def test_each_window_is_in_one_shard_and_found_again(
     rows: Rows = StoreRows(Shards(len(lengths), num_shards))
     whole, chosen = None, range(len(lengths))
     if subset:
-        all_steps = Numbers(np.array(lengths)[rows.in_storage_order(np.arange(len(lengths)))])
+        all_steps = Numbers(np.array(lengths)[rows.numbers_at(np.arange(len(lengths)))])
         if all_windows(lengths, length, stride):
             whole = WindowedRows(rows, ("x",), all_steps, length, stride)
         rows, chosen = StridedRows(0, 2).among(rows), range(0, len(lengths), 2)
     expected = [found for found in all_windows(lengths, length, stride) if found[0] in chosen]
-    steps = Numbers(
-        np.array(lengths)[rows.dataset_rows(rows.in_storage_order(np.arange(rows.num_rows)))]
-    )
+    steps = Numbers(np.array(lengths)[rows.dataset_rows(rows.numbers_at(np.arange(rows.num_rows)))])
     if not expected:
         with pytest.raises(ValueError, match="the longest of the"):
             WindowedRows(rows, ("x",), steps, length, stride, whole)
@@ -91,7 +89,7 @@ def test_each_window_is_in_one_shard_and_found_again(
     assert [every[number] for number in in_dataset.tolist()] == expected
     assert [tuple(name) for name in line.names(in_dataset)] == expected
     assert line.store_rows(in_dataset).tolist() == [row for row, _ in expected]
-    assert line.in_storage_order(line.file_rows(numbers)).tolist() == numbers.tolist()
+    assert line.numbers_at(line.file_rows(numbers)).tolist() == numbers.tolist()
     for pool in (Pool.of(line, num_shards), Pool.of(line, num_shards, is_striped=True)):
         assert pool.is_striped is (SequentialSampler(pool).pool is pool)
         found = [pool.numbers(pool.index(shard)) for shard in range(num_shards)]
@@ -99,7 +97,7 @@ def test_each_window_is_in_one_shard_and_found_again(
         assert sorted(np.concatenate(found).tolist()) == numbers.tolist()
         for shard, each in enumerate(found):
             places = pool.file_rows(pool.index(shard))
-            assert line.in_storage_order(places).tolist() == each.tolist()
+            assert line.numbers_at(places).tolist() == each.tolist()
             at, windows = line.in_series(places)
             firsts, counts = window_spans(pool, [shard])
             assert (windows >= firsts[at]).all()

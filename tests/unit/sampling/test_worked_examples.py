@@ -49,7 +49,7 @@ def test_rows_have_three_numberings() -> None:
 
 def test_windows_are_numbered_series_after_series() -> None:
     class BFirst(StoreRows):
-        def in_storage_order(self, ranks: np.ndarray) -> np.ndarray:
+        def numbers_at(self, ranks: np.ndarray) -> np.ndarray:
             return 1 - ranks
 
     windows = WindowedRows(BFirst(Shards(2, 1)), ("x",), Numbers(np.array([5, 6])), 3, 2)
@@ -64,8 +64,8 @@ def test_pools_are_striped_contiguous_or_chosen() -> None:
     assert rows_of_shards(striped) == [[0, 3, 6], [1, 4], [2, 5]]
     line = Pool.of(WindowedRows(StoreRows(Shards(1, 1)), ("x",), Numbers(np.array([7])), 1, 1), 3)
     assert rows_of_shards(line) == [[0, 1, 2], [3, 4], [5, 6]]
-    chosen = striped.choose(np.array([3, 1, 2]), np.array([1, 1, 2, 4, 5, 6]))
-    assert rows_of_shards(chosen) == [[3, 3, 6], [4], [2, 5]]
+    chosen = striped.choose(np.array([2, 2, 2]), np.array([1, 2, 2, 4, 5, 6]))
+    assert rows_of_shards(chosen) == [[3, 6], [6, 4], [2, 5]]
     runs = striped.choose(np.array([2, 1, 1]), Runs(np.array([0, 2]), np.array([0, 2])))
     assert rows_of_shards(runs) == [[0, 3], [4], [2]]
 
