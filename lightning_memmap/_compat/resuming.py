@@ -21,6 +21,7 @@ from lightning_memmap._compat.progress import FitPosition
 #   in batch 4, after the update        1110    4433     at the end of batch 4
 #   after `max_steps=4`                 1111    4444     at the end of batch 4
 #   at the end of batch 9               1110    9998     before epoch 1 begins
+#   by a resumed fit that is over       1111    0000     before epoch 1 begins
 
 
 def settle_counters(
@@ -40,6 +41,10 @@ def settle_counters(
     current, epoch = batches.current, epochs.started - 1
     if epochs.started < epochs.ready:
         # Saved as the epoch began. The batches are those of the epoch before.
+        _begin_epoch(trainer, epochs.started)
+    elif current.ready == 0 and epochs.processed == epochs.started == epochs.completed:
+        # Saved by a fit that was resumed between two epochs and had nothing left to do. The
+        # position that the data module saved is of the epoch before.
         _begin_epoch(trainer, epochs.started)
     elif epoch >= 0:
         if saved is not None and saved[0] not in (epoch, epoch - 1):
