@@ -137,7 +137,9 @@ class TrainerProgress:
         steps = _step_counts(trainer)
         # Signals may raise in the middle of an update, or save a checkpoint there.
         signals = SignalDeferral()
-        weakref.finalize(self, signals.close)
+        # A finalizer lives as long as the program. The handlers in `signals` refer to the Trainer,
+        # which refers to this.
+        weakref.finalize(self, _close, weakref.ref(signals))
 
         def begin(*_: Any) -> None:
             signals.begin()
@@ -168,6 +170,11 @@ class TrainerProgress:
         if optimizers:
             signals.install()
         self._is_watching = True
+
+
+def _close(signals: "weakref.ref[SignalDeferral]") -> None:
+    if (deferral := signals()) is not None:
+        deferral.close()
 
 
 def _step_counts(trainer: Any) -> Any:

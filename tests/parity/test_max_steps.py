@@ -275,3 +275,33 @@ def test_batch_size_of_the_epoch_that_follows_is_right_after_a_resume(
         resumed = run(Path(saved.best_model_path), max_epochs=EPOCHS)
         assert only_steps(resumed.events) == steps[stop:]
         assert torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("num_idle", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ended",
+    [
+        {"max_epochs": -1, "max_steps": 2 * EPOCH_STEPS},
+        {"max_epochs": 2},
+        {"max_epochs": 2, "limit_train_batches": 7},
+        {"max_epochs": -1, "max_steps": 13},
+        {"max_epochs": 2, "max_steps": 3},
+    ],
+)
+def test_fit_resumed_without_anything_to_do_stays_where_it_was(
+    tmp_path: Path, ended: dict[str, Any], num_idle: int
+) -> None:
+    limit = {name: value for name, value in ended.items() if name == "limit_train_batches"}
+    whole = fit(tmp_path / "whole", max_epochs=EPOCHS, **limit)
+    module = fit(tmp_path, **ended)
+    events = only_steps(module.events)
+    for number in range(num_idle + 1):
+        checkpoint = tmp_path / f"{number}.ckpt"
+        module.trainer.save_checkpoint(checkpoint)
+        if number < num_idle:
+            module = fit(tmp_path, checkpoint, **ended)
+            assert not only_steps(module.events)
+    resumed = fit(tmp_path, checkpoint, max_epochs=EPOCHS, **limit)
+    assert events + only_steps(resumed.events) == only_steps(whole.events)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    assert torch.equal(weights(resumed), weights(whole))
