@@ -162,6 +162,11 @@ class LoaderSource:
         """Return a source of the same data module which leaves more options as they are."""
         return LoaderSource(self.datamodule, self._chosen.union(names))
 
+    def choose(self, name: str) -> None:
+        """Leave an option as it was set, unless it was set to replace one that was read."""
+        if name not in self._found:
+            self._chosen |= {name}
+
     def adopt_hooks(self, owner: L.LightningDataModule) -> None:
         """Give a data module the hooks and attributes that Lightning looks up in it."""
         theirs = vars(self.datamodule)

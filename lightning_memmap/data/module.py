@@ -268,6 +268,12 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             other._source, other._sets = self._source.choosing(changes), {}
         return other
 
+    @override
+    def _set_option(self, name: str, value: Any) -> None:
+        super()._set_option(name, value)
+        if self._source is not None:
+            self._source.choose(name)
+
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the data module that this one reads, for modules that use it."""
         source = vars(self).get("_source")
@@ -331,7 +337,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
         that ``setup`` runs on the process that builds the stores before it runs on others. The
         loaders that it then returns are not iterated over: datasets, batch sizes, samplers and
         ``drop_last`` become options, and several training loaders a data module each. Arguments
-        that differ from their defaults take the place of what the loaders say.
+        that differ from their defaults take the place of what the loaders say, and so do attributes
+        that are set before the loaders are read.
 
         Transfer hooks, the state and other attributes of ``datamodule`` are those of the new one.
 

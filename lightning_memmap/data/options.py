@@ -302,11 +302,16 @@ class Option:
             raise AttributeError(
                 f"{self._name}: call super().__init__() before you set an option of the data module"
             )
-        owner.options = replace(owner.options, **{self._name: value})
+        owner._set_option(self._name, value)
 
 
 class OptionAttributes:
     """The fields of `DataOptions` as attributes of a data module."""
+
+    options: DataOptions
+
+    def _set_option(self, name: str, value: Any) -> None:
+        self.options = replace(self.options, **{name: value})
 
     if TYPE_CHECKING:
 

@@ -542,6 +542,19 @@ def test_arguments_that_differ_from_their_defaults_take_the_place_of_the_loaders
     assert_same(tmp_path, made, written, Regression, tests=True)
 
 
+def test_options_that_are_set_before_the_loaders_are_read_win(tmp_path: Path) -> None:
+    data = MemmapDataModule.from_datamodule(Data(), store_dir=tmp_path)
+    # A default, set, wins too.
+    data.batch_size, data.shuffle, data.drop_last = 2, False, False
+    data.subset, data.eval_batch_size = Subset([1, 2, 3, 4]), 7
+    for other in (data, copy.deepcopy(data), pickle.loads(pickle.dumps(data)), data.with_options()):
+        other.prepare_data()
+        other.setup("fit")
+        assert [batch["row"].tolist() for batch in other.train_dataloader()] == [[1, 2], [3, 4]]
+        assert [len(batch["row"]) for batch in other.val_dataloader()] == [7, 7, 6]
+        other.teardown()
+
+
 def test_option_that_is_set_stays_until_the_loaders_say_something_else(tmp_path: Path) -> None:
     theirs = Data()
     data = MemmapDataModule.from_datamodule(theirs, store_dir=tmp_path)
