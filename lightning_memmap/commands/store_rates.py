@@ -1,7 +1,9 @@
 """How fast stores are built on this machine: some rows are stored for a trial."""
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from lightning_memmap.errors import check_integer
+from lightning_memmap.errors import DatasetError, SchemaError, check_integer
 from lightning_memmap.sampling.rows import default_shards
 from lightning_memmap.sizes import format_bytes, format_duration
 from lightning_memmap.store import Store, build_store
@@ -28,6 +30,8 @@ _FIRST_ROWS = 32
 _NUM_RUNS = 8
 #: The most bytes that a trial writes.
 _MOST_BYTES = 512 * 2**20
+#: How the errors about one row of a dataset begin.
+_AT_ROW = re.compile(r"(row |the dataset raised at row )(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ def try_build(
 
     Raises:
         ValueError: The dataset has no length, and ``num_rows`` is None; or it has another length.
+        SchemaError: A sample cannot be stored, or does not fit the first one; the message names the
+            row of the whole dataset.
+        DatasetError: The dataset raised an error, or is random.
     """
     total = _num_rows(dataset, num_rows)
     # With its module: a class of that name may be imported from several.
@@ -104,14 +111,15 @@ def try_build(
         while True:
             rows: Any = _First(dataset, count) if is_stream(dataset) else _some_of(dataset, count)
             start = clock()
-            store = build_store(
-                rows,
-                Path(directory, str(count)),
-                num_shards=default_shards(total),
-                num_workers=num_workers,
-                variable=variable,
-                progress=False,
-            )
+            with _naming_rows(rows):
+                store = build_store(
+                    rows,
+                    Path(directory, str(count)),
+                    num_shards=default_shards(total),
+                    num_workers=num_workers,
+                    variable=variable,
+                    progress=False,
+                )
             seconds = clock() - start
             if store.num_rows < count:  # A stream that has ended.
                 total = count = store.num_rows
@@ -156,6 +164,19 @@ def _some_of(dataset: Any, count: int) -> Subset[Any]:
     gap = (total - count) // len(runs)
     rows = [run + gap * index for index, run in enumerate(runs)]
     return Subset(dataset, np.concatenate(rows).tolist())
+
+
+@contextmanager
+def _naming_rows(chosen: Any) -> Iterator[None]:
+    """Name the rows of the whole dataset in errors, instead of those among the chosen ones."""
+    try:
+        yield
+    except (DatasetError, SchemaError) as error:
+        found = _AT_ROW.match(text := str(error))
+        if found is None or not isinstance(chosen, Subset):
+            raise
+        row = chosen.indices[int(found[2])]
+        raise type(error)(f"{found[1]}{row}{text[found.end() :]}") from error.__cause__
 
 
 def try_writing(row_bytes: int, num_rows: int, folder: Path) -> Trial:

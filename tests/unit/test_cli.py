@@ -6,15 +6,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_memmap import MemmapDataModule, build_store, open_store
 from lightning_memmap.cli import main
 from lightning_memmap.commands import store_rates
-from lightning_memmap.errors import StoreNotFoundError
+from lightning_memmap.errors import DatasetError, SchemaError, StoreNotFoundError
 from tests.command_line import CommandLine
 from tests.datasets import Counting, Ragged
 from tests.models import Points
@@ -419,6 +420,17 @@ class TestPlanOfData:
         assert min(counting.rows) < 10
         assert max(counting.rows) > 2800
 
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_error_names_the_row_of_the_dataset(
+        self, tmp_path: Path, raises: bool, num_workers: int
+    ) -> None:
+        kind = DatasetError if raises else SchemaError
+        with pytest.raises(kind, match=r"row \d+") as caught:
+            store_rates.try_build(Late(raises), tmp_path, num_workers=num_workers)
+        (row,) = re.findall(r"row (\d+)", str(caught.value))
+        assert int(row) >= 1000
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -445,6 +457,21 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_rows))
+
+
+class Late(Dataset[int]):
+    """3200 rows, of which those from 1000 on cannot be stored."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def __len__(self) -> int:
+        return 3200
+
+    def __getitem__(self, row: int) -> Any:
+        if row >= 1000 and self.raises:
+            raise OSError("no such file")
+        return {"x": 1.0 if row < 1000 else "text"}
 
 
 class TestProgram:
