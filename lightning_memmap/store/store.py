@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_memmap.errors import StoreError, nearest
+from lightning_memmap.errors import StoreError, check_integer, nearest
 from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
 from lightning_memmap.schema.fields import Field, field_name, name_as_stored
 from lightning_memmap.schema.kinds import Duration, Text
@@ -281,9 +281,10 @@ class Store:
 
         Raises:
             IndexError: There is no such shard.
+            TypeError: ``shard`` is not an integer.
             StoreError: As for `as_tensordict`.
         """
-        index = operator.index(shard)
+        index = check_integer("shard", shard)
         if not 0 <= index < self.num_shards:
             raise IndexError(f"shard={shard}: the store has {self.num_shards} shards, from 0")
         return rows_of_shards(self._mapped_again, range(index, index + 1))

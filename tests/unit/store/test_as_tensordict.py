@@ -86,6 +86,12 @@ def test_shard_outside_raises_index_error(built: Store, shard: int) -> None:
         built.shard(shard)
 
 
+@pytest.mark.parametrize("shard", [1.5, True, "1"])
+def test_shard_that_is_no_integer_is_named(built: Store, shard: Any) -> None:
+    with pytest.raises(TypeError, match=f"shard={shard!r}"):
+        built.shard(shard)
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_rows_of_every_dtype_are_mapped_and_pickled(tmp_path: Path, name: str) -> None:
     rows = torch.arange(120, dtype=torch.uint8).view(10, 12) % 2
