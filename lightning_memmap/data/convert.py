@@ -353,7 +353,10 @@ class LoaderSource:
                     subsets[split] = each.subset
         found["eval_batch_size"] = sizes or None
         found["subset"] = subsets or None
-        workers = (each.num_workers for facts in self._facts.values() for each in facts.values())
+        every = [each for facts in self._facts.values() for each in facts.values()]
+        # The number is for all splits, and a stream has none.
+        has_stream = any(isinstance(each.dataset, IterableDataset) for each in every)
+        workers = [0] if has_stream else [each.num_workers for each in every]
         found["num_workers"] = max(workers, default=0)
         return found
 
@@ -444,10 +447,10 @@ def read_loader(
             "which rows are together in a batch is decided by sampler=, such as Bucketed(...):"
             f" remove it from the DataLoader, and pass sampler= instead; see {_ORDER}",
         )
-    facts = LoaderFacts(
-        dataset, batches.batch_size, loader.num_workers, drop_last=batches.drop_last
-    )
-    if isinstance(dataset, IterableDataset):
+    is_stream = isinstance(dataset, IterableDataset)
+    num_workers = 0 if is_stream else loader.num_workers  # One process reads a stream.
+    facts = LoaderFacts(dataset, batches.batch_size, num_workers, drop_last=batches.drop_last)
+    if is_stream:
         if loader.worker_init_fn is not None:
             raise fail(
                 f"worker_init_fn={_called(loader.worker_init_fn)} of an IterableDataset",

@@ -281,6 +281,21 @@ class Stream(IterableDataset[Any]):
         return (TRAIN[row] for row in range(len(TRAIN)))
 
 
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_stream_is_read_by_one_process_whatever_its_loader_has(
+    tmp_path: Path, with_rows: bool
+) -> None:
+    val = DataLoader(VAL, 10, num_workers=1) if with_rows else None
+    data = MemmapDataModule.from_loaders(
+        DataLoader(Stream(), 8, num_workers=1), val, store_dir=tmp_path
+    )
+    assert data.num_workers == 0
+    data.prepare_data()
+    data.setup("fit")
+    rows = [row for batch in data.train_dataloader() for row in batch["row"].tolist()]
+    assert rows == TRAIN.row.tolist()
+
+
 class Odd(Sampler[int]):
     def __iter__(self) -> Any:
         return iter(range(1, 63, 2))
