@@ -39,9 +39,9 @@ _META = re.compile(r"__[^/]*__(/|$)")
 #: The largest member that is read, and the largest index.
 MAX_MEMBER_BYTES = 2**29
 _MAX_INDEX_BYTES = 2**31
-#: The errors that mark the end of a tar file, and any other error in a header.
+#: Any error in a header, that of a block of zeros, and that of no block at all.
 _HEADER_ERROR = tarfile.HeaderError
-_ENDS = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
+_END, _EMPTY = tarfile.EOFHeaderError, tarfile.EmptyHeaderError  # type: ignore[attr-defined]
 _log = logging.getLogger(__name__)
 
 
@@ -265,8 +265,17 @@ def members_of(tar: str, mode: Any, opened: list[tarfile.TarFile] | None = None)
                 file.members = []  # type: ignore[attr-defined]
     except DatasetError:
         raise
+    except _NoEndError:
+        raise DatasetError(
+            f"{tar}: nothing follows {name!r}, not even the zero bytes that end a tar file: it may"
+            " be truncated: write it again, or append 1024 zero bytes if it is complete"
+        ) from None
     except Exception as error:  # Each compression has its own errors.
         raise DatasetError(f"{tar}, at {name!r}: {describe_error(error)}") from None
+
+
+class _NoEndError(Exception):
+    """A tar file ends after a member, without a block of zeros: others may have followed."""
 
 
 class _Header(tarfile.TarInfo):
@@ -277,7 +286,11 @@ class _Header(tarfile.TarInfo):
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_Header":
         try:
             return super().fromtarfile(tarfile)
-        except _ENDS:
+        except _EMPTY as error:
+            if tarfile.offset == 0:  # So is the file.
+                raise
+            raise _NoEndError from error
+        except _END:
             raise
         except _HEADER_ERROR as error:
             raise ValueError(f"a damaged header at byte {tarfile.offset}: {error}") from error

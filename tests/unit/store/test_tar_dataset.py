@@ -304,6 +304,41 @@ def test_damaged_tar_file_is_named(tmp_path: Path, kind: Any, where: str) -> Non
 
 
 @both
+@pytest.mark.parametrize("num_members", [1, 2])
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_tar_file_that_is_cut_off_between_members_is_named(
+    tmp_path: Path, kind: Any, num_members: int, is_compressed: bool
+) -> None:
+    members = [("1.txt", b"a" * 600), ("2.txt", b"b" * 512), ("3.txt", b"c")]
+    path = write_tar(tmp_path / "a.tar", members)
+    cut = path.read_bytes()[: 512 + 1024 + (num_members - 1) * 1024]
+
+    def write(data: bytes) -> None:
+        path.write_bytes(gzip.compress(data) if is_compressed else data)
+
+    if is_compressed and kind is TarDataset:
+        return
+    write(cut)
+    with pytest.raises(DatasetError, match=rf"a\.tar.*'{num_members}\.txt'.*1024"):
+        list(kind(path))
+    # The way out, of which one block is enough.
+    for end in (1024, 512):
+        write(cut + bytes(end))
+        assert len(list(kind(path))) == num_members
+
+
+@both
+@pytest.mark.parametrize("options", [(), ("--format=ustar",), ("-b", "1")])
+def test_archives_of_gnu_tar_are_whole(tmp_path: Path, kind: Any, options: Any) -> None:
+    (tmp_path / "1.txt").write_bytes(b"a" * 512)
+    (tmp_path / f"{'2' * 90}.txt").write_bytes(b"")
+    names = sorted(each.name for each in tmp_path.iterdir())
+    path = tmp_path / "a.tar"
+    subprocess.run(["tar", *options, "-cf", path, "-C", tmp_path, *names], check=True)
+    assert [len(sample["txt"]) for sample in kind(path)] == [512, 0]
+
+
+@both
 @pytest.mark.parametrize(
     ("members", "fields", "words"),
     [
