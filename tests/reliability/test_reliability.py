@@ -15,7 +15,6 @@ import pytest
 from lightning_memmap.errors import StoreError
 from lightning_memmap.store import build_store, open_store
 from tests.datasets import Replaced
-from tests.reliability import resumes
 from tests.reliability.blows import can_trace
 from tests.reliability.changes import NEW
 from tests.reliability.dataset import sample_of
@@ -231,4 +230,7 @@ def test_case_survives_its_text() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_trainings_that_end_early_go_on_as_one(tmp_path: Path) -> None:
+    # Needs Lightning, which the processes that are forked for the other tests do without.
+    from tests.reliability import resumes
+
     assert [fault for number in range(12) for fault in resumes.run_case(tmp_path, number)] == []
