@@ -127,6 +127,11 @@ def size_of(
     return SplitShards.of(made, store, topology, measure(Blocks(made), held) if measure else 0)
 
 
+def cpus(count: int) -> DataTopology:
+    """Several logical data devices on the CPU."""
+    return DataTopology((CPU,) * count)
+
+
 def make_split(
     store: Store,
     num_devices: int = 1,
@@ -221,23 +226,26 @@ def make_loader(
     )
     if residency == "stream" and window is None:
         window = default_block(split.pool.num_shards, store.manifest.row_bytes)
-    return loader_over(store, split, batch_size, shuffle_block=window, **options)
+    topology = DataTopology((CPU,) * num_devices, rank, size)
+    return loader_over(store, split, batch_size, topology, shuffle_block=window, **options)
 
 
 def loader_over(
     store: Store,
     split: SplitRows,
     batch_size: int,
+    topology: DataTopology | None = None,
     *,
     shuffle: bool = False,
     seed: int = 0,
     shuffle_block: int | None = None,
     **options: Any,
 ) -> SuperBatchLoader:
-    """A loader over the rows of a split of a store."""
+    """A loader over the rows of a split of a store; on one device where no topology is named."""
+    topology = topology or DataTopology((CPU,))
     order = sampler_over(split.pool, seed, shuffle, shuffle_block)
     options = {"collate": store.schema.builder(), **options}
-    return SuperBatchLoader(split, order, batch_size, seed=seed, **options)
+    return SuperBatchLoader(split, topology, order, batch_size, seed=seed, **options)
 
 
 def assembled(
@@ -406,6 +414,7 @@ def make_window_loader(
     rows = load_split(store, topology, placement.splits["train"])
     return SuperBatchLoader(
         rows,
+        topology,
         sized.order,
         batch_size,
         collate=FormedCollate(store.schema, forms),

@@ -902,6 +902,7 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
                 options |= {"skip_steps": steps, "skipped": self._skipped}
         loader = SuperBatchLoader(
             rows,
+            made.placement.topology,
             order,
             self._split_stores.options.batch_size_of(split),
             collate=self._collate(split),
@@ -915,10 +916,12 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             if split == "train" and self.trainer is not None:
                 show_stored(self.trainer)
         if self.trainer is None:
-            return BatchLoader(loader, rows.topology.assemble_on or loader.data_devices[0])
+            return BatchLoader(
+                loader, made.placement.topology.assemble_on or loader.data_devices[0]
+            )
         if not self._is_overfitting:
             loader.dataset = loader.batch_sizes
-        return loader.placed(rows.topology)
+        return loader.placed(made.placement.topology)
 
     def _renewed(self, split: str) -> SplitRows | None:
         """The rows of a split for the next epoch: stores that were being built may be whole now."""

@@ -13,6 +13,7 @@ from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.row_source import Fetched, Leaf, Steps, Take, in_order
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.variable_rows import VariableRows
+from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sampling.sampler import Sampler
 
@@ -27,18 +28,22 @@ class Fetcher:
     """Fetches rows where they are, for a receiver of all rows or for each data device."""
 
     def __init__(
-        self, rows: SplitRows, sampler: Sampler, assembled_on: torch.device | None
+        self,
+        rows: SplitRows,
+        topology: DataTopology,
+        sampler: Sampler,
+        assembled_on: torch.device | None,
     ) -> None:
         self._rows = rows
         self._sampler = sampler
-        devices = rows.topology.data_devices
+        devices = topology.data_devices
         # Where batches are assembled is one receiver for all logical data devices, if all rows lie
         # in one place on the only physical one.
         is_one_place = len(rows.sources) == 1 and {*devices} == {rows.sources[0].device}
         self._receivers = devices
         if is_one_place and assembled_on is not None:
             self._receivers = (assembled_on,)
-        owners = [rows.topology.owner(shard) for shard in range(rows.pool.num_shards)]
+        owners = [topology.owner(shard) for shard in range(rows.pool.num_shards)]
         pairs = {*zip(rows.source_of_shard.tolist(), owners, strict=True)}
         #: By source, the receivers that it has rows for.
         count = len(self._receivers)

@@ -41,6 +41,7 @@ class SuperBatchLoader:
     def __init__(
         self,
         rows: SplitRows,
+        topology: DataTopology,
         sampler: Sampler,
         batch_size: int,
         *,
@@ -53,6 +54,8 @@ class SuperBatchLoader:
         skipped: SkippedSteps | None = None,
         prefetch: int | None = None,
     ) -> None:
+        #: The data devices of this process, and which of all processes it is.
+        self._topology = topology
         #: The order of the rows.
         self.order = sampler
         self.batch_size = batch_size
@@ -80,7 +83,7 @@ class SuperBatchLoader:
 
     def _serve(self, rows: SplitRows) -> None:
         self._rows = rows
-        self._fetcher = Fetcher(rows, self.order, self._assembled_on)
+        self._fetcher = Fetcher(rows, self._topology, self.order, self._assembled_on)
         if not self.num_steps:
             raise ValueError(
                 f"batch_size={self.batch_size}, drop_last=True: the {self.order.num_positions} rows"
@@ -103,7 +106,7 @@ class SuperBatchLoader:
     @property
     def global_batch(self) -> int:
         """Rows of a step over all processes, ``G``."""
-        return self.batch_size * self._rows.topology.num_data_devices
+        return self.batch_size * self._topology.num_data_devices
 
     @property
     def batch_sampler(self) -> Any:
@@ -172,19 +175,19 @@ class SuperBatchLoader:
     @property
     def batch_sizes(self) -> range:
         """A range whose length is the batch size from which on doubling it is of no use."""
-        rows, num_devices = self.order.num_positions, self._rows.topology.num_data_devices
+        rows, num_devices = self.order.num_positions, self._topology.num_data_devices
         return range(rows // (2 * num_devices) + 1 if self.drop_last else -(-rows // num_devices))
 
     @property
     def data_devices(self) -> tuple[torch.device, ...]:
         """The devices that serve batches."""
-        return self._rows.topology.data_devices
+        return self._topology.data_devices
 
     def assembled(self, device: torch.device | None, prefetch: int = 0) -> "SuperBatchLoader":
         """The same loader with batches that are assembled on a device, or stay apart with None."""
         loader = copy.copy(self)
         loader.device, loader.prefetch = device, prefetch
-        loader._fetcher = Fetcher(self._rows, self.order, loader._assembled_on)
+        loader._fetcher = Fetcher(self._rows, self._topology, self.order, loader._assembled_on)
         return loader
 
     def placed(self, topology: DataTopology) -> "SuperBatchLoader":
@@ -203,7 +206,7 @@ class SuperBatchLoader:
 
     def of_process(self, rank: int, size: int) -> "SuperBatchLoader":
         """A loader over the same shards that serves the rows of one of several processes."""
-        topology = replace(self._rows.topology, rank=rank, size=size)
+        topology = replace(self._topology, rank=rank, size=size)
         count, order = topology.num_data_devices, self.order
         if order.num_shards % count:
             raise ValueError(
@@ -218,7 +221,8 @@ class SuperBatchLoader:
                 " by_batch=False"
             )
         loader = copy.copy(self)
-        loader._serve(replace(self._rows, topology=topology))
+        loader._topology = topology
+        loader._serve(self._rows)
         return loader
 
     def __copy__(self) -> "SuperBatchLoader":
@@ -258,7 +262,7 @@ class SuperBatchLoader:
             start = saved
         stretches = self._schedule(start.position, start.epoch).stretches
         left = min((steps.position(len(steps)) - steps.start for steps in stretches), default=0)
-        num_devices = self._rows.topology.num_data_devices
+        num_devices = self._topology.num_data_devices
         if 0 < left < num_devices:
             raise ValueError(
                 f"{left} rows are left of the epoch for {num_devices} data devices, so that some"
@@ -316,7 +320,7 @@ class SuperBatchLoader:
 
     def positions(self, first: int, last: int) -> range:
         """The positions in a range that this process serves."""
-        rank, size = self._rows.topology.rank, self._rows.topology.size
+        rank, size = self._topology.rank, self._topology.size
         return range(first + (rank - first) % size, last, size)
 
     @property
@@ -340,9 +344,8 @@ class SuperBatchLoader:
     def _steps(self) -> Iterator[SuperBatch]:
         """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
         rows = None if self.renewed is None else self.renewed()
-        if rows is not None and rows.sources is not self._rows.sources:
-            # The topology is this loader's: without a Trainer, only it knows its process.
-            self._serve(replace(rows, topology=self._rows.topology))
+        if rows is not None and rows is not self._rows:
+            self._serve(rows)
         if self._rows.is_released:
             raise released_error()
         self._began = start = self._start()
@@ -367,7 +370,7 @@ class SuperBatchLoader:
     def _super_batches(self, fetched: Fetched) -> Iterator[SuperBatch]:
         """The super-batches of some steps."""
         collator, steps, first = self._collator, fetched.steps, fetched.first
-        topology, devices = self._rows.topology, fetched.devices
+        topology, devices = self._topology, fetched.devices
         # The last reference to a step's rows goes with its super-batch.
         parts = fetched.by_step()
         pairs = zip(steps.lengths, steps.step_rows, strict=True)
@@ -402,7 +405,7 @@ class SuperBatchLoader:
                 first = stretch.position(step)
                 edges = first + np.append(0, np.cumsum(sizes))
                 # How many positions this process serves before each step.
-                served = -(-(edges - self._rows.topology.rank) // self._rows.topology.size)
+                served = -(-(edges - self._topology.rank) // self._topology.size)
                 positions = self.positions(first, first + sum(sizes))
                 yield Steps(start.epoch, number, positions, np.diff(served).tolist(), sizes)
                 number += len(sizes)

@@ -39,7 +39,6 @@ from lightning_memmap.store.store import Supply
 class SplitRows:
     """The rows of one split that this process holds."""
 
-    topology: DataTopology
     pool: Pool
     sources: tuple[RowSource, ...]
     source_of_shard: Integers
@@ -112,7 +111,6 @@ def load_split(
         fields.append(field)
         row_bytes += column.mean_bytes(1) if field.num_variable else field.row_bytes
     return SplitRows(
-        topology,
         pool,
         tuple(sources),
         source_of_shard,

@@ -51,4 +51,4 @@ def make_loader(
     )
     rows = load_split(store, topology, placement.splits["train"])
     options = {"collate": store.schema.builder(), **options}
-    return SuperBatchLoader(rows, size.order, batch_size, **options)
+    return SuperBatchLoader(rows, topology, size.order, batch_size, **options)

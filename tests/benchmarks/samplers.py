@@ -61,7 +61,8 @@ def make_loader(
     size = SplitShards.of(order(pool), store.manifest, topology)
     placement = plan_placement({"train": size}, topology, "mmap", budget_bytes={CPU: 2**40})
     held = load_split(store, topology, placement.splits["train"])
-    return SuperBatchLoader(held, size.order, batch, collate=FormedCollate(store.schema, forms))
+    collate = FormedCollate(store.schema, forms)
+    return SuperBatchLoader(held, topology, size.order, batch, collate=collate)
 
 
 def epochs_of(loader: SuperBatchLoader) -> Callable[[], int]:

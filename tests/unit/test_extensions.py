@@ -129,7 +129,12 @@ def test_sampler_of_a_test_is_saved_and_resumed(numbered_store: Any) -> None:
         loader = make_loader(store, 2, 3)
         loader.order = order = twice(loader.order.pool, 1)
         return type(loader)(
-            loader._rows, order, 3, collate=store.schema.builder(), transform=lambda batch: batch
+            loader._rows,
+            DataTopology((CPU,) * 2),
+            order,
+            3,
+            collate=store.schema.builder(),
+            transform=lambda batch: batch,
         )
 
     check_save_and_resume(make, epoch=1)
@@ -243,10 +248,8 @@ def test_row_source_of_a_test_serves_a_loader(
     store = numbered_store(NUM_ROWS, 12)
     source = MadeRows(store)
     topology = DataTopology((CPU,) * num_devices)
-    rows = SplitRows(
-        topology, pool_of(NUM_ROWS, 12), (source,), np.zeros(12, np.int64), store.schema.fields
-    )
-    loader = loader_over(store, rows, 4, shuffle=True, seed=3, transform=transform)
+    rows = SplitRows(pool_of(NUM_ROWS, 12), (source,), np.zeros(12, np.int64), store.schema.fields)
+    loader = loader_over(store, rows, 4, topology, shuffle=True, seed=3, transform=transform)
     expected = make_loader(store, num_devices, 4, shuffle=True, seed=3)
     assert epoch_rows(loader) == epoch_rows(expected)
     assert sorted(source.fetched) == list(range(NUM_ROWS))

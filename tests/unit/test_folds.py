@@ -12,15 +12,14 @@ from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading.loader import SuperBatchLoader
 from lightning_memmap.loading.split import load_split
 from lightning_memmap.placement.plan import Residency, SplitShards
-from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.sampling import KFold, Parts, Pool, SequentialSampler
 from lightning_memmap.store import Store
 from tests.models import Points, Regression, make_trainer
 from tests.rows import (
-    CPU,
     Chosen,
     StridedRows,
     chosen_of,
+    cpus,
     epoch_rows,
     joined,
     loader_over,
@@ -41,8 +40,9 @@ def make_loader(
         tuple((pool.sizes * 14).tolist()),
         residencies=(Residency(residency),) * 12,
     )
-    split = load_split(store, DataTopology((CPU,) * num_devices), placement)
-    loader = loader_over(store, split, 4, shuffle=True, seed=5)
+    topology = cpus(num_devices)
+    split = load_split(store, topology, placement)
+    loader = loader_over(store, split, 4, topology, shuffle=True, seed=5)
     loader.set_epoch(EPOCH)
     return loader
 

@@ -24,8 +24,8 @@ from lightning_memmap.schema.forms import read_forms
 from lightning_memmap.store import Store, build_store
 from tests.datasets import FORMS, HEIGHT, WIDTH, EncodedImages, assert_images, encoded
 from tests.models import Brightness, make_trainer
+from tests.rows import cpus, make_split
 from tests.rows import loader_over as rows_loader
-from tests.rows import make_split
 
 NUM_ROWS = 90
 
@@ -73,7 +73,9 @@ def test_next_step_is_decoded_while_a_step_is_used_and_each_image_once(
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, num_devices, forms=FORMS)
     counter = Counter(monkeypatch)
-    loader = loader_over(store, rows, 12 // num_devices, transform=transform)
+    loader = loader_over(
+        store, rows, 12 // num_devices, transform=transform, topology=cpus(num_devices)
+    )
     together = 12
     steps = iter(loader)
     next(steps)
@@ -112,7 +114,7 @@ def test_threads_end_with_the_epoch(
 ) -> None:
     monkeypatch.setattr(fetch, "_FETCH_STEPS", 1)
     rows = make_split(store, 2, forms=FORMS)
-    steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch))
+    steps = iter(loader_over(store, rows, 6, transform=lambda batch: batch, topology=cpus(2)))
     next(steps)
     assert _num_threads() > 0
     if end == "exhausted":
@@ -151,7 +153,7 @@ def test_row_that_is_no_image_is_named(
     dataset = EncodedImages(40, broken={29: data, 31: data})
     store = build_store(dataset, tmp_path / "s", num_shards=4, progress=False)
     rows = make_split(store, num_devices, forms=FORMS)
-    loader = loader_over(store, rows, 20 // num_devices, shuffled=False)
+    loader = loader_over(store, rows, 20 // num_devices, shuffled=False, topology=cpus(num_devices))
     with pytest.raises(DatasetError, match=f"^field 'image', row 29: .*{reason}.*: repair it in"):
         take_all(loader)
 

@@ -57,7 +57,7 @@ def gpu_loader(store: Store, residency: str, **options: Any) -> SuperBatchLoader
         budget_bytes=dict.fromkeys((*devices, torch.device("cpu")), 2**40),
     )
     split = load_split(store, topology, placement.splits["train"])
-    return loader_over(store, split, 2, shuffle=True, **options)
+    return loader_over(store, split, 2, topology, shuffle=True, **options)
 
 
 @pytest.mark.parametrize("residency", ["device", "host", "mmap"])
@@ -178,10 +178,11 @@ def test_decoded_images_are_copied_to_the_data_devices(
     root, forms = torch.device("cuda", 0), read_forms(FORMS)
     for devices in ((root,), (root, root), (CPU, root)):
         placed = residency if CPU not in devices else "mmap"
-        rows = split_with(store, DataTopology(devices), (Residency(placed),) * 12, forms=FORMS)
+        topology = DataTopology(devices)
+        rows = split_with(store, topology, (Residency(placed),) * 12, forms=FORMS)
         sampler = ShuffledSampler(rows.pool, 3)
         loader = SuperBatchLoader(
-            rows, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
+            rows, topology, sampler, 12 // len(devices), collate=FormedCollate(store.schema, forms),
             transform=transform,
         )  # fmt: skip
         order = sampler.dataset_rows(0, range(90)).tolist()

@@ -115,7 +115,7 @@ def make(
     split = split_with(store, topology, where, options.pop("subset", None), None, given)
     assert len(split.sources) > 1
     options.pop("window")
-    return loader_over(store, split, options.pop("batch_size"), **options)
+    return loader_over(store, split, options.pop("batch_size"), topology, **options)
 
 
 def batches(loader: SuperBatchLoader) -> list[Any]:

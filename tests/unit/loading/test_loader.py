@@ -32,6 +32,7 @@ from tests.rows import (
     CPU,
     assembled,
     check_save_and_resume,
+    cpus,
     epoch_rows,
     joined,
     make_loader,
@@ -415,6 +416,7 @@ def load_pairs(dataset: Pairs, path: Path, num_devices: int, transform: Any) -> 
     split, collate = make_split(store, num_devices), store.schema.builder(dataset[0])
     loader = SuperBatchLoader(
         split,
+        cpus(num_devices),
         sampler_over(split.pool),
         8 // num_devices,
         collate=collate,

@@ -11,9 +11,8 @@ from lightning_memmap.loading import memory
 from lightning_memmap.loading.buffers import empty_buffers
 from lightning_memmap.loading.memory import Columns, Memory, Places
 from lightning_memmap.placement.plan import Residency
-from lightning_memmap.placement.topology import DataTopology
 from lightning_memmap.store import Store
-from tests.rows import CPU, StridedRows, epoch_rows, joined, loader_over, pool_of, split_with
+from tests.rows import CPU, StridedRows, cpus, epoch_rows, joined, loader_over, pool_of, split_with
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
@@ -77,6 +76,7 @@ def test_rows_that_lie_apart_are_read_in_parts(
 ) -> None:
     monkeypatch.setattr(memory, "_LOOKUP_ROWS", 3)
     store, subset = numbered_store(181, 24), StridedRows(1, 3, excluded=True)
-    split = split_with(store, DataTopology((CPU,) * 2), (Residency.DEVICE,) * 24, subset)
-    loader = loader_over(store, split, 4)
+    topology = cpus(2)
+    split = split_with(store, topology, (Residency.DEVICE,) * 24, subset)
+    loader = loader_over(store, split, 4, topology)
     assert joined(epoch_rows(loader)) == [row for row in range(181) if row % 3 != 1]

@@ -18,7 +18,7 @@ from lightning_memmap.store import Store, build_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Scenes, assert_scenes
 from tests.models import set_up
-from tests.rows import CPU, assert_gives_all_rows, make_split
+from tests.rows import CPU, assert_gives_all_rows, cpus, make_split
 from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 120
@@ -53,7 +53,9 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
     store: Store, form: str, num_devices: int, transform: Any
 ) -> None:
     rows = make_split(store, num_devices)
-    loader = loader_over(store, rows, 24 // num_devices, form, transform=transform)
+    loader = loader_over(
+        store, rows, 24 // num_devices, form, transform=transform, topology=cpus(num_devices)
+    )
     assert_gives_all_rows(loader, Scenes(NUM_ROWS), assert_scenes)
 
 

@@ -27,7 +27,7 @@ from lightning_memmap.schema.forms import FetchedRows
 from lightning_memmap.store import Store, build_store, open_store
 from lightning_memmap.transforms import PerSample
 from tests.datasets import Ragged, assert_ragged, padded
-from tests.rows import assert_gives_all_rows, make_split, order_rows
+from tests.rows import assert_gives_all_rows, cpus, make_split, order_rows
 from tests.rows import loader_over as rows_loader
 
 NUM_ROWS = 200
@@ -63,7 +63,9 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
     store: Store, form: str, num_devices: int, transform: Any
 ) -> None:
     rows = make_split(store, num_devices)
-    loader = loader_over(store, rows, 24 // num_devices, form, transform=transform)
+    loader = loader_over(
+        store, rows, 24 // num_devices, form, transform=transform, topology=cpus(num_devices)
+    )
     options = {"value": 7, "multiple": 4} if form == "pad with" else {}
     # No more padding than they need.
     assert_gives_all_rows(loader, Ragged(NUM_ROWS), partial(assert_ragged, **options))
@@ -71,8 +73,10 @@ def test_batches_do_not_depend_on_the_number_of_data_devices(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_each_device_have_the_widths_of_the_step(store: Store, form: str) -> None:
-    whole = loader_over(store, make_split(store, 3), 4, form)
-    apart = loader_over(store, make_split(store, 3), 4, form, transform=lambda batch: batch)
+    whole = loader_over(store, make_split(store, 3), 4, form, topology=cpus(3))
+    apart = loader_over(
+        store, make_split(store, 3), 4, form, transform=lambda batch: batch, topology=cpus(3)
+    )
     dataset = Ragged(NUM_ROWS)
     for one, other in zip(whole, apart, strict=True):
         for a, b in zip(one.batches, other.batches, strict=True):
@@ -101,9 +105,13 @@ def test_transform_sees_the_form_that_is_declared(store: Store) -> None:
     for transform in (double, OnSuperBatch(double)):
         found = [
             step.to("cpu")
-            for step in loader_over(store, make_split(store, 2), 4, transform=transform)
+            for step in loader_over(
+                store, make_split(store, 2), 4, transform=transform, topology=cpus(2)
+            )
         ]
-        plain = [step.to("cpu") for step in loader_over(store, make_split(store, 2), 4)]
+        plain = [
+            step.to("cpu") for step in loader_over(store, make_split(store, 2), 4, topology=cpus(2))
+        ]
         for one, other in zip(found, plain, strict=True):
             assert torch.equal(one["sound"].values, other["sound"].values * 2)
     assert set(seen) == {"Padded"}
@@ -129,7 +137,9 @@ def test_jagged_rows_that_a_transform_cuts_or_turns_are_assembled_whole(
 
     def rows_with(num_devices: int) -> list[list[int]]:
         split = make_split(store, num_devices)
-        loader = loader_over(store, split, 12 // num_devices, "jagged", transform=changed)
+        loader = loader_over(
+            store, split, 12 // num_devices, "jagged", transform=changed, topology=cpus(num_devices)
+        )
         found = [step.to("cpu")["ids"] for step in loader]
         if change == "longer":
             # Torch does not divide all items that there are.
@@ -149,7 +159,9 @@ def test_jagged_rows_of_another_dtype_on_one_device_are_refused(store: Store) ->
         seen.append(1)
         return {"ids": batch["ids"].double() if len(seen) % 2 else batch["ids"].float()}
 
-    loader = loader_over(store, make_split(store, 2), 6, "jagged", transform=changed)
+    loader = loader_over(
+        store, make_split(store, 2), 6, "jagged", transform=changed, topology=cpus(2)
+    )
     with pytest.raises(ValueError, match=r"transform: .*float32.*'ids'.*device 1 and .*float64"):
         next(iter(loader)).to("cpu")
 
@@ -158,7 +170,7 @@ def test_transform_that_drops_rows_of_a_list_is_refused(store: Store) -> None:
     def drop(batch: Any) -> Any:
         return {**batch, "sound": RowList(batch["sound"][1:])}
 
-    loader = loader_over(store, make_split(store, 2), 4, "list", transform=drop)
+    loader = loader_over(store, make_split(store, 2), 4, "list", transform=drop, topology=cpus(2))
     with pytest.raises(ValueError, match="3 rows for a batch of 4 rows on data device 0"):
         next(iter(loader)).to("cpu")
 
@@ -315,7 +327,7 @@ def test_form_of_a_user_needs_nothing_but_its_class(store: Store) -> None:
 
     collate = FormedCollate(store.schema, {"ids": Longest()})
     rows = make_split(store)
-    loader = SuperBatchLoader(rows, SequentialSampler(rows.pool), 5, collate=collate)
+    loader = SuperBatchLoader(rows, cpus(1), SequentialSampler(rows.pool), 5, collate=collate)
     dataset = Ragged(NUM_ROWS)
     for step, batch in enumerate(loader):
         expected = max(len(dataset[row]["ids"]) for row in range(5 * step, 5 * step + 5))
