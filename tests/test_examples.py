@@ -18,6 +18,7 @@ from examples.data.shapes import Shapes
 from examples.folders import made_at_once
 from lightning_memmap import open_store
 from tests.preloaded import python
+from tests.versions import weights_only
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -201,7 +202,7 @@ def test_kfold_script_trains_all_folds_and_their_ensemble(tmp_path: Path) -> Non
     mean = torch.zeros(114, 2)
     for member, folder in enumerate(members):
         (path,) = folder.rglob("best.ckpt")
-        model = kfold.TableClassifier.load_from_checkpoint(path, weights_only=True).eval()
+        model = kfold.TableClassifier.load_from_checkpoint(path, **weights_only(True)).eval()
         saved = torch.load(path, weights_only=True)["callbacks"]
         (score,) = (s["best_model_score"] for s in saved.values() if "best_model_score" in s)
         held_out = slice(member, None, 3)

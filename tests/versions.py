@@ -18,3 +18,8 @@ class _Averaging(callbacks.StochasticWeightAveraging):
 
 _Averaging.__name__ = "EMAWeightAveraging"
 EMAWeightAveraging: Any = callbacks.EMAWeightAveraging if HAS_EMA else _Averaging
+
+
+def weights_only(value: Any) -> dict[str, Any]:
+    """Return the argument by which Lightning loads weights only, which it has since 2.6."""
+    return {"weights_only": value} if HAS_EMA else {}

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_memmap._compat.checkpoints import read_checkpoint_folder
+from lightning_memmap._compat.modules import unless_none
 from lightning_memmap.store.files import sync_path
 
 #: The file that makes a folder a checkpoint of Lightning's.
@@ -92,7 +93,7 @@ class ReplacesCheckpoints(Strategy):
         path = _local_path(checkpoint_path)
         if path is not None and is_folder(path):
             return read_checkpoint_folder(path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *unless_none(weights_only))
 
 
 def partial_path(target: Path) -> Path:

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.harness import sorted_steps
 from tests.models import weights
+from tests.versions import weights_only
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,6 @@ class Reports:
     def weights(self, case: str) -> torch.Tensor:
         """The weights at the end of a case, loaded from its checkpoint into the plain module."""
         path = self.out / f"{case}.ckpt"
-        return weights(self.kind.load_from_checkpoint(path, map_location="cpu", weights_only=True))
+        return weights(
+            self.kind.load_from_checkpoint(path, map_location="cpu", **weights_only(True))
+        )

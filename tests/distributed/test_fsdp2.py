@@ -18,6 +18,7 @@ from tests.distributed.scenarios.fsdp2 import (
     make_data,
 )
 from tests.models import TwoOptimizers, make_trainer
+from tests.versions import weights_only
 
 #: float32 sums in another order, over ten steps that move weights by about 0.1.
 ATOL = 2e-6
@@ -164,7 +165,7 @@ def test_mixed_precision_leaves_running_statistics(two: Runs) -> None:
             "net.1.running_var": torch.float32,
             "net.1.num_batches_tracked": torch.int64,
         }
-    module = Normed.load_from_checkpoint(two.out / "normed.ckpt", weights_only=True)
+    module = Normed.load_from_checkpoint(two.out / "normed.ckpt", **weights_only(True))
     assert not torch.equal(module.net[1].running_mean, Normed().net[1].running_mean)
 
 
@@ -205,7 +206,7 @@ def test_folder_resumes_in_one_process(
         options = {"strategy": strategy, "devices": 2, "max_epochs": 2, "limit_val_batches": 0}
         trainer = make_trainer(tmp_path, **options)
         module = make()
-        trainer.fit(module, make_data(tmp_path, 2), ckpt_path=checkpoint, weights_only=False)
+        trainer.fit(module, make_data(tmp_path, 2), ckpt_path=checkpoint, **weights_only(False))
         return {key: value.cpu() for key, value in module.state_dict().items()}
 
     assert_as(train(two.out / name / "step=4.ckpt"), train(None))

@@ -14,6 +14,7 @@ from lightning_memmap.strategies import read_results
 from lightning_memmap.strategies.independent import MEMBER_VARIABLE
 from tests.distributed.harness import ROOT, TIMEOUT_S, launch_any
 from tests.distributed.scenarios import independent
+from tests.versions import weights_only
 
 ROWS = independent.ROWS
 
@@ -97,7 +98,7 @@ def test_members_that_fail_do_not_stop_the_others(
     assert [result.member for result in results.done] == [0, 1, 3]
     checkpoint = results.done[1].checkpoint
     assert checkpoint is not None
-    saved = independent.Regression.load_from_checkpoint(checkpoint, weights_only=True)
+    saved = independent.Regression.load_from_checkpoint(checkpoint, **weights_only(True))
     assert torch.equal(independent.weights(saved), again["weights"])
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.distributed.harness import global_batches, launch
 from tests.distributed.scenarios import tensor_parallel
 from tests.models import weights
+from tests.versions import weights_only
 
 # The resumed runs save nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -76,5 +77,7 @@ def check(
 def load(path: Path) -> torch.Tensor:
     """The weights of a checkpoint, in the plain module."""
     return weights(
-        tensor_parallel.Parallel.load_from_checkpoint(path, map_location="cpu", weights_only=True)
+        tensor_parallel.Parallel.load_from_checkpoint(
+            path, map_location="cpu", **weights_only(True)
+        )
     )

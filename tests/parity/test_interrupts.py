@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 # Where it finds its callback, Lightning looks for a checkpoint that was not asked for.
 pytestmark = [
@@ -137,7 +138,7 @@ def fit(
     # The Trainer itself ends the program after Ctrl-C.
     ended = SystemExit if module.error is KeyboardInterrupt else module.error
     with pytest.raises(ended) if failures else nullcontext():
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+        trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module, trainer
 
 

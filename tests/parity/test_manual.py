@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -155,7 +156,7 @@ def fit(
         enable_checkpointing="callbacks" in options,
         **options,
     )
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module
 
 

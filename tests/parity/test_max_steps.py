@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 # The resumed runs save nothing, or elsewhere.
 pytestmark = [
@@ -99,7 +100,7 @@ def fit(
         **options,
     )
     module = module or Eventful()
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module
 
 
@@ -263,7 +264,7 @@ def test_batch_size_of_the_epoch_that_follows_is_right_after_a_resume(
             **options,
         )
         module = Eventful()
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+        trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
         return module
 
     whole = run(max_epochs=EPOCHS)

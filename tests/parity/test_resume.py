@@ -9,6 +9,7 @@ import torch
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 
 class Validated(Regression):
@@ -48,7 +49,7 @@ def fit_with_validations(
 ) -> Validated:
     data = MemmapDataModule(Points(96), Points(40, 1000), store_dir=path / "stores", batch_size=8)
     trainer = make_trainer(path, strategy="memmap_superbatch", devices=2, max_epochs=2, **options)
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
@@ -93,7 +94,7 @@ def fit(path: Path, module: Signalled, checkpoint: Path | None = None) -> Signal
         enable_checkpointing=bool(callbacks),
         callbacks=callbacks,
     )
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module
 
 

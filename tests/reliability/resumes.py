@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 HOOKS = ("training_step", "on_train_batch_end", "on_before_zero_grad", "validation_step")
 
@@ -137,7 +138,7 @@ def fit(
         enable_checkpointing=bool(callbacks),
         callbacks=callbacks,
     )
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint is not None)
+    trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint is not None))
     return module
 
 

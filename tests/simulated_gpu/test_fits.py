@@ -28,6 +28,7 @@ from tests.datasets import Ragged
 from tests.models import Points, make_trainer, weights
 from tests.simulated_gpu import devices
 from tests.unit.loading.test_gpu import gpu_loader
+from tests.versions import weights_only
 
 #: Two steps of 24 rows, and one of 41.
 TRAIN, VAL, TEST = Points(89), Points(31, 100), Points(29, 200)
@@ -123,7 +124,7 @@ def run(
     resumed = Net()
     again = make_trainer(path, strategy=make(), **common)
     checkpoint = path / accelerator / "step=2.ckpt"
-    again.fit(resumed, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    again.fit(resumed, datamodule=data, ckpt_path=checkpoint, **weights_only(False))
     assert torch.equal(weights(resumed), found["weights"])
     return found
 

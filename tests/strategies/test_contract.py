@@ -45,6 +45,7 @@ from tests.strategies.contract import (
     contracts_in,
     make_run,
 )
+from tests.versions import weights_only
 
 #: Gradients that are computed in several calls are rounded otherwise, and bf16 keeps 8 bits. Seen:
 #: 0.003 where weights move by up to 0.35, seven steps of Adam with 0.05 each.
@@ -291,7 +292,7 @@ class TestCallbacks:
         fresh, data = make_run(name, tmp_path)
         (metrics,) = fresh.test(
             Regression(), datamodule=data, ckpt_path=tmp_path / "end.ckpt", verbose=False,
-            weights_only=True,
+            **weights_only(True),
         )  # fmt: skip
         assert metrics["test_loss"] == pytest.approx(mean_loss(module, TEST), rel=1e-5)
 
@@ -410,7 +411,7 @@ class TestResume:
         for checkpoint, num_done in callback.saved.items():
             module = make()
             trainer, data = make_run(name, tmp_path, **options)
-            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, **weights_only(True))
             left = seen_steps(name, whole, "train")[num_done:]
             assert seen_steps(name, module, "train") == left, checkpoint.name
             assert torch.equal(weights(module), weights(whole)), checkpoint.name

@@ -35,7 +35,7 @@ from lightning_memmap.strategies import DataParallelStrategy
 from lightning_memmap.strategies.microbatch import MicroBatches
 from tests.models import Points, Regression, make_trainer, weights
 from tests.rows import joined
-from tests.versions import EMAWeightAveraging, needs_ema
+from tests.versions import EMAWeightAveraging, needs_ema, weights_only
 
 #: Two steps of 24 rows and one of 41: uneven for 2, 3 and 4 replicas.
 TRAIN, VAL = Points(89), Points(31, 100)
@@ -833,7 +833,7 @@ def test_run_is_resumed_inside_an_epoch_after_the_steps_that_were_trained(
         )
         module = Regression()
         data = make_data(tmp_path, 12, prefetch=prefetch)
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, **weights_only(False))
         return module
 
     whole = fit()

@@ -27,6 +27,7 @@ from lightning_memmap.strategies.independent import (
 )
 from tests.models import Points, Regression, make_trainer, weights
 from tests.strategies.contract import CASES
+from tests.versions import weights_only
 
 FOLDS = 2
 MEMBER = 1
@@ -135,7 +136,7 @@ def test_checkpoint_of_another_fold_is_refused(tmp_path: Path, member: int) -> N
             Regression(),
             make_data(tmp_path, member=0),
             ckpt_path=tmp_path / "saved.ckpt",
-            weights_only=True,
+            **weights_only(True),
         )
 
 

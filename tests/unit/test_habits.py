@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression
-from tests.versions import EMAWeightAveraging, needs_ema
+from tests.versions import EMAWeightAveraging, needs_ema, weights_only
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,6 +108,6 @@ def test_data_module_with_hyperparameters_is_loaded_from_a_checkpoint(tmp_path: 
     )  # fmt: skip
     trainer.fit(Regression(), data)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = Data.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    again = Data.load_from_checkpoint(tmp_path / "last.ckpt", **weights_only(True))
     assert again.batch_size == 6
     assert str(again.store_dir) == str(tmp_path / "stores")

@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 from lightning_memmap.callbacks import PredictionTable
 from tests.models import Regression, Scheduled
 from tests.strategies.contract import CASES, Case, cases_in_several, make_run
+from tests.versions import weights_only
 
 #: Optimizer steps after which a run of two epochs is resumed: inside the first epoch, before the
 #: uneven step that ends it, at its end, and inside the second.
@@ -57,7 +58,7 @@ class Runs:
         module = case.make()
         found = set()
         module.net[0].register_forward_hook(lambda _, args, output: found.add(output.dtype))
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint and True)
+        trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint and True))
         # What a callback decided by a metric must not differ between processes.
         best: Any = getattr(trainer.checkpoint_callback, "best_model_path", "")
         trainer.save_checkpoint(self.out / f"{save}.ckpt")
@@ -108,7 +109,7 @@ def run(
     module = Evaluated()
     (validated,) = trainer.validate(module, data, verbose=False)
     (tested,) = trainer.test(
-        module, data, ckpt_path=out / "plain.ckpt", weights_only=True, verbose=False
+        module, data, ckpt_path=out / "plain.ckpt", **weights_only(True), verbose=False
     )
     trainer.callbacks.append(PredictionTable(out / "table"))
     predictions = trainer.predict(Regression(), data) or []

@@ -19,7 +19,7 @@ from torchmetrics import MeanSquaredError
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.strategies import FSDP2Strategy
 from tests.models import ByLbfgs, Penalised, Points, Regression, TwoOptimizers, make_trainer
-from tests.versions import EMAWeightAveraging
+from tests.versions import EMAWeightAveraging, weights_only
 
 ROWS = 63
 GLOBAL_BATCH = 12
@@ -247,7 +247,10 @@ def fit(
     )
     module = make()
     trainer.fit(
-        module, make_data(out, processes), ckpt_path=checkpoint, weights_only=checkpoint and False
+        module,
+        make_data(out, processes),
+        ckpt_path=checkpoint,
+        **weights_only(checkpoint and False),
     )
     trainer.save_checkpoint(out / f"{save}.ckpt")
     return module

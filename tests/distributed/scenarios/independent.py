@@ -18,6 +18,7 @@ from lightning_memmap.errors import MemberError
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy, MemberResults, read_results
 from tests.models import Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 ROWS = 63
 TEST_ROWS = 20
@@ -103,7 +104,7 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
         again,
         make_data(out, members),
         ckpt_path=str(out / "saved" / "member_{member}" / "last.ckpt"),
-        weights_only=True,
+        **weights_only(True),
     )
     lone_again = Member(member)
     lone_resumed = make_trainer(alone / "again", max_epochs=8)
@@ -111,7 +112,7 @@ def beside_lone_runs(out: Path, members: int) -> dict[str, Any]:
         lone_again,
         make_data(out, members, member),
         ckpt_path=alone / "saved" / "last.ckpt",
-        weights_only=True,
+        **weights_only(True),
     )
     return {
         "member": member,

@@ -18,6 +18,7 @@ from lightning_memmap.strategies import (
     pipeline,
 )
 from tests.models import Points, Regression, make_trainer
+from tests.versions import weights_only
 
 #: Its weights are most of the memory of a fit.
 WIDTH = 1024
@@ -54,7 +55,7 @@ def offload(out: Path) -> dict[str, Any]:
         trainer, data = make(out, strategy, max_epochs=epochs)
         module, largest = Wide(), Largest()
         with largest:
-            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=checkpoint and True)
+            trainer.fit(module, data, ckpt_path=checkpoint, **weights_only(checkpoint and True))
             trainer.save_checkpoint(out / f"{name}.ckpt")
         found[name] = largest.num_bytes
     found["backend"] = dist.get_backend()

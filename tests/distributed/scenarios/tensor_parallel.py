@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memmap import MemmapDataModule
 from tests.models import Points, Regression, make_trainer
+from tests.versions import weights_only
 
 EPOCHS, GLOBAL_BATCH = 2, 16
 #: Of ten steps; they divide evenly. Lightning weighs processes, not rows.
@@ -90,7 +91,7 @@ def fit_and_resume(
     trainer, data = make()
     resumed = Parallel()
     checkpoint = out / "saved" / f"step={RESUMED}.ckpt"
-    trainer.fit(resumed, data, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(resumed, data, ckpt_path=checkpoint, **weights_only(False))
     trainer.save_checkpoint(out / "resumed.ckpt")
     return {
         "seen": module.seen,

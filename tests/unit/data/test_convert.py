@@ -27,6 +27,7 @@ from torch.utils.data import (
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import Subset, Weighted
 from tests.models import LONG, SHORT, CombinedData, Points, Regression, make_trainer, weights
+from tests.versions import weights_only
 
 TRAIN, VAL, OTHER, TEST = Points(63), Points(20, 100), Points(7, 200), Points(25, 300)
 WEIGHTS = torch.arange(63).double() % 5
@@ -210,7 +211,7 @@ def test_combined_loader_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
         train = [DataLoader(LONG, 8, shuffle=True), DataLoader(SHORT, 4, shuffle=True)]
         data = MemmapDataModule.from_loaders(train, store_dir=tmp_path / "stores")
         trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[*callbacks])
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path, **weights_only(False))
         return module
 
     whole, resumed = fit(Save()), fit(ckpt_path=tmp_path / "stopped.ckpt")
@@ -497,7 +498,7 @@ def test_transfer_hooks_and_state_are_those_of_the_data_module(
     again = Hooked()
     data = MemmapDataModule.from_datamodule(again, store_dir=tmp_path / "stores")
     trainer = make_trainer(tmp_path, max_epochs=2, **options)
-    trainer.fit(Inputs(), data, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    trainer.fit(Inputs(), data, ckpt_path=tmp_path / "last.ckpt", **weights_only(False))
     assert again.num_batches == 2 * count
 
 
@@ -528,7 +529,7 @@ def test_run_is_resumed_inside_an_epoch(tmp_path: Path) -> None:
         module = Regression()
         data = MemmapDataModule.from_datamodule(Data(), store_dir=tmp_path / "stores")
         trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[*callbacks])
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path, **weights_only(False))
         return module
 
     whole, resumed = fit(Save()), fit(ckpt_path=tmp_path / "stopped.ckpt")

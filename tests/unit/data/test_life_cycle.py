@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.errors import StoreNotFoundError
 from tests.models import Points, Regression, make_trainer
+from tests.versions import weights_only
 
 every_strategy = pytest.mark.parametrize("strategy", ["auto", "memmap_superbatch"])
 
@@ -195,7 +196,7 @@ class TestSubclass:
         trainer = make_trainer(tmp_path, limit_val_batches=0)
         trainer.fit(Regression(), Saved(str(tmp_path / "stores"), batch_size=6))
         trainer.save_checkpoint(tmp_path / "checkpoint")
-        loaded = Saved.load_from_checkpoint(tmp_path / "checkpoint", weights_only=False)
+        loaded = Saved.load_from_checkpoint(tmp_path / "checkpoint", **weights_only(False))
         assert (loaded.batch_size, loaded.store_dir) == (6, tmp_path / "stores")
 
 
