@@ -8,22 +8,12 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.overrides import distributed
 from typing_extensions import override
 
-from lightning_memmap._compat.required import missing
-
 #: Callbacks that average weights of the whole module; Lightning has them since 2.6.
 WEIGHT_AVERAGING: tuple[type[L.Callback], ...] = tuple(
     getattr(callbacks, name) for name in ("WeightAveraging",) if hasattr(callbacks, name)
 )
 #: Without it, prediction writers are given no rows.
 _SAMPLER: Any = getattr(distributed, "_IndexBatchSamplerWrapper", object)
-
-
-def fetched_batch(fetcher: Any, strategy: str) -> Any:
-    """Return the batch that a step with ``dataloader_iter`` took last."""
-    if not hasattr(fetcher, "_batch"):
-        path = f"{type(fetcher).__module__}:{type(fetcher).__name__}._batch"
-        raise missing(strategy, path, "a training_step that takes batch instead of dataloader_iter")
-    return fetcher._batch
 
 
 def copy_hyperparameters(source: L.LightningDataModule, target: L.LightningDataModule) -> None:

@@ -699,6 +699,8 @@ class MemmapDataModule(OptionAttributes, L.LightningDataModule):
             (self._resume or Resume()).settle(self.trainer)
         given = self._loader("train")
         loader = self._train_loader = given.loader if isinstance(given, BatchLoader) else given
+        if hasattr(self._strategy, "add_training_loader"):
+            self._strategy.add_training_loader(loader)
         if self.trainer is not None and not is_early:
             loader.set_epoch(self.trainer.current_epoch)
             if self._resume is not None and self._resume.train is not None:

@@ -11,6 +11,7 @@ variable_rows    rows that differ in length, not copied yet: padded, jagged or l
 variable_batch   nests a batch, each field in its form
 transform        batch transforms, repeatable
 super_batch      the batches of all data devices in one step (nested)
+step_weight      how much of a step's loss belongs to this process
 loader           super-batches in an order, or assembled (state, prefetch)
 batches          the same without a Trainer
 """

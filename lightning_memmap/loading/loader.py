@@ -20,6 +20,7 @@ from lightning_memmap.loading.prefetch import default_prefetch, prefetched
 from lightning_memmap.loading.row_source import Fetched, Steps, released_error
 from lightning_memmap.loading.split import SplitRows
 from lightning_memmap.loading.state import LoaderState
+from lightning_memmap.loading.step_weight import DeliveredStep, DeliveredSteps, StepWeight
 from lightning_memmap.loading.super_batch import Collate, Collator, SuperBatch
 from lightning_memmap.loading.transform import BatchTransform
 from lightning_memmap.placement.topology import DataTopology
@@ -68,6 +69,8 @@ class SuperBatchLoader:
         #: Steps that are prefetched while the consumer has one, once batches have a place.
         self.prefetch = 0
         self._prefetch_option = prefetch
+        #: What the strategy asks how to weight the loss of a step; copies of the loader share it.
+        self.delivered = DeliveredSteps()
         self._epoch = 0
         self._began = self._state_at_start()
         #: Steps of the epoch that were delivered, and what a Trainer had counted at the last one.
@@ -336,7 +339,7 @@ class SuperBatchLoader:
 
     def _deliver(self, super_batch: SuperBatch) -> None:
         """Count a step as delivered."""
-        super_batch.note_delivery()
+        self.delivered.add(DeliveredStep(super_batch.num_rows, super_batch.weight))
         counts = None if self._progress is None else self._progress.delivery()
         # In one assignment: a signal may come at any time.
         self._delivered = self._delivered[0] + 1, counts
@@ -350,6 +353,7 @@ class SuperBatchLoader:
             raise released_error()
         self._began = start = self._start()
         self._delivered, self._resume = (start.steps, None), None
+        self.delivered.begin_epoch()
         with closing(ExitStack()) as stack:
             # Closed without the error that ends this generator: in Python 3.10, a context manager
             # keeps the error, and so this frame and the rows, until garbage is collected.
@@ -384,7 +388,8 @@ class SuperBatchLoader:
                     batch = collator.transformed(batch, device, seed, index)
                 batches.append(batch)
                 del batch
-            super_batch = SuperBatch(devices, length, step_rows, first, collator, batches)
+            weight = StepWeight(length, step_rows)
+            super_batch = SuperBatch(devices, length, weight, first, collator, batches)
             del leaves, batches
             if collator.is_on_super_batch:
                 super_batch.seed = derive_seed(self.seed, steps.epoch, number, topology.rank)

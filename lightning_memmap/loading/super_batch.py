@@ -4,20 +4,18 @@ A batch is contiguous on its data device, and so is a copy to another device. On
 assembles them, rows are interleaved: those of data device ``d`` go to every ``D``-th place.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memmap.errors import with_article
 from lightning_memmap.loading.buffers import BufferPool
 from lightning_memmap.loading.device_streams import send
 from lightning_memmap.loading.nested import (
     check_alike,
-    dense_tensors,
     interleaved,
     is_on,
     is_variable,
@@ -26,6 +24,7 @@ from lightning_memmap.loading.nested import (
     rebuilt,
     sent_leaf,
 )
+from lightning_memmap.loading.step_weight import StepWeight
 from lightning_memmap.loading.transform import (
     BatchTransform,
     DeviceTransform,
@@ -36,11 +35,6 @@ from lightning_memmap.schema.fields import RowList
 
 #: Nests one leaf per field like the dataset's samples; see `FormedCollate`.
 Collate: TypeAlias = Callable[[Sequence[Tensor | VariableRows]], Any]
-
-#: The rows of this process and of all of its step, by the leaves of an assembled batch.
-_STEP_ROWS: Any = WeakIdKeyDictionary()
-#: The same of the batch delivered last, until somebody asks about it.
-_UNASKED: list[tuple[int, int]] = []
 
 
 class Collator:
@@ -109,7 +103,7 @@ class SuperBatch:
 
     data_devices: Sequence[torch.device]
     num_rows: int
-    step_rows: int  # Rows of the step over all processes.
+    weight: StepWeight  # Of the loss on these rows.
     first: int  # The data device whose batch has the first row.
     collator: Collator
     #: The batch of each data device, on that device, as its transform left it.
@@ -129,15 +123,7 @@ class SuperBatch:
             batch = self.collator.assemble(self.batches, self.first, self.num_rows, target)
         if self.collator.is_on_super_batch:
             batch = self.collator.transformed(batch, target, self.seed)
-        if self.step_rows != self.num_rows:
-            for leaf in _with_memory(batch):
-                _STEP_ROWS[leaf] = self.num_rows, self.step_rows
         return batch
-
-    def note_delivery(self) -> None:
-        """Note that its batch comes next; see `unasked_step_rows`."""
-        if self.step_rows != self.num_rows:
-            _UNASKED[:] = [(self.num_rows, self.step_rows)]
 
     def __len__(self) -> int:
         return self.num_rows
@@ -145,31 +131,6 @@ class SuperBatch:
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self.data_devices)
         return f"SuperBatch({self.num_rows} rows on {devices})"
-
-
-def step_rows_of(batch: Any) -> set[tuple[int, int]]:
-    """The rows that a batch has of its step, and the rows of the step over all processes."""
-    found = set()
-    for leaf in _with_memory(batch):
-        if isinstance(leaf, SuperBatch):
-            found.add((leaf.num_rows, leaf.step_rows))
-        elif leaf in _STEP_ROWS:
-            found.add(_STEP_ROWS[leaf])
-    if found:
-        _UNASKED.clear()
-    return found
-
-
-def unasked_step_rows() -> tuple[int, int] | None:
-    """The same of the batch delivered last, if nobody has asked: its tensors were replaced."""
-    return _UNASKED.pop() if _UNASKED else None
-
-
-def _with_memory(batch: Any) -> Iterator[Any]:
-    """The tensors of a batch, also those in batches of other libraries; lists of rows are whole."""
-    for _, leaf in named_leaves(batch):
-        is_known = isinstance(leaf, (Tensor, RowList, SuperBatch))
-        yield from [leaf] if is_known else dense_tensors(leaf)
 
 
 def _checked_leaves(batches: list[Any], first: int, num_rows: int) -> list[list[Any]]:

@@ -1,10 +1,10 @@
 """What the strategies have in common: mixins, and the base of those of one process."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memmap._compat.loops import WEIGHT_AVERAGING, fetched_batch
+from lightning_memmap._compat.loops import WEIGHT_AVERAGING
 from lightning_memmap._compat.modules import log_anywhere, log_outside_of_graphs
 from lightning_memmap._compat.required import check_strategy
 from lightning_memmap.errors import UnsuitableModuleError, with_article
 from lightning_memmap.loading.batches import BatchLoader
 from lightning_memmap.loading.loader import SuperBatchLoader
-from lightning_memmap.loading.super_batch import SuperBatch, step_rows_of, unasked_step_rows
+from lightning_memmap.loading.nested import named_leaves
+from lightning_memmap.loading.step_weight import DeliveredSteps
+from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.variable_rows import Padded
 from lightning_memmap.placement.topology import (
     DataTopology,
@@ -158,8 +160,8 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
     # average over processes of ``loss_r * n_r * R / n`` is the mean over all rows. Only the last
     # steps of an epoch may not divide evenly; in all others nothing is multiplied.
 
-    _row_weight = 1.0
-    _fetcher: Any = None
+    _loss_scale = 1.0
+    _fetches_batches = False
     _may_repeat_rows = False
     # Runs of all strategies of this program: each process counts the same.
     _num_runs: ClassVar[int] = 0
@@ -183,12 +185,16 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         super().__init__(*args, **kwargs)
         #: What is set on the precision plugin, the optimizers and the loops until teardown.
         self.overrides = Overrides()
+        # What the loaders deliver that the data modules have made for this fit.
+        self._announced: WeakSet[DeliveredSteps] = WeakSet()
+        # What the loaders deliver that the Trainer trains from.
+        self._delivered: WeakSet[DeliveredSteps] = WeakSet()
 
     @override
     def connect(self, model: LightningModule) -> None:
         self.overrides.undo()
-        # The last batch of another Trainer, whose strategy did not look at it.
-        unasked_step_rows()
+        self._announced.clear()
+        self._delivered.clear()
         super().connect(model)
 
     # The Trainer calls it when it has set everything else.
@@ -204,27 +210,39 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
         super()._configure_launcher()
 
     @override
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        # The first to see a batch of a loader. What comes after it may replace all tensors.
-        convert = self.precision_plugin.convert_input
-
-        def convert_input(batch: Any) -> Any:
-            self._weigh(batch)
-            return convert(batch)
-
-        self.overrides.set(self.precision_plugin, "convert_input", convert_input)
-
-    @override
     def teardown(self) -> None:
         self.overrides.undo()
-        unasked_step_rows()
         super().teardown()
+
+    def add_training_loader(self, loader: SuperBatchLoader) -> None:
+        """Announce a training loader, which the Trainer may get inside of another object."""
+        self._announced.add(loader.delivered)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._may_repeat_rows |= may_repeat_rows(dataloader)
-        return super().process_dataloader(dataloader)
+        loader = super().process_dataloader(dataloader)
+        if self.module.trainer.training:
+            if isinstance(loader, SuperBatchLoader):
+                self._delivered.add(loader.delivered)
+            else:
+                self._delivered |= self._announced
+        return loader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        # Before transforms of the module, which may be random.
+        if self._may_repeat_rows and self.module.trainer.training:
+            self._compare_rows(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._loss_scale = 1.0
+        self._update_loss_scale(batch)
 
     def _compare_rows(self, batch: Any) -> None:
         """Compare the first training batches of all processes. All ranks call it."""
@@ -235,29 +253,31 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
             digests, ranks = self.all_gather(own).cpu().view(-1, 2).unbind(1)
             warn_if_equal(digests, ranks)
 
-    def _weigh(self, batch: Any) -> None:
-        if self._may_repeat_rows and self.module.trainer.training:
-            self._compare_rows(batch)
-        rows = step_rows_of(batch)
+    def _update_loss_scale(self, batch: Any) -> None:
+        """Ask the training loaders for the weight of what they delivered since the last call."""
         _, size = data_parallel_rank(self)
-        weights = {num_rows * size / step_rows for num_rows, step_rows in rows} or {1.0}
-        if len(weights) > 1 and self.module.trainer.training:
+        scales = set()
+        for delivered in self._delivered:
+            if (taken := delivered.take()) is None:
+                continue
+            step, is_ambiguous = taken
+            if is_ambiguous and _num_rows(batch) != step.num_rows:
+                raise ValueError(
+                    "train_dataloader: between the MemmapDataModule and the Trainer something"
+                    " fetches batches ahead, reorders or drops them, so the weight of this uneven"
+                    f" step is unknown (its loader delivered {step.num_rows} rows next). Return the"
+                    " loader of the data module itself, or pass drop_last=True"
+                )
+            scales.add(step.weight.scale(size))
+        if len(scales) > 1:
             raise ValueError(
-                f"the batches of {len(rows)} loaders in one step, with the rows (of this process,"
-                f" of all {size}) {sorted(rows)}: the loss has a mean over each, and one weight"
-                " cannot be right for all of them; give each MemmapDataModule drop_last=True, so"
-                " that all processes have as many rows"
+                "this step combines batches of several loaders that need different loss weights"
+                f" ({', '.join(f'{scale:.4g}' for scale in sorted(scales))}), because their rows"
+                f" divide unevenly over {size} processes. Pass drop_last=True to each"
+                " MemmapDataModule"
             )
-        self._row_weight = weights.pop()
-        lost = None if rows else unasked_step_rows()
-        if lost is not None and lost[0] * size != lost[1]:
-            warnings.warn(
-                f"a step of {lost[1]} rows, {lost[0]} of them on this process of {size}, comes in"
-                " other tensors than its loader gave, so that its loss cannot be weighted by its"
-                " rows: change batches in transform= of the data module instead of around its"
-                " loader, or give it drop_last=True",
-                stacklevel=2,
-            )
+        if scales:
+            self._loss_scale = scales.pop()
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -278,19 +298,27 @@ class RowWeighted(SuperBatchMixin, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A step with ``dataloader_iter`` takes its batches itself.
-        self._fetcher = getattr(next(iter(args), None), "data_fetcher", None)
+        # A step with ``dataloader_iter`` fetches its batches itself.
+        self._fetches_batches = hasattr(next(iter(args), None), "data_fetcher")
         return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self._fetcher is not None:
-            self._weigh(fetched_batch(self._fetcher, self.strategy_name))
-        if self._row_weight != 1:
-            closure_loss = closure_loss * self._row_weight
+        if self._fetches_batches:
+            self._update_loss_scale(None)
+        if self._loss_scale != 1:
+            closure_loss = closure_loss * self._loss_scale
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+
+def _num_rows(batch: Any) -> int | None:
+    """Return the rows of a batch; None if its leaves have different lengths, or none."""
+    leaves = [leaf for _, leaf in named_leaves(batch)]
+    sized = (leaf for leaf in leaves if isinstance(leaf, (Tensor, RowList)))
+    lengths = {len(leaf) for leaf in sized if not isinstance(leaf, Tensor) or leaf.ndim}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 class OneNode(Checked, SingleDeviceStrategy):

@@ -1,0 +1,64 @@
+"""How much of a step's loss belongs to one process, for strategies that average gradients."""
+
+from collections import deque
+from dataclasses import dataclass
+
+#: Weights that a loader keeps where no strategy takes them, as under Lightning's own.
+_MAX_PENDING = 64
+
+
+@dataclass(frozen=True)
+class StepWeight:
+    """The weight of one process's mean loss in the mean over the whole step.
+
+    Args:
+        local: What the mean of this process is over, usually its rows.
+        total: The sum of ``local`` over all processes.
+    """
+
+    local: float
+    total: float
+
+    def scale(self, num_processes: int) -> float:
+        """Return the factor of the loss that makes an average over processes the mean of a step."""
+        return self.local * num_processes / self.total
+
+
+@dataclass(frozen=True)
+class DeliveredStep:
+    """A batch that a loader has delivered: its rows, and the weight of its loss."""
+
+    num_rows: int
+    weight: StepWeight
+
+
+class DeliveredSteps:
+    """The batches that a loader has delivered and whose weights no strategy has taken yet."""
+
+    # One batch, unless something between the loader and the Trainer fetches ahead.
+
+    def __init__(self) -> None:
+        self._pending: deque[DeliveredStep] = deque(maxlen=_MAX_PENDING)
+        self._discarded: list[DeliveredStep] = []
+
+    def begin_epoch(self) -> None:
+        """Discard what an earlier epoch delivered in excess."""
+        self._discarded = [*self._pending]
+        self._pending.clear()
+
+    def add(self, step: DeliveredStep) -> None:
+        """Note a batch as delivered."""
+        self._pending.append(step)
+
+    def take(self) -> tuple[DeliveredStep, bool] | None:
+        """Return the earliest batch, which the Trainer trains on next, and forget it.
+
+        Returns:
+            The batch, and whether another one with another weight could be meant. None if nothing
+            was delivered since the last call.
+        """
+        if not self._pending:
+            return None
+        candidates = {step.weight for step in (*self._discarded, *self._pending)}
+        self._discarded.clear()
+        return self._pending.popleft(), len(candidates) > 1
