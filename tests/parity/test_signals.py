@@ -148,8 +148,9 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from tests.models import Points, Regression, make_trainer
 
 class Learner(Regression):
-    def on_train_start(self):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05, foreach=False)
