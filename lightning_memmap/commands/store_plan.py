@@ -14,7 +14,7 @@ from lightning_memmap.sampling.rows import StoreRows, default_shards
 from lightning_memmap.sampling.sampler import SequentialSampler
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import LEAF
+from lightning_memmap.schema.structure import leaf_node
 from lightning_memmap.sizes import format_bytes, format_duration, parse_bytes
 from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.tables import GOOD, UNSURE, TitledTable, make_table, text
@@ -72,7 +72,7 @@ class Held:
 
 def planned_store(row_bytes: int, num_rows: int) -> Manifest:
     """Make the manifest of a store that isn't built yet."""
-    schema = Schema((Field("value", torch.uint8, (row_bytes,)),), LEAF)
+    schema = Schema(leaf_node(Field("value", torch.uint8, (row_bytes,))))
     return Manifest.draft(num_rows, default_shards(num_rows), schema)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from msgspec.structs import replace
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from lightning_memmap.loading.variable_rows import VariableRows
 from lightning_memmap.schema.fields import Field
 from lightning_memmap.schema.forms import Decode, Form, Pad, Rows
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import LEAF, Node, builder
+from lightning_memmap.schema.structure import Node, builder, leaf_node
 
 #: The key of the row numbers in a batch.
 ROW_NUMBER = "row_number"
@@ -35,8 +37,10 @@ class FormedCollate:
         if with_row_numbers:
             _check_has_place(schema.structure)
         forms = _forms_of_fields(schema, variable or {})
-        structure, self._is_masked = _with_masks(schema.structure, schema.fields, forms)
-        self._build = builder(structure, sample, range(structure.num_fields))
+        structure, self._masked = _with_masks(schema.structure, forms)
+        index = {field.name: number for number, field in enumerate(structure.fields)}
+        self._build = builder(structure, sample, index)
+        self._names = [field.name for field in schema.fields]
         self._forms = [
             (form, byte_pool()) if (form := forms.get(field.name)) else None
             for field in schema.fields
@@ -47,12 +51,12 @@ class FormedCollate:
         others: Iterator[Any] = iter(leaves[len(self._forms) :])
         numbers = next(others) if self._with_row_numbers else None
         made = list[Any]()
-        for formed, is_masked, leaf in zip(self._forms, self._is_masked, leaves, strict=False):
+        for name, formed, leaf in zip(self._names, self._forms, leaves, strict=False):
             if formed is None:
                 made.append(leaf)
                 continue
             form, allocate = formed
-            if is_masked and isinstance(leaf, VariableRows):
+            if name in self._masked and isinstance(leaf, VariableRows):
                 padded = form.batch(leaf.but(allocate=allocate))
                 made += [padded.values, padded.mask()]
             elif isinstance(leaf, VariableRows):
@@ -66,37 +70,35 @@ class FormedCollate:
 
 
 def _with_masks(
-    node: Node, fields: Sequence[Field], forms: Mapping[str, Form], is_record: bool = False
-) -> tuple[Node, list[bool]]:
-    """Return a structure in which a TensorDict has a mask after each of its padded fields.
+    node: Node, forms: Mapping[str, Form], is_record: bool = False
+) -> tuple[Node, set[str]]:
+    """Add a mask to the structure of a TensorDict, after each of its padded fields.
 
     Args:
         node: The structure of a sample.
-        fields: Its fields.
-        forms: The forms of those that differ in length.
+        forms: The forms of the fields that differ in length.
         is_record: Whether it is in a list of records.
 
     Returns:
-        The structure, and for each field whether a mask follows it.
+        The structure, and the names of the fields that a mask follows.
 
     Raises:
         ValueError: A TensorDict has no place for what a form makes.
     """
-    if node.is_field:
-        return node, [False]
-    keys, children, is_masked = [*node.keys], list[Node](), list[bool]()
+    keys, children, masked = [*node.keys], list[Node](), set[str]()
     is_record |= node.kind == "records"
-    for index, (_, child, within) in enumerate(node.parts(fields)):
-        found, masked = _with_masks(child, within, forms, is_record)
-        children.append(found)
-        is_masked += masked
-        if node.kind != "tensordict" or not child.is_field:
+    for index, child in enumerate(node.children):
+        changed, names = _with_masks(child, forms, is_record)
+        children.append(changed)
+        masked |= names
+        if node.kind != "tensordict" or child.field is None:
             continue
-        form, name = forms.get(within[0].name), within[0].name
+        name = child.field.name
+        form = forms.get(name)
         if isinstance(form, Pad):
             keys.insert(len(children), mask := f"{node.keys[index]}_mask")
-            children.append(LEAF)
-            is_masked[-1] = True
+            children.append(leaf_node(Field(f"{name}_mask", torch.bool, (None,))))
+            masked.add(name)
             if mask in node.keys:
                 raise ValueError(
                     f"variable: field {name!r} is padded, and the TensorDict has a key"
@@ -108,7 +110,7 @@ def _with_masks(
                 f"variable: field {name!r} as {type(form).__name__}, and a TensorDict has"
                 " tensors alone: choose 'pad' or 'jagged', or give a dict in the dataset"
             )
-    return Node(node.kind, tuple(keys), tuple(children), node.name, node.feature_dims), is_masked
+    return replace(node, keys=tuple(keys), children=tuple(children)), masked
 
 
 def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, Form]:
@@ -140,7 +142,7 @@ def _forms_of_fields(schema: Schema, variable: Mapping[str, Form]) -> dict[str, 
         if field.num_variable:
             form = given.get(name, Pad())
             forms[name] = Rows() if field.is_text and not form.takes_bytes else form
-    masks = {names[-1] for names in optional.values()}
+    masks = {*optional.values()}
     for name, inner in lists.items():
         numbers = [each for each in inner if not fields[each].is_text]
         for each in numbers:

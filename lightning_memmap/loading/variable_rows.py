@@ -343,7 +343,7 @@ def joined_rows(parts: Sequence[Tensor | VariableRows]) -> Tensor | VariableRows
 
 def rows_in_memory(field: Field, rows: Sequence[Tensor]) -> VariableRows:
     """Rows of a field that were not read from a store."""
-    items, sizes, _ = Values.of_rows(field, rows)
+    items, sizes = Values.of_rows(field, rows)
     assert sizes is not None
     # The memory may be that of the dataset.
     return _packed_rows(field, items, sizes).but(is_packed=False)

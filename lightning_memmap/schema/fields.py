@@ -92,6 +92,10 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """The field as its batches have it, where its rows are cut into windows of some steps."""
         return replace(self, shape=(length, *self.shape[1:]))
 
+    def varying(self, count: int) -> "Field":
+        """Return the field with a number of leading dimensions that differ from row to row."""
+        return replace(self, shape=(None,) * count + self.shape[count:])
+
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether a row may have a shape."""
         pairs = zip(shape, self.shape, strict=False)
@@ -99,14 +103,14 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def in_list(self) -> "Field":
-        """The field that has several rows of this one in each of its rows."""
+        """The field of a list of records, whose rows each hold several rows of this field."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=True))
         return replace(self, shape=(None, *self.shape))
 
     @property
     def of_record(self) -> "Field":
-        """The field that this one has several rows of in each of its own; see `in_list`."""
+        """The field of one record, for the field of a list of records."""
         if isinstance(self.kind, Text):
             return replace(self, kind=replace(self.kind, many=False))
         return replace(self, shape=self.shape[1:])
@@ -211,8 +215,6 @@ class Values(NamedTuple):
     sizes: Integers | None = None
     """Of such a field, the sizes of each row in the dimensions that differ, int64 of shape (n,
     number of these)."""
-    given: NDArray[np.bool_] | None = None
-    """Which rows are not None, whose place zeros or nothing take; None for all."""
 
     @property
     def num_rows(self) -> int:
@@ -256,22 +258,24 @@ class Values(NamedTuple):
         items = np.repeat(shifts, taken) + np.arange(taken.sum())
         return Values(take_rows(self.data, items), self.sizes[rows])
 
-    def spread(self, given: NDArray[np.bool_]) -> "Values":
-        """These as the given ones among more rows: zeros, or nothing, take the place of others."""
-        is_given = given.copy()
-        if self.given is not None:
-            is_given[given] = self.given
+    def spread(self, mask: NDArray[np.bool_]) -> "Values":
+        """Return more rows: these where a mask is True, and zeros or empty rows elsewhere."""
         if self.sizes is not None:
-            sizes = np.zeros((len(given), self.sizes.shape[1]), np.int64)
-            sizes[given] = self.sizes
-            return Values(self.data, sizes, is_given)
-        return Values(_among_zeros(self.data, given), None, is_given)
+            sizes = np.zeros((len(mask), self.sizes.shape[1]), np.int64)
+            sizes[mask] = self.sizes
+            return Values(self.data, sizes)
+        return Values(_spread_among_zeros(self.data, mask))
 
-    def in_lists(self, lengths: Integers) -> "Values":
-        """These as the records of lists, of which each row has some: int64 of shape (n,)."""
+    def in_lists(self, lengths: Integers, mask: NDArray[np.bool_] | None = None) -> "Values":
+        """Return one row for each list of records, where these are the records of all lists.
+
+        Args:
+            lengths: The number of records in each list, int64 of shape (n,).
+            mask: False for the records that are None, which take the shape of others in the list.
+        """
         if self.sizes is None:
             return Values(self.data, lengths[:, None])
-        given = np.ones(len(self.sizes), np.bool_) if self.given is None else self.given
+        given = np.ones(len(self.sizes), np.bool_) if mask is None else mask
         rows = np.repeat(np.arange(len(lengths)), lengths)
         sizes = np.zeros((len(lengths), self.sizes.shape[1]), np.int64)
         sizes[rows[given]] = self.sizes[given]
@@ -282,7 +286,7 @@ class Values(NamedTuple):
             raise ValueError(f"found records of the shapes {shapes} in one list")
         data = self.data
         if not given.all():
-            data = _among_zeros(data, np.repeat(given, sizes[rows].prod(axis=1)))
+            data = _spread_among_zeros(data, np.repeat(given, sizes[rows].prod(axis=1)))
         return Values(data, np.concatenate([lengths[:, None], sizes], axis=1))
 
 
@@ -310,9 +314,9 @@ def select(data: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.index_select(data.view(signed), 0, rows, out=memory).view(data.dtype)
 
 
-def _among_zeros(data: Tensor, places: NDArray[np.bool_]) -> Tensor:
-    """Rows at some places, and zeros at the others."""
-    found = torch.zeros((len(places), *data.shape[1:]), dtype=data.dtype, device="cpu")
+def _spread_among_zeros(data: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """Return rows of data where a mask is True, and zeros elsewhere."""
+    spread = torch.zeros((len(mask), *data.shape[1:]), dtype=data.dtype, device="cpu")
     signed = SIGNED.get(data.dtype, data.dtype)
-    found.view(signed)[torch.from_numpy(places)] = data.view(signed)
-    return found
+    spread.view(signed)[torch.from_numpy(mask)] = data.view(signed)
+    return spread

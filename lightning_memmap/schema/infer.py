@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from lightning_memmap.schema.kinds import is_missing, to_array
 from lightning_memmap.schema.stack import array_dtype, numbers_array, numbers_dtype, rows_apart
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
-    LEAF,
     MASK,
     MAX_DEPTH,
     NONE,
@@ -25,13 +23,12 @@ from lightning_memmap.schema.structure import (
     Path,
     children_of,
     columns_of,
+    leaf_node,
 )
 
 #: A list or tuple of at least this many numbers of one dtype is one field. In a shorter one, such
 #: as ``(image, label)``, each is a field of its own.
 MIN_NUMBERS = 16
-#: What some samples have at a path: its structure, and its fields in order.
-Part = tuple[Node, list[Field]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class Inference:
 
     def part(
         self, values: Sequence[Any], path: Path, *, in_record: bool = False, is_record: bool = False
-    ) -> Part:
-        """What values have."""
+    ) -> Node:
+        """Infer the structure of the values at one path."""
         if len(path) > MAX_DEPTH:
             raise SchemaError(f"the sample is nested deeper than {MAX_DEPTH} levels")
         # A batch has no rows that are missing.
@@ -52,20 +49,20 @@ class Inference:
         if not path and not is_record and len(given) < len(values):
             raise SchemaError("the sample is None: leave the row out of the dataset")
         if not given:
-            return NONE, []
+            return NONE
         form = self.forms.get(field_name(path)) if path and not is_record else None
         found = self._given(given, path, in_record)
         if len(given) == len(values) and not (form is not None and form.nullable):
             return found
-        return _optional(*found, path)
+        return _optional(found, path)
 
-    def _given(self, values: Sequence[Any], path: Path, in_record: bool) -> Part:
+    def _given(self, values: Sequence[Any], path: Path, in_record: bool) -> Node:
         found = [children_of(value, path) for value in values]
         containers = [each for each in found if each is not None]
         if not containers:
             describe = describe_rows if self.is_batch else describe_leaf
             fields = [describe(field_name(path), value) for value in values]
-            return LEAF, [_merged(fields, path)]
+            return leaf_node(_merged(fields, path))
         if len(containers) < len(found):
             raise _differ(path)
         kind, keys, _ = containers[0]
@@ -73,17 +70,17 @@ class Inference:
             return self._list(kind, values, path, in_record)
         return self._container(kind, keys, values, path, in_record)
 
-    def _list(self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool) -> Part:
+    def _list(self, kind: Any, lists: Sequence[Sequence[Any]], path: Path, in_record: bool) -> Node:
         lengths = set(map(len, lists))
         differ, is_declared = len(lengths) > 1, field_name(path) in self.forms
         if lengths == {0}:
-            return Node(kind), []
+            return Node(kind)
         if differ or is_declared or in_record or min(lengths) >= MIN_NUMBERS:
             # In a tuple of a record, numbers of several dtypes are a field each.
             must_agree = differ or is_declared or (in_record and kind == "list")
             field = self._numbers([each for each in lists if len(each)], path, must_agree)
             if field is not None:
-                return LEAF, [replace(field, shape=(None,)) if differ else field]
+                return leaf_node(replace(field, shape=(None,)) if differ else field)
             if differ and in_record:
                 raise SchemaError(
                     f"{where(path)}: the records of a list have lists of different"
@@ -92,18 +89,18 @@ class Inference:
             if (differ or is_declared) and not in_record:
                 records = [*chain.from_iterable(lists)]
                 try:
-                    record, fields = self.part(records, path, in_record=True, is_record=True)
+                    record = self.part(records, path, in_record=True, is_record=True)
                 except MismatchError as error:
                     raise MismatchError(
                         f"{field_name(path)!r} is a list of parts that differ in more than their"
                         " values: give all of them the same fields"
                     ) from error
-                if not fields:
+                if not record.fields:
                     raise SchemaError(
                         f"{where(path)}: the parts of a list have no values: give"
                         " their number, or leave it out"
                     )
-                return Node("records", (), (record,)), [field.in_list for field in fields]
+                return Node("records", (), (record,))
         return self._container(kind, range(min(lengths)), lists, path, in_record)
 
     def _numbers(
@@ -124,24 +121,25 @@ class Inference:
 
     def _container(
         self, kind: Any, keys: Sequence[Key], values: Sequence[Any], path: Path, in_record: bool
-    ) -> Part:
+    ) -> Node:
         classes = {type(value).__name__ for value in values} if kind in CLASS_KINDS else {""}
         if len(classes) > 1:
             raise _differ(path)
-        node, nodes, fields = Node(kind, tuple(keys)), [], list[Field]()
-        for key, column in zip(keys, columns_of(values, node, path), strict=True):
-            child, within = self.part(column, (*path, key), in_record=in_record)
-            nodes.append(child)
-            fields += within
+        node = Node(kind, tuple(keys))
+        children = [
+            self.part(column, (*path, key), in_record=in_record)
+            for key, column in zip(keys, columns_of(values, node, path), strict=True)
+        ]
         feature_dims = 0
         if kind == "tensordict":
+            fields = [field for child in children for field in child.fields]
             if not fields or any(field.is_text for field in fields):
                 raise SchemaError(
                     f"{where(path)}: found an empty TensorDict, or one with more than tensors: give"
                     " what else it has beside it, in a dict or tuple"
                 )
             feature_dims = len(fields[0].shape) + self.is_batch - values[0].batch_dims
-        return Node(kind, tuple(keys), tuple(nodes), classes.pop(), feature_dims), fields
+        return Node(kind, tuple(keys), tuple(children), classes.pop(), feature_dims)
 
 
 def _merged(fields: Sequence[Field], path: Path) -> Field:
@@ -173,16 +171,15 @@ def _differ(path: Path) -> MismatchError:
     return MismatchError(f"{where(path)}: the samples differ there")
 
 
-def _optional(node: Node, fields: list[Field], path: Path) -> Part:
-    """What is None in some rows, with the field that says in which."""
+def _optional(node: Node, path: Path) -> Node:
+    """Return the node of a part that is None in some rows."""
     if node.kind == "records" and node.children[0].kind == "optional":
         raise SchemaError(
             f"{where(path)}: some rows are None in place of a list, and some lists"
             " have None in them, and only one of these can be stored: give an empty list in place"
             " of the rows that are None, or leave None out of the lists"
         )
-    mask = Field(field_name((*path, MASK)), torch.bool, ())
-    return Node("optional", (), (node, LEAF)), [*fields, mask]
+    return Node("optional", (), (node,), mask=field_name((*path, MASK)))
 
 
 def describe_leaf(name: str, leaf: Any) -> Field:

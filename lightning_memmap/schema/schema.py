@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from reprlib import repr as short_repr
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_memmap.errors import SchemaError, nearest
@@ -25,15 +24,13 @@ from lightning_memmap.schema.structure import Node, builder
 
 #: Each field is a file and a mapping, of which a process has at most some ten thousand.
 MAX_FIELDS = 4096
-AllFields = Annotated[tuple[Field, ...], msgspec.Meta(min_length=1, max_length=MAX_FIELDS)]
 _NO_FORMS: Mapping[str, Form] = {}
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a sample in the order of its leaves, and the nesting around them."""
+    """The structure of a sample, whose leaves are its fields."""
 
-    fields: AllFields
     structure: Node
 
     def __post_init__(self) -> None:
@@ -45,12 +42,16 @@ class Schema:
                     " values: give the length as a number, or leave the field out"
                 )
 
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields that are stored, in the order of the leaves of a sample."""
+        return self.structure.fields
+
     @classmethod
     def infer(cls, samples: Sequence[Any], forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
         """Find the schema that samples have in common."""
-        structure, fields = Inference(forms).part(samples, ())
-        found = cls(tuple(fields), structure)
-        if not fields and not found.unknown.keys() - {"value"}:
+        found = cls(Inference(forms).part(samples, ()))
+        if not found.fields and not found.unknown.keys() - {"value"}:
             raise SchemaError(
                 f"the sample {short_repr(samples[0])} holds no tensor, array or number"
             )
@@ -63,7 +64,7 @@ class Schema:
         for name in variable:
             if name not in names and not name.startswith(waiting):
                 raise SchemaError(f"variable: {self.why_no_field(name)}")
-        fields = []
+        counts = dict[str, int]()
         for field in self.fields:
             form = variable.get(field.name)
             count = form.dims if form is not None else 0
@@ -77,9 +78,8 @@ class Schema:
                     f"variable: field {field.name!r} is {field}, which has fewer than {count}"
                     f" dimension{'s' * (count > 1)}"
                 )
-            count = max(count, field.num_variable)
-            fields.append(replace(field, shape=(None,) * count + field.shape[count:]))
-        return Schema(tuple(fields), self.structure)
+            counts[field.name] = max(count, field.num_variable)
+        return Schema(self.structure.map_fields(lambda f: f.varying(counts[f.name])))
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -93,21 +93,17 @@ class Schema:
 
     @property
     def lists(self) -> dict[str, tuple[str, ...]]:
-        """The lists of records, by name, each with the names of its fields."""
-        return self._fields_of("records")
+        """The names of the fields of each list of records, by the name of the list."""
+        return {
+            field_name(path): tuple(field.name for field in node.fields)
+            for path, node in self.structure.walk()
+            if node.kind == "records"
+        }
 
     @property
-    def optional(self) -> dict[str, tuple[str, ...]]:
-        """What may be None, by name, with its fields, the last of which says where it is not."""
-        return self._fields_of("optional")
-
-    def _fields_of(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """The nodes of a kind, by name, each with the names of its fields."""
-        return {
-            field_name(path): tuple(node.field_names(path))
-            for path, node in self.structure.walk()
-            if node.kind == kind
-        }
+    def optional(self) -> dict[str, str]:
+        """The name of the mask of each field or container that may be None, by its name."""
+        return {field_name(path): node.mask for path, node in self.structure.walk() if node.mask}
 
     def arguments(self) -> dict[str, Any]:
         """The argument ``variable`` that admits all samples of this schema."""
@@ -139,19 +135,20 @@ class Schema:
     def admitting(self, others: Sequence["Schema"]) -> "Schema":
         """Return a schema that also admits the rows of others which differ in shapes alone."""
         by_name = [{field.name: field for field in other.fields} for other in others]
-        fields = [
-            merged_shapes([field, *(known[field.name] for known in by_name if field.name in known)])
-            for field in self.fields
-        ]
-        return Schema(tuple(fields), self.structure)
+
+        def merged(field: Field) -> Field:
+            named = (fields[field.name] for fields in by_name if field.name in fields)
+            return merged_shapes([field, *named])
+
+        return Schema(self.structure.map_fields(merged))
 
     @classmethod
     def from_batch(cls, batch: Any, forms: Mapping[str, Form] = _NO_FORMS) -> "Schema":
         """Describe the rows of a batch, which may differ from it as forms say."""
-        structure, fields = Inference({}, is_batch=True).part([batch], ())
-        if not fields:
+        found = cls(Inference({}, is_batch=True).part([batch], ()))
+        if not found.fields:
             raise SchemaError(f"{batch!r} holds no tensor")
-        return cls(tuple(fields), structure)._declaring(forms)
+        return found._declaring(forms)
 
     @property
     def has_classes(self) -> bool:
@@ -161,7 +158,7 @@ class Schema:
     def stack(self, samples: Sequence[Any], sharing: Sharing | None = None) -> list[Values]:
         """Check samples, and stack their leaves. Note whether they have memory in common."""
         held = Samples(samples) if sharing is None else HeldSamples(samples, sharing)
-        return stack(held, self.structure, self.fields)
+        return stack(held, self.structure)
 
     def flatten(self, sample: Any) -> list[Tensor]:
         """The leaves of one sample in the order of the fields, as they are stored; see `stack`."""
@@ -169,7 +166,7 @@ class Schema:
 
     def stack_batch(self, batch: Any) -> list[Values]:
         """Check the rows of a batch, and bring them to the CPU."""
-        found = stack(Batch(batch), self.structure, self.fields)
+        found = stack(Batch(batch), self.structure)
         for field, values in zip(self.fields, found, strict=True):
             if values.num_rows != found[0].num_rows:
                 raise SchemaError(
@@ -184,4 +181,5 @@ class Schema:
     ) -> Callable[[Sequence[Any]], Any]:
         """Make a function that nests one value per field, as ``default_collate`` would or as the
         dataset gives a row."""
-        return builder(self.structure, sample, range(len(self.fields)), is_row=is_row)
+        index = {field.name: number for number, field in enumerate(self.fields)}
+        return builder(self.structure, sample, index, is_row=is_row)

@@ -11,16 +11,17 @@ from unicodedata import normalize
 import torch
 
 from lightning_memmap.errors import SchemaError
-from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field
-from lightning_memmap.schema.kinds import NUMBERS, Text
-from lightning_memmap.schema.schema import Schema
+from lightning_memmap.schema.fields import DTYPES, MAX_NAME_LENGTH, Field, field_name
+from lightning_memmap.schema.kinds import Text
+from lightning_memmap.schema.schema import MAX_FIELDS, Schema
 from lightning_memmap.schema.structure import (
     CLASS_KINDS,
-    LEAF,
+    MASK,
     MAX_CLASSES,
     MAX_DEPTH,
     WRAPPERS,
     Node,
+    Path,
 )
 
 
@@ -30,13 +31,14 @@ def check_schema(schema: Schema) -> None:
     nodes = list(schema.structure.walk())
     if len({(node.kind, node.name, node.keys) for _, node in nodes if node.name}) > MAX_CLASSES:
         raise SchemaError(f"the structure has more than {MAX_CLASSES} classes")
-    if [field.name for field in schema.fields] != schema.structure.field_names():
-        raise SchemaError("the fields are not the leaves of the structure")
-    in_lists = {name for names in schema.lists.values() for name in names}
-    masks = {names[-1] for names in schema.optional.values()}
-    for field in schema.fields:
-        _check_field(field, field.name in in_lists, field.name in masks)
-    _check_batch_sizes(schema)
+    if not 1 <= len(schema.fields) <= MAX_FIELDS:
+        raise SchemaError(f"{len(schema.fields)} fields: a store has 1 to {MAX_FIELDS}")
+    for path, node in nodes:
+        _check_names(path, node)
+        if node.field is not None:
+            _check_field(node.field)
+        if node.kind == "tensordict":
+            _check_batch_size(node)
 
 
 def read_dtype(kind: type, value: Any) -> torch.dtype:
@@ -47,19 +49,24 @@ def read_dtype(kind: type, value: Any) -> torch.dtype:
     return DTYPES[value]
 
 
-def _check_field(field: Field, is_in_list: bool, is_mask: bool) -> None:
-    """Check that shape and dtype are of the field's kind, and that it is where its kind belongs."""
+def _check_names(path: Path, node: Node) -> None:
+    """Check that a field or a mask has the name that belongs to its path."""
+    if node.field is not None and node.field.name != field_name(path):
+        raise SchemaError(f"the field {short_repr(node.field.name)} is not named by its path")
+    if node.mask and node.mask != field_name((*path, MASK)):
+        raise SchemaError(f"the mask {short_repr(node.mask)} is not named by its path")
+
+
+def _check_field(field: Field) -> None:
+    """Check that the shape and dtype of a leaf belong to its kind."""
     kind, shape = field.kind, field.shape
     what = f"field {field.name!r}: {field} ({kind})"
     if None in shape[field.num_variable :]:
         raise SchemaError(f"{what}: sizes that differ come first")
-    if is_in_list != (kind.many if isinstance(kind, Text) else is_in_list and shape[:1] == (None,)):
-        raise SchemaError(f"{what} is not in the list of records that it should be in")
+    if isinstance(kind, Text) and kind.many:
+        raise SchemaError(f"{what} is a list, but not the field of one")
     if kind.dtype not in (None, field.dtype) or kind.shape not in (None, shape):
         raise SchemaError(f"{what} is of another dtype or shape")
-    record = field.of_record if is_in_list else field
-    if is_mask and (field.dtype, record.shape, kind) != (torch.bool, (), NUMBERS):
-        raise SchemaError(f"{what} does not say what is None")
 
 
 def _check_node(node: Node, depth: int) -> None:
@@ -71,11 +78,15 @@ def _check_node(node: Node, depth: int) -> None:
         raise SchemaError("a part that is always None")
     for child in node.children:
         _check_node(child, depth + 1)
-    num_children = 0 if node.is_field else WRAPPERS.get(kind, len(keys))
-    if len(node.children) != num_children or (num_children != len(keys) and keys):
+    num_children = 1 if kind in WRAPPERS else len(keys)
+    if len(node.children) != num_children or (keys and (kind in WRAPPERS or kind == "leaf")):
         raise SchemaError(f"{len(node.children)} children: {kind} of {short_repr(keys)}")
-    if kind == "optional" and (node.children[0].kind == kind or node.children[1] != LEAF):
-        raise SchemaError("what may be None has no field that says in which rows it is")
+    if (kind == "leaf") != (node.field is not None):
+        raise SchemaError(f"a {kind} with the field {short_repr(node.field)}")
+    if (kind == "optional") != bool(node.mask):
+        raise SchemaError(f"a {kind} with the mask {short_repr(node.mask)}")
+    if kind == "optional" and node.children[0].kind == kind:
+        raise SchemaError("an optional part of an optional part")
     if kind == "records" and any(part.kind == kind for _, part in node.children[0].walk()):
         raise SchemaError("a list of records has lists in its records")
     if len(set(keys)) != len(keys) or any(len(str(key)) > MAX_NAME_LENGTH for key in keys):
@@ -115,12 +126,9 @@ def _is_identifier(name: str | int) -> bool:
     )
 
 
-def _check_batch_sizes(schema: Schema) -> None:
-    """Check that the fields of each TensorDict share its batch size."""
-    shapes = {field.name: field.shape for field in schema.fields}
-    for path, node in schema.structure.walk():
-        if node.kind == "tensordict":
-            first, *others = (shapes[name] for name in node.field_names(path))
-            size = first[: max(0, len(first) - node.feature_dims)]
-            if any(shape[: len(size)] != size for shape in others):
-                raise SchemaError("the fields of a TensorDict do not share its batch_size")
+def _check_batch_size(node: Node) -> None:
+    """Check that the fields of a TensorDict share its batch size."""
+    first, *others = (field.shape for field in node.fields)
+    size = first[: max(0, len(first) - node.feature_dims)]
+    if any(shape[: len(size)] != size for shape in others):
+        raise SchemaError("the fields of a TensorDict do not share its batch_size")

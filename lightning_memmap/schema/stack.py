@@ -163,41 +163,48 @@ def rows_apart(name: str, leaf: Any) -> Sequence[Any] | None:
     )
 
 
-def stack(branch: Branch, node: Node, fields: Sequence[Field], path: Path = ()) -> list[Values]:
-    """Stack what a branch has for each field of a node."""
+def stack(branch: Branch, node: Node, path: Path = ()) -> list[Values]:
+    """Stack the values of a branch, field by field of a node."""
     if not len(branch):
-        return [Values.none(field) for field in fields]
-    if node.kind == "leaf":
-        return [branch.leaves(fields[0])]
+        return [Values.none(field) for field in node.fields]
+    if node.field is not None:
+        return [branch.leaves(node.field)]
     if node.kind == "none":
         if branch.given().any():
             raise MismatchError(f"{where(path)}: found a value, expected None")
         return []
     if node.kind == "optional":
-        given, part, within = branch.given(), node.children[0], fields[:-1]
-        if given.all():
-            found = stack(branch, part, within, path)
+        mask = branch.given()
+        if mask.all():
+            stacked = stack(branch, node.children[0], path)
         else:
-            some = stack(branch.where(given), part, within, path)
-            found = [each.spread(given) for each in some]
-        return [*found, Values(torch.from_numpy(given))]
+            rows = stack(branch.where(mask), node.children[0], path)
+            stacked = [values.spread(mask) for values in rows]
+        return [*stacked, Values(torch.from_numpy(mask))]
     if node.kind == "records":
-        return _stack_records(*branch.lists(path), node.children[0], fields, path)
-    stacked, parts = list[Values](), branch.parts(node, path)
-    for each, (at, child, within) in zip(parts, node.parts(fields, path), strict=True):
-        stacked += stack(each, child, within, at)
-    return stacked
+        return _stack_records(*branch.lists(path), node.children[0], path)
+    children = zip(branch.parts(node, path), node.items(path), strict=True)
+    return [
+        values
+        for part, (child_path, child) in children
+        for values in stack(part, child, child_path)
+    ]
 
 
-def _stack_records(
-    records: Branch, lengths: Integers, record: Node, fields: Sequence[Field], path: Path
-) -> list[Values]:
-    """Stack what the records of lists have."""
-    found, stacked = stack(records, record, [f.of_record for f in fields], path), []
-    for field, values in zip(fields, found, strict=True):
+def _stack_records(records: Branch, lengths: Integers, record: Node, path: Path) -> list[Values]:
+    """Stack the records of lists, field by field, into one row for each list."""
+    fields, stacked = record.fields, stack(records, record, path)
+    by_name = {field.name: values for field, values in zip(fields, stacked, strict=True)}
+    in_lists = list[Values]()
+    for field in fields:
+        masks = record.masks[field.name]
+        # An outer mask is False wherever an inner one is.
+        mask = by_name[masks[-1]].data.numpy() if masks else None
         try:
-            in_lists = _join_texts if field.is_text else Values.in_lists
-            stacked.append(in_lists(values, lengths))
+            if field.is_text:
+                in_lists.append(_join_texts(by_name[field.name], lengths))
+            else:
+                in_lists.append(by_name[field.name].in_lists(lengths, mask))
         except ValueError as error:
             way_out = (
                 "" if field.is_text
@@ -205,7 +212,7 @@ def _stack_records(
                 " into one array, with their lengths in another field"
             )  # fmt: skip
             raise SchemaError(f"field {field.name!r}: {error}{way_out}") from error
-    return stacked
+    return in_lists
 
 
 def _join_texts(texts: Values, lengths: Integers) -> Values:

@@ -7,95 +7,115 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import torch
+from msgspec.structs import replace
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from lightning_memmap.errors import MismatchError, SchemaError, StoreError
-from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, field_name, where
+from lightning_memmap.schema.fields import MAX_NAME_LENGTH, Field, RowList, where
 
 MAX_DEPTH = 32
 #: An untrusted schema may name many classes, and making one takes a millisecond.
 MAX_CLASSES = 256
-#: The last part of the name of the field that says which rows of another one are not None.
+#: The last part of the name of a mask, the field that is False where another one is None.
 MASK = "mask"
 CLASS_KINDS = ("namedtuple", "dataclass")
-#: The number of children of the kinds that have no keys.
-WRAPPERS = {"records": 1, "optional": 2}
+#: Kinds that have one child and no keys.
+WRAPPERS = ("records", "optional")
 
 Key = str | int
 Path = tuple[Key, ...]
-#: The leaves of a sample or batch by the index of their field, and what puts them together.
+#: The leaves of a sample or batch by the index of their field.
 Leaves: TypeAlias = Sequence[Any] | Mapping[int, Any]
+#: Nests leaves like a sample.
 Build: TypeAlias = Callable[[Leaves], Any]
-#: A sequence with an entry for each field, such as their numbers.
-Fields = TypeVar("Fields", range, Sequence[Field])
 
 
 class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, dict=True):
-    """A container of a sample, or a part of it that is one field."""
+    """A container of a sample, or a leaf with its field."""
 
-    #: "records" is a list of any length, whose one child is what each part of it has; "optional"
-    #: has a part that is None in some rows, and the field that says in which; "none" was None in
-    #: all rows seen.
+    #: "records" is a list of any length, whose items all have the structure of its child.
+    #: "optional" is None in some rows, and has the structure of its child in the others. "none" was
+    #: None in all rows seen.
     kind: Literal[
         "leaf", "records", "optional", "none",
         "tuple", "list", "dict", "namedtuple", "dataclass", "tensordict",
     ]  # fmt: skip
-    #: The key, name or position of each child, where it has one.
+    #: The key, attribute or index of each child, where it has one.
     keys: Path = ()
     # Python 3.10 does not look for names within a type.
     children: "tuple[Node, ...]" = ()
-    #: Of the class of a named tuple or dataclass.
+    #: The name of the class of a named tuple or dataclass.
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
-    #: The dimensions of the first field of a TensorDict that are not those of its batch_size.
+    #: The dimensions of the first field of a TensorDict that are not in its batch_size.
     feature_dims: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-    @property
-    def is_field(self) -> bool:
-        """Whether this is a field and not a container."""
-        return self.kind == "leaf"
+    #: The field of a leaf. Within records, it is the field of one record.
+    field: Field | None = None
+    #: The name of the bool field that is False where an "optional" part is None.
+    mask: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
 
     @property
     def is_list(self) -> bool:
-        """Whether this is a list or tuple that is no field."""
+        """Whether this is a list or tuple of a fixed length."""
         return self.kind in ("tuple", "list")
 
     @cached_property
-    def num_fields(self) -> int:
-        """The fields from this node on."""
-        return 1 if self.is_field else sum(child.num_fields for child in self.children)
-
-    def paths(self, path: Path) -> list[Path]:
-        """Where the children are."""
+    def fields(self) -> tuple[Field, ...]:
+        """The stored fields from this node on: those of its children, then its mask."""
+        if self.field is not None:
+            return (self.field,)
+        fields = [field for child in self.children for field in child.fields]
         if self.kind == "records":
-            return [path]
-        if self.kind == "optional":
-            return [path, (*path, MASK)]
-        return [(*path, key) for key in self.keys]
+            fields = [field.in_list for field in fields]
+        if self.mask:
+            fields.append(Field(self.mask, torch.bool, ()))
+        return tuple(fields)
 
-    def parts(self, fields: Fields, path: Path = ()) -> "Iterator[tuple[Path, Node, Fields]]":
-        """Path, node and fields of each child, of the fields of this node, which is at a path."""
-        first = 0
-        for child_path, child in zip(self.paths(path), self.children, strict=True):
-            yield child_path, child, fields[first : first + child.num_fields]
-            first += child.num_fields
+    @cached_property
+    def masks(self) -> dict[str, tuple[str, ...]]:
+        """By name of a field, the masks of the optional parts that it is in, outermost first."""
+        if self.field is not None:
+            return {self.field.name: ()}
+        masks = {name: names for child in self.children for name, names in child.masks.items()}
+        if self.mask:
+            masks = {name: (self.mask, *names) for name, names in masks.items()}
+            masks[self.mask] = ()
+        return masks
+
+    def items(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
+        """Yield the path and the node of each child."""
+        if self.kind in WRAPPERS:
+            yield path, self.children[0]
+            return
+        for key, child in zip(self.keys, self.children, strict=True):
+            yield (*path, key), child
 
     def walk(self, path: Path = ()) -> Iterator[tuple[Path, "Node"]]:
-        """Path and node of this node and of all below it, a container before its children."""
+        """Yield the path and the node of this node and of all below it, parents first."""
         yield path, self
-        for child_path, child in zip(self.paths(path), self.children, strict=True):
+        for child_path, child in self.items(path):
             yield from child.walk(child_path)
 
-    def field_names(self, path: Path = ()) -> list[str]:
-        """The names of the fields below this node, which is at a path."""
-        return [field_name(found) for found, part in self.walk(path) if part.is_field]
+    def map_fields(self, change: Callable[[Field], Field]) -> "Node":
+        """Return the same structure with each stored field of a leaf replaced."""
+        if self.field is not None:
+            return replace(self, field=change(self.field))
+        function = change
+        if self.kind == "records":
+            function = lambda field: change(field.in_list).of_record  # noqa: E731
+        return replace(self, children=tuple(child.map_fields(function) for child in self.children))
 
 
-LEAF = Node("leaf")
 NONE = Node("none")
+
+
+def leaf_node(field: Field) -> Node:
+    """Make the node of a leaf."""
+    return Node("leaf", field=field)
 
 
 def columns_of(values: Sequence[Any], node: Node, path: Path) -> Sequence[Sequence[Any]]:
@@ -220,37 +240,47 @@ def _list(record: Build, leaves: Mapping[int, Any]) -> list[Any]:
     return [record({at: leaf[row] for at, leaf in leaves.items()}) for row in range(count)]
 
 
-def builder(node: Node, sample: Any, fields: range, *, is_row: bool = False) -> Build:
-    """Make a function that puts leaves back into a structure; see `Schema.builder`."""
-    if node.is_field:
-        return itemgetter(fields[0])
+def builder(node: Node, sample: Any, index: Mapping[str, int], *, is_row: bool = False) -> Build:
+    """Make a function that nests leaves like a sample; see `Schema.builder`.
+
+    Args:
+        node: The structure.
+        sample: A sample whose classes of named tuples and dataclasses are used, or None.
+        index: The index of each field among the leaves, by name.
+        is_row: Whether the leaves are of one row, and not of a batch.
+    """
+    if node.field is not None:
+        return itemgetter(index[node.field.name])
     if node.kind == "records":
         first = next(iter(sample), None) if isinstance(sample, (list, tuple)) else None
-        record = builder(node.children[0], first, fields, is_row=is_row)
+        record = builder(node.children[0], first, index, is_row=is_row)
+        indices = [index[field.name] for field in node.fields]
         nest = _list if is_row else _records
-        return lambda leaves: nest(record, {at: leaves[at] for at in fields})
+        return lambda leaves: nest(record, {at: leaves[at] for at in indices})
     if node.kind == "optional":
-        part = builder(node.children[0], sample, fields[:-1], is_row=is_row)
+        part = builder(node.children[0], sample, index, is_row=is_row)
+        mask = index[node.mask]
         if is_row:
-            return lambda leaves: part(leaves) if leaves[fields[-1]] else None
-        return lambda leaves: Masked(part(leaves), leaves[fields[-1]])
+            return lambda leaves: part(leaves) if leaves[mask] else None
+        return lambda leaves: Masked(part(leaves), leaves[mask])
     found = children_of(sample, ()) if sample is not None else None
     if found is not None and (found[0] != node.kind or set(found[1]) != set(node.keys)):
         found = None
     samples = dict(zip(found[1], found[2], strict=True)) if found is not None else {}
     children = [
-        (key, builder(child, samples.get(key), within, is_row=is_row))
-        for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True)
+        (key, builder(child, samples.get(key), index, is_row=is_row))
+        for key, child in zip(node.keys, node.children, strict=True)
     ]
     if node.kind in ("tuple", "list"):
         return lambda leaves: [child(leaves) for _, child in children]
     if node.kind == "dict":
         return lambda leaves: {key: child(leaves) for key, child in children}
     if node.kind == "tensordict":
+        first_field = index[node.fields[0].name]
 
         def build_tensordict(leaves: Leaves) -> Any:
             values = {str(key): child(leaves) for key, child in children}
-            shape = leaves[fields[0]].shape
+            shape = leaves[first_field].shape
             batch_size = shape[: max(0, len(shape) - node.feature_dims)]
             # Beyond the rows, fields that differ in length may be padded to different lengths.
             while any(value.shape[: len(batch_size)] != batch_size for value in values.values()):

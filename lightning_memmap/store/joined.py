@@ -234,7 +234,7 @@ class _JoinedItems(ComingItems):
         stores = np.searchsorted(self.begins, locations, side="right") - 1
         pairs = enumerate(zip(self.columns, self.begins, strict=True))
         found = [column.read(locations[stores == n] - begin) for n, (column, begin) in pairs]
-        ((items, sizes, _),) = join_values([[each] for each in found])
+        ((items, sizes),) = join_values([[each] for each in found])
         assert sizes is not None
         back = np.argsort(np.argsort(stores, kind="stable"))
         return items, Located(starts_of(sizes.prod(axis=1))[back], sizes[back])

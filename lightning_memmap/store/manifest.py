@@ -22,7 +22,7 @@ from lightning_memmap.errors import SchemaError, StoreError, StoreNotFoundError,
 from lightning_memmap.sampling.pool import Pool, window_spans
 from lightning_memmap.sampling.rows import Integers, Shards, WindowedRows, default_shards
 from lightning_memmap.schema.fields import dtype_name
-from lightning_memmap.schema.schema import MAX_FIELDS, AllFields, Schema
+from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import check_schema, read_dtype
 from lightning_memmap.schema.structure import Node
 from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
@@ -31,7 +31,7 @@ from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 4
+VERSION = 5
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
@@ -69,7 +69,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
     fingerprint: Fingerprint | None = None
     classes: Annotated[tuple[_ClassName, ...], Meta(max_length=_MAX_CLASSES)] = ()
-    fields: AllFields
     structure: Node
     #: Of each field whose rows differ in length, the items of each shard; none before all rows are
     #: written.
@@ -78,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @cached_property
     def schema(self) -> Schema:
         """The fields and the nesting of a sample."""
-        return Schema(self.fields, self.structure)
+        return Schema(self.structure)
 
     @cached_property
     def shards(self) -> Shards:
@@ -92,7 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             RaggedColumn(field, self.shards, tuple(self.items.get(field.name, ())))
             if field.num_variable
             else FixedColumn(field, self.shards)
-            for field in self.fields
+            for field in self.schema.fields
         )
 
     @property
@@ -133,7 +132,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def content(self) -> str:
         """The contents of the store in one line."""
-        named = {name: getattr(self, name) for name in ("fields", "structure", "checksums")}
+        named = {name: getattr(self, name) for name in ("structure", "checksums")}
         text = msgspec.json.encode(named, order="sorted", enc_hook=dtype_name)
         digest = xxhash.xxh3_64_hexdigest(text)
         return f"{self.num_rows} rows in {self.num_shards} shards, content {digest}"
@@ -146,7 +145,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             num_rows=num_rows,
             num_shards=num_shards,
             checksums={field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields},
-            fields=schema.fields,
             structure=schema.structure,
             **{"probes": (), "source": {}, **more},
         )
@@ -171,8 +169,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             stated = replace(self, items=shard_items(self.columns))
             data = sign(msgspec.json.encode(stated, enc_hook=dtype_name))
-            if len(self.fields) > MAX_FIELDS:
-                raise ValueError(f"{len(self.fields)} fields: a store has 1 to {MAX_FIELDS}")
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ValueError(
                     f"its manifest would have {len(data)} bytes, and at most"
@@ -237,8 +233,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _check(self) -> None:
         """Check what ties the values to each other."""
         check_schema(self.schema)
-        names = [field.name for field in self.fields]
-        counts = {field.name: self.num_shards for field in self.fields if field.num_variable}
+        names = [field.name for field in self.schema.fields]
+        counts = {field.name: self.num_shards for field in self.schema.fields if field.num_variable}
         if {name: len(each) for name, each in self.items.items()} != counts:
             raise ValueError("its columns are not those of its fields")
         if len(names) * self.num_shards > _MAX_CHECKSUMS:

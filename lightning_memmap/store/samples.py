@@ -223,7 +223,7 @@ def flatten_row(
         if isinstance(error, MismatchError):
             sample = copied(sample)  # Before another one is read.
             remedy = f". {_way_out(schema, [another(), sample]) if another else _ONE_STRUCTURE}"
-        is_bare = schema.structure.is_field
+        is_bare = schema.structure.field is not None
         raise _at_row(row, error, is_bare=is_bare, remedy=remedy) from error
 
 

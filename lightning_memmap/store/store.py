@@ -191,7 +191,7 @@ class Store:
     def _masks(self, field: str) -> list[str]:
         """The fields that say where a field, from its outermost part on, is not None."""
         name = self.schema.fields[self._index_of(field)].name
-        return [names[-1] for names in self.schema.optional.values() if name in names[:-1]]
+        return [*self.schema.structure.masks[name]]
 
     def _numbers(self, index: int, rows: Integers) -> NDArray[Any]:
         """The values of rows of a field that has one in each."""

@@ -14,7 +14,7 @@ them 4 ms or more.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -189,17 +189,17 @@ def rows_of_shards(store: MappedStore, shards: range) -> TensorDict:
     """
     bounds = [*store.manifest.shards.starts.tolist(), store.num_rows]
     num_rows = bounds[shards.stop] - bounds[shards.start]
-    leaves: list[Tensor | TensorDict] = []
+    leaves: dict[str, Tensor | TensorDict] = {}
     for index, field in enumerate(store.schema.fields):
         if not field.num_variable:
-            leaves.append(Source(store, index, "rows", shards).view())
+            leaves[field.name] = Source(store, index, "rows", shards).view()
             continue
         # The starts first: they check the index.
         contents: tuple[Content, ...] = ("start", "stop")
         if field.num_variable > 1:
             contents = (*contents, "shape")
         tensors = {name: Source(store, index, name, shards).view() for name in contents}
-        leaves.append(TensorDict(tensors, [num_rows]))
+        leaves[field.name] = TensorDict(tensors, [num_rows])
     nested = _nest(store.schema.structure, leaves, num_rows)
     if not isinstance(nested, TensorDict):
         nested = TensorDict({store.schema.fields[0].name: nested}, [num_rows])
@@ -208,19 +208,18 @@ def rows_of_shards(store: MappedStore, shards: range) -> TensorDict:
     return nested
 
 
-def _nest(node: Node, leaves: Sequence[Tensor | TensorDict], num_rows: int) -> Tensor | TensorDict:
-    """Nest one leaf per field like a sample."""
-    if node.is_field:
-        return leaves[0]
-    parts = [
-        _nest(child, leaves[fields.start : fields.stop], num_rows)
-        for _, child, fields in node.parts(range(len(leaves)))
-    ]
+def _nest(
+    node: Node, leaves: Mapping[str, Tensor | TensorDict], num_rows: int
+) -> Tensor | TensorDict:
+    """Nest leaves, by name of their field, like a sample."""
+    if node.field is not None:
+        return leaves[node.field.name]
+    children = [_nest(child, leaves, num_rows) for child in node.children]
     if node.kind == "records":
-        return parts[0]
+        return children[0]
     if node.kind == "optional":
-        return TensorDict(dict(zip(("values", "mask"), parts, strict=True)), [num_rows])
+        return TensorDict({"values": children[0], "mask": leaves[node.mask]}, [num_rows])
     batch_size = torch.Size([num_rows])
-    if node.kind == "tensordict" and isinstance(first := leaves[0], Tensor):
+    if node.kind == "tensordict" and isinstance(first := leaves[node.fields[0].name], Tensor):
         batch_size = first.shape[: first.ndim - node.feature_dims]
-    return TensorDict(dict(zip(map(str, node.keys), parts, strict=True)), batch_size)
+    return TensorDict(dict(zip(map(str, node.keys), children, strict=True)), batch_size)

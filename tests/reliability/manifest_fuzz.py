@@ -30,7 +30,6 @@ _NUMBERS = (
     -1, 0, 1, 2, 3, 99, 100, 101, 2**16, 2**20, 2**31, 2**39, 2**40, 2**48, 2**62, 2**63, 2**64,
     -(2**63), 10**19, True, False, 1.0, 1e300, math.nan, math.inf,
 )  # fmt: skip
-_LEAF = {"kind": "leaf"}
 
 
 def mutated_manifests(seed: int, count: int, original: bytes) -> Iterator[bytes]:
@@ -147,11 +146,12 @@ def _double_any(random_state: random.Random, body: dict[str, Any]) -> None:
 
 def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
     """Other sizes, with the number of checksums that they need."""
-    if not isinstance(body.get("fields"), list) or not isinstance(body.get("checksums"), dict):
+    if not isinstance(body.get("checksums"), dict):
         return
     body["num_rows"] = random_state.choice(_NUMBERS)
-    for field in body["fields"]:
-        if isinstance(field, dict) and random_state.random() < 0.5:
+    for container, key in places(body):
+        field = container[key]
+        if key == "field" and isinstance(field, dict) and random_state.random() < 0.5:
             field["shape"] = random_state.choices(_NUMBERS, k=random_state.choice((0, 1, 2, 3, 99)))
     num_shards = random_state.randint(1, 200)
     body["num_shards"] = num_shards
@@ -166,16 +166,13 @@ def _rename(random_state: random.Random, body: dict[str, Any]) -> None:
     keys = random_state.sample(_NAMES, 2)
     names = [field_name((key,)) for key in keys]
     shape = random_state.choice(([4], [0]))
+    field = {"dtype": random_state.choice(("int64", "uint8")), "shape": shape}
     body["structure"] = {
         "kind": random_state.choice(("dict", "namedtuple", "dataclass")),
         "name": random_state.choice(_NAMES),
         "keys": keys,
-        "children": [_LEAF, _LEAF],
+        "children": [{"kind": "leaf", "field": {"name": name, **field}} for name in names],
     }
-    if isinstance(body.get("fields"), list):
-        for field, name in zip(body["fields"], names, strict=False):
-            if isinstance(field, dict):
-                field.update(name=name, shape=shape)
     if isinstance(body.get("checksums"), dict):
         body["checksums"] = dict(zip(names, body["checksums"].values(), strict=False))
 

@@ -77,7 +77,7 @@ def source_of(dataset: Any, schema: Schema, row_bytes: int = 1) -> Source:
 
     if not any(isinstance(field.kind, Image) for field in schema.fields):
         with suppress(SchemaError):  # Its arrays are not nested as its samples are.
-            slices = _source_of(dataset, schema.structure, schema.fields)
+            slices = _source_of(dataset, schema.structure)
     if slices is None:
         return Source(read_items, is_sliced=False)
 
@@ -147,30 +147,31 @@ def _is_hugging_face(dataset: Any) -> bool:
     return kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
 
 
-def _source_of(
-    dataset: Any, node: Node, fields: Sequence[Field], *, any_array: bool = False
-) -> Source | None:
-    """The slices of a dataset, or of a part of one, whose samples have a structure and fields."""
+def _source_of(dataset: Any, node: Node, *, any_array: bool = False) -> Source | None:
+    """Find how to slice a dataset, or a part of one, whose samples have a structure.
+
+    Returns None where its class is not known.
+    """
     kind = type(dataset)
     if isinstance(dataset, TableColumn):
-        return Source(partial(_read_column, dataset.rows, node, fields), dataset.pieces)
+        return Source(partial(_read_column, dataset.rows, node), dataset.pieces)
     if _is_array(dataset) or (any_array and is_array_like(dataset)):
         rows_of = partial(_rows_of_array, dataset)
-        return Source(partial(_read_column, rows_of, node, fields))
+        return Source(partial(_read_column, rows_of, node))
     if kind is Subset:
-        return _picked(dataset, node, fields)
+        return _picked(dataset, node)
     if kind is ConcatDataset:
-        parts = [_source_of(part, node, fields) for part in dataset.datasets]
+        parts = [_source_of(part, node) for part in dataset.datasets]
         known = [part for part in parts if part is not None]
         return (
             in_turn(known, list(map(len, dataset.datasets))) if len(known) == len(parts) else None
         )
-    children = children_of(_side_by_side(dataset, node, fields), ())
+    children = children_of(_side_by_side(dataset, node), ())
     if children is None or children[0] != node.kind or set(children[1]) != set(node.keys):
         return None
     columns, found = dict(zip(children[1], children[2], strict=True)), []
-    for key, (_, child, within) in zip(node.keys, node.parts(fields), strict=True):
-        source = _source_of(columns[key], child, within, any_array=kind is ColumnDataset)
+    for key, child in zip(node.keys, node.children, strict=True):
+        source = _source_of(columns[key], child, any_array=kind is ColumnDataset)
         if source is None:
             return None
         found.append(source)
@@ -182,13 +183,13 @@ def _source_of(
     return Source(lambda rows: [values for each in found for values in each.read(rows)], pieces)
 
 
-def _side_by_side(dataset: Any, node: Node, fields: Sequence[Field]) -> Any:
+def _side_by_side(dataset: Any, node: Node) -> Any:
     """The container of what lies side by side in a dataset; None where its class is not known."""
     kind = type(dataset)
     if _is_hugging_face(dataset):
         from lightning_memmap.store.sources.tables import hugging_face_columns
 
-        return hugging_face_columns(dataset, node, fields)
+        return hugging_face_columns(dataset, node)
     return dataset if kind is TensorDict else getattr(dataset, _SIDE_BY_SIDE.get(kind, ""), None)
 
 
@@ -200,7 +201,7 @@ def _is_array(values: Any) -> bool:
     return is_file and is_array_like(values)
 
 
-def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
+def _picked(dataset: Any, node: Node) -> Source | None:
     """Some rows of another source, in an order of their own."""
     indices, num_rows = np.asarray(dataset.indices), len(dataset.dataset)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
@@ -209,7 +210,7 @@ def _picked(dataset: Any, node: Node, fields: Sequence[Field]) -> Source | None:
         return None
     picked = indices.astype(np.int64, copy=False)
     picked = np.where(picked < 0, picked + num_rows, picked) if picked.min() < 0 else picked
-    if (source := _source_of(dataset.dataset, node, fields)) is None:
+    if (source := _source_of(dataset.dataset, node)) is None:
         return None
 
     def read(rows: RowNumbers) -> list[Values]:
@@ -267,14 +268,14 @@ def _take_of_file(values: Any, rows: Integers) -> np.ndarray:
 
 
 def _read_column(
-    rows_of: Callable[[RowNumbers], Branch], node: Node, fields: Sequence[Field], rows: RowNumbers
+    rows_of: Callable[[RowNumbers], Branch], node: Node, rows: RowNumbers
 ) -> list[Values]:
-    """Rows of one column, of a structure with some fields."""
+    """Read rows of one column, whose items have a structure."""
     try:
         found = rows_of(rows)
     except Exception as error:
         raise DatasetError(
             f"the dataset raised at rows {min(rows)} to {max(rows)}, field"
-            f" {fields[0].name!r}: {describe_error(error)}"
+            f" {node.fields[0].name!r}: {describe_error(error)}"
         ) from error
-    return stack(found, node, fields)
+    return stack(found, node)

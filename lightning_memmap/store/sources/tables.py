@@ -680,15 +680,13 @@ def _check_format(dataset: Any, name: str) -> None:
         )
 
 
-def hugging_face_columns(
-    dataset: Any, node: Node, fields: Sequence[Field]
-) -> dict[str, HuggingFaceColumn] | None:
+def hugging_face_columns(dataset: Any, node: Node) -> dict[str, HuggingFaceColumn] | None:
     """The columns of a dataset by name; None where its samples are made of more than the table."""
     form = dataset.format
     if form["type"] not in _FORMATS or form["format_kwargs"] or node.kind != "dict":
         return None
     # On its way through numpy, a text loses zeros at its end, and a list what it consists of.
-    if form["type"] is not None and any(field.is_text for field in fields):
+    if form["type"] is not None and any(field.is_text for field in node.fields):
         return None
     if not all(_is_as_in_table(dataset.features[str(key)]) for key in node.keys):
         return None

@@ -30,7 +30,7 @@ from lightning_memmap.schema.fields import (
     name_as_stored,
 )
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.schema.structure import Node
+from lightning_memmap.schema.structure import Node, leaf_node
 from tests.datasets import assert_same, texts
 from tests.reliability.manifest_fuzz import places
 from tests.unit.schema.reading import read_schema, to_json
@@ -572,22 +572,24 @@ def valid_json() -> Any:
     return value
 
 
-def one_leaf(name: str, structure: Any) -> Any:
-    field = {"name": name, "dtype": "int64", "shape": []}
-    return {"fields": [field], "structure": structure}
+def leaf_json(name: str) -> Any:
+    return {"kind": "leaf", "field": {"name": name, "dtype": "int64", "shape": []}}
+
+
+def one_leaf(key: str) -> Any:
+    """A structure of a dict with one leaf."""
+    structure = {"kind": "dict", "keys": [key], "children": [leaf_json(key)]}
+    return {"structure": structure}
 
 
 def with_container(kind: str, keys: list[Any], name: Any = "Sample") -> Any:
     """A structure of one container of leaves, whose fields are named as the keys."""
-    fields = [{"name": field_name((key,)), "dtype": "int64", "shape": []} for key in keys]
-    leaves = [{"kind": "leaf"}] * len(keys)
     return {
-        "fields": fields,
         "structure": {
             "kind": kind,
             "keys": keys,
             "name": name if kind in ("namedtuple", "dataclass") else "",
-            "children": leaves,
+            "children": [leaf_json(field_name((key,))) for key in keys],
         },
     }
 
@@ -602,38 +604,44 @@ def edited(*path: Any, value: Any) -> Any:
 
 
 def nested(depth: int) -> Any:
-    structure: Any = {"kind": "leaf"}
+    structure = leaf_json(".".join(["0"] * depth))
     for _ in range(depth):
         structure = {"kind": "list", "keys": [0], "children": [structure]}
-    return one_leaf(".".join(["0"] * depth), structure)
+    return {"structure": structure}
+
+
+FIRST = ("structure", "children", 0, "field")
+SECOND = ("structure", "children", 1, "children", 0, "field")
 
 
 HOSTILE = {
     "not a dict": [],
     "null": None,
     "empty": {},
-    "no fields": edited("fields", value=[]),
-    "fields is a dict": edited("fields", value={}),
-    "field is a text": edited("fields", 0, value="image"),
-    "unknown dtype": edited("fields", 0, "dtype", value="float8_e4m3fn"),
-    "attribute of torch as dtype": edited("fields", 0, "dtype", value="load"),
-    "dtype is a number": edited("fields", 0, "dtype", value=1),
-    "negative size": edited("fields", 0, "shape", value=[-1]),
-    "huge size": edited("fields", 0, "shape", value=[2**40]),
-    "bool as size": edited("fields", 0, "shape", value=[True]),
-    "false as size": edited("fields", 0, "shape", value=[False]),
-    "null as size": edited("fields", 0, "shape", value=[3, None]),
-    "float as size": edited("fields", 0, "shape", value=[1.0]),
-    "shape is a text": edited("fields", 0, "shape", value="34"),
-    "kind is missing": edited("fields", 0, "kind", value=None),
-    "duplicate names": edited("fields", 1, "name", value="image"),
-    "name with a slash": edited("fields", 0, "name", value="a/b"),
-    "name that points up": edited("fields", 0, "name", value=".."),
-    "absolute name": edited("fields", 0, "name", value="/etc/passwd"),
-    "name and structure with a slash": one_leaf(
-        "../x", {"kind": "dict", "keys": ["../x"], "children": [{"kind": "leaf"}]}
-    ),
-    "name that is no leaf": edited("fields", 0, "name", value="other"),
+    "no fields": {"structure": {"kind": "dict"}},
+    "field is a text": edited(*FIRST, value="image"),
+    "leaf without a field": edited(*FIRST, value=None),
+    "leaf with a mask": edited(*FIRST[:-1], "mask", value="image.mask"),
+    "leaf with keys": edited(*FIRST[:-1], "keys", value=["a"]),
+    "container with a field": edited("structure", "field", value=leaf_json("value")["field"]),
+    "list outside of a list": edited(*FIRST, "kind", value={"type": "text", "many": True}),
+    "unknown dtype": edited(*FIRST, "dtype", value="float8_e4m3fn"),
+    "attribute of torch as dtype": edited(*FIRST, "dtype", value="load"),
+    "dtype is a number": edited(*FIRST, "dtype", value=1),
+    "negative size": edited(*FIRST, "shape", value=[-1]),
+    "huge size": edited(*FIRST, "shape", value=[2**40]),
+    "bool as size": edited(*FIRST, "shape", value=[True]),
+    "false as size": edited(*FIRST, "shape", value=[False]),
+    "null as size": edited(*FIRST, "shape", value=[3, None]),
+    "float as size": edited(*FIRST, "shape", value=[1.0]),
+    "shape is a text": edited(*FIRST, "shape", value="34"),
+    "kind is missing": edited(*FIRST, "kind", value=None),
+    "duplicate names": edited(*SECOND, "name", value="image"),
+    "name with a slash": edited(*FIRST, "name", value="a/b"),
+    "name that points up": edited(*FIRST, "name", value=".."),
+    "absolute name": edited(*FIRST, "name", value="/etc/passwd"),
+    "name and structure with a slash": one_leaf("../x"),
+    "name that is no leaf": edited(*FIRST, "name", value="other"),
     "unknown container": edited("structure", "kind", value="set"),
     "container is a list": edited("structure", value=[]),
     "keys are missing": edited("structure", "keys", value=None),
@@ -644,11 +652,10 @@ HOSTILE = {
     "float as key": with_container("dict", [1.5]),
     "duplicate keys": with_container("dict", ["a", "a"]),
     "duplicate keys of nothing": {
-        **one_leaf("b", None),
         "structure": {
             "kind": "dict",
             "keys": ["a", "a", "b"],
-            "children": [{"kind": "list", "keys": [], "children": []}] * 2 + [{"kind": "leaf"}],
+            "children": [{"kind": "list"}, {"kind": "list"}, leaf_json("b")],
         },
     },
     "keys that differ in case": with_container("dict", ["a", "A"]),
@@ -669,24 +676,21 @@ HOSTILE = {
     "null as name": with_container("namedtuple", ["a"], None),
     "no name": with_container("dataclass", ["a"], []),
     "null byte in a name": with_container("dataclass", ["a"], "A\0B"),
-    "terminal codes as mode": edited(
-        "fields", 0, "kind", value={"type": "image", "mode": "\x1b[2J"}
-    ),
-    "line as mode": edited("fields", 0, "kind", value={"type": "image", "mode": "RGB\n"}),
-    "kind of nothing": edited("fields", 0, "kind", value={"type": "nothing"}),
-    "unit of nothing": edited("fields", 1, "kind", value={"type": "time", "unit": "x"}),
-    "text of numbers": edited("fields", 0, "kind", value={"type": "text"}),
-    "mask of nothing": edited("fields", 0, "kind", value={"type": "mask"}),
+    "terminal codes as mode": edited(*FIRST, "kind", value={"type": "image", "mode": "\x1b[2J"}),
+    "line as mode": edited(*FIRST, "kind", value={"type": "image", "mode": "RGB\n"}),
+    "kind of nothing": edited(*FIRST, "kind", value={"type": "nothing"}),
+    "unit of nothing": edited(*SECOND, "kind", value={"type": "time", "unit": "x"}),
+    "text of numbers": edited(*FIRST, "kind", value={"type": "text"}),
+    "mask of nothing": edited(*FIRST, "kind", value={"type": "mask"}),
     "name too long": with_container("dict", ["k" * 235]),
-    "lone surrogate": edited("fields", 0, "name", value="\ud800"),
+    "lone surrogate": edited(*FIRST, "name", value="\ud800"),
     "twins of one name": with_container("namedtuple", ["ﬁ", "fi"]),
     "name that Python reads as another": with_container("dataclass", ["ﬁ", "b"]),
     "debug as name": with_container("dataclass", ["__debug__", "b"]),
     "terminal codes as class": with_container("dataclass", ["a"], "\x1b"),
-    "markup as kind": edited("fields", 0, "kind", value="[/]"),
-    "many dimensions": edited("fields", 0, "shape", value=[1] * 64 + [4]),
+    "markup as kind": edited(*FIRST, "kind", value="[/]"),
+    "many dimensions": edited(*FIRST, "shape", value=[1] * 64 + [4]),
     "many classes": {
-        "fields": [{"name": f"{key}.a", "dtype": "int64", "shape": []} for key in range(257)],
         "structure": {
             "kind": "list",
             "keys": list(range(257)),
@@ -695,7 +699,7 @@ HOSTILE = {
                     "kind": "dataclass",
                     "name": f"C{key}",
                     "keys": ["a"],
-                    "children": [{"kind": "leaf"}],
+                    "children": [leaf_json(f"{key}.a")],
                 }
                 for key in range(257)
             ],
@@ -707,7 +711,7 @@ HOSTILE = {
 def test_json_edited_value_is_valid_without_the_edit() -> None:
     # What the table below rests on: each entry is refused for its one edit.
     for value in (
-        one_leaf("a", {"kind": "dict", "keys": ["a"], "children": [{"kind": "leaf"}]}),
+        one_leaf("a"),
         with_container("dict", ["a", "b"]),
         with_container("namedtuple", ["a", "b"]),
         with_container("dataclass", ["a", "b"]),
@@ -764,7 +768,9 @@ def test_node_and_schema_are_values() -> None:
     assert Schema.infer([{"a": 1}]) == Schema.infer([{"a": 2}])
     assert Schema.infer([{"a": 1}]) != Schema.infer([{"a": 1.0}])
     assert hash(Schema.infer([[1]])) == hash(Schema.infer([[2]]))
-    assert Schema.infer([(1,)]).structure == Node("tuple", (0,), (Node("leaf"),))
+    assert Schema.infer([(1,)]).structure == Node(
+        "tuple", (0,), (leaf_node(Field("0", torch.int64, ())),)
+    )
 
 
 # Names in messages

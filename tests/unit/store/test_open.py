@@ -152,7 +152,7 @@ def test_field_file_that_became_no_plain_file_is_not_streamed(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 4}',
+        b'{"format": "lightning_memmap store", "version": 5}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -168,14 +168,14 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 3, "4", None, [4]])
+@pytest.mark.parametrize("version", [0, 4, "5", None, [5]])
 def test_store_of_another_format_version_is_refused_and_left_alone(
     path: Path, version: Any
 ) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
     names = {*os.listdir(path), ".lock"}
     for act in (open_store, verify_store, partial(build_store, DATASET, overwrite=True)):
-        with pytest.raises(StoreError, match=r"has format version .* reads version 4: remove it"):
+        with pytest.raises(StoreError, match=r"has format version .* version .*build"):
             act(path)
     assert {*os.listdir(path), ".lock"} == names
 
@@ -206,6 +206,9 @@ def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+FIRST = ("structure", "children", 0, "field")
+
+
 def drop(key: str) -> Callable[[dict[str, Any]], None]:
     return lambda body: body.pop(key)
 
@@ -214,7 +217,7 @@ def rename_field(name: str) -> Callable[[dict[str, Any]], None]:
     """A field whose name leads elsewhere, and its key too."""
 
     def edit(body: dict[str, Any]) -> None:
-        body["fields"][0]["name"] = name
+        body["structure"]["children"][0]["field"]["name"] = name
         sums = list(body["checksums"].values())
         body["checksums"] = {name: sums[0], "label": sums[1]}
         body["structure"]["keys"][0] = name
@@ -224,7 +227,7 @@ def rename_field(name: str) -> Callable[[dict[str, Any]], None]:
 
 def empty_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
     """A field of no bytes, which needs no file, of a shape that no tensor can have."""
-    return put("fields", 0, "shape", value=list(shape))
+    return put(*FIRST, "shape", value=list(shape))
 
 
 SUM = "0123456789abcdef"
@@ -235,8 +238,9 @@ def sums(num_shards: int) -> str:
 
 
 def replace_fields(body: dict[str, Any], names: list[str]) -> None:
-    field = {"dtype": "int64", "shape": [0], "kind": "tensor"}
-    body["fields"] = [{"name": name, **field} for name in names]
+    field = {"dtype": "int64", "shape": [0]}
+    leaves = [{"kind": "leaf", "field": {"name": name, **field}} for name in names]
+    body["structure"] = {"kind": "dict", "keys": names, "children": leaves}
     body["checksums"] = {name: sums(body["num_shards"]) for name in names}
 
 
@@ -244,8 +248,6 @@ def many_fields(num_fields: int, num_shards: int) -> Callable[[dict[str, Any]], 
     def edit(body: dict[str, Any]) -> None:
         body["num_shards"] = num_shards
         names = [f"f{index}" for index in range(num_fields)]
-        leaves = [{"kind": "leaf"}] * num_fields
-        body["structure"] = {"kind": "dict", "keys": names, "children": leaves}
         replace_fields(body, names)
 
     return edit
@@ -270,13 +272,13 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rows as bool": put("num_rows", value=True),
     "fewer shards": put("num_shards", value=2),
     "too many shards": put("num_shards", value=2**16 + 1),
-    "larger shape": put("fields", 0, "shape", value=[5]),
-    "huge shape": put("fields", 0, "shape", value=[2**39, 2**39]),
+    "larger shape": put(*FIRST, "shape", value=[5]),
+    "huge shape": put(*FIRST, "shape", value=[2**39, 2**39]),
     "empty and huge shape": empty_shape(2**39, 2**39, 0),
-    "wider dtype": put("fields", 0, "dtype", value="complex128"),
+    "wider dtype": put(*FIRST, "dtype", value="complex128"),
     "name outside": rename_field("../x"),
     "no structure": drop("structure"),
-    "no fields": drop("fields"),
+    "no field": put(*FIRST, value=None),
     "no number of rows": drop("num_rows"),
     "no checksums": drop("checksums"),
     "checksums of another field": put("checksums", value={"y": sums(3), "label": sums(3)}),
@@ -297,8 +299,8 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "too many rows without a byte": no_bytes(2**20 + 1),
     "most shards and no row in them": put("num_shards", value=2**16),
     "unknown key": put("extra", value=1),
-    "unknown key of a field": put("fields", 0, "extra", value=1),
-    "unknown key of a kind": put("fields", 0, "kind", value={"type": "numbers", "extra": 1}),
+    "unknown key of a field": put(*FIRST, "extra", value=1),
+    "unknown key of a kind": put(*FIRST, "kind", value={"type": "numbers", "extra": 1}),
     "unknown key of the structure": put("structure", "extra", value=1),
     "unknown key of the fingerprint": put("fingerprint", "extra", value=1),
     "other format": put("format", value="another store"),
@@ -314,7 +316,7 @@ MESSAGES = {
     "endless source": "4096.*source=.*dataset",
     "probe beyond the rows": "probes .* 100 rows",
     "unknown key": "unknown field `extra`",
-    "unknown key of a field": r"unknown field `extra` .*fields\[",
+    "unknown key of a field": r"unknown field `extra` .*structure",
 }
 
 

@@ -4,6 +4,7 @@ import datetime
 import enum
 import os
 import shutil
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -193,9 +194,18 @@ def test_flipped_bit_is_found(tmp_path: Path, file: str, fields: set[str]) -> No
         open_store(path)
 
 
+def fields_of(node: Any) -> Iterator[Any]:
+    """The fields in the JSON value of a structure."""
+    if "field" in node:
+        yield node["field"]
+    for child in node.get("children", ()):
+        yield from fields_of(child)
+
+
 def edit_field(name: str, **entries: Any) -> Any:
     def edit(body: Any) -> None:
-        next(field for field in body["fields"] if field["name"] == name).update(entries)
+        (field,) = (field for field in fields_of(body["structure"]) if field["name"] == name)
+        field.update(entries)
 
     return edit
 
@@ -208,24 +218,26 @@ def edit_node(key: str, **entries: Any) -> Any:
     return edit
 
 
-LEAF = {"kind": "leaf"}
+LEAF = {"kind": "leaf", "field": {"name": "captions", "dtype": "uint8", "shape": [None]}}
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        edit_field("captions", kind={"type": "text"}),
+        edit_field("captions", kind={"type": "text", "many": True}),
         edit_field("title", kind={"type": "text", "many": True}),
-        edit_field("age.mask", dtype="uint8"),
         edit_field("age", kind={"type": "mask"}),
         edit_field("at", kind={"type": "time", "unit": "weeks"}),
         edit_field("at", kind={"type": "time", "unit": "us"}, dtype="float64"),
         edit_node("captions", children=[]),
         edit_node("captions", children=[{"kind": "records", "children": [LEAF]}]),
         edit_node("captions", kind="optional"),
-        edit_node("age", children=[LEAF]),
-        edit_node("age", children=[LEAF, {"kind": "none"}]),
-        edit_node("age", children=[{"kind": "optional", "children": [LEAF, LEAF]}, LEAF]),
+        edit_node("captions", kind="optional", mask="captions.mask"),
+        edit_node("age", mask=""),
+        edit_node("age", mask="age"),
+        edit_node("age", children=[]),
+        edit_node("age", children=[{"kind": "none"}]),
+        edit_node("age", children=[{"kind": "optional", "mask": "age.mask", "children": [LEAF]}]),
         edit_node("age", kind="none", keys=[], children=[]),
         edit_node("age", kind="records"),
     ],

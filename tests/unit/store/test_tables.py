@@ -81,7 +81,7 @@ def test_columns_keep_names_and_dtypes_whatever_is_missing(
 ) -> None:
     table = frame(missing)
     store = build(tmp_path / "s", ColumnDataset(table))
-    masks = {names[-1] for names in store.schema.optional.values()}
+    masks = {*store.schema.optional.values()}
     dtypes = {field.name: field.dtype for field in store.schema.fields if field.name not in masks}
     assert dtypes == {
         **{"point.id": torch.int64, "point.x": torch.float32, "box": torch.int16},
