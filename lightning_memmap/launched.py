@@ -31,7 +31,6 @@ class Launched(subprocess.Popen[bytes]):
         head: bytes = b"",
         env: Mapping[str, str] = os.environ,
         cwd: str | None = None,
-        stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
     ) -> None:
         self.output = output
@@ -42,7 +41,7 @@ class Launched(subprocess.Popen[bytes]):
             file.write(head)
             super().__init__(
                 command,
-                stdin=stdin,
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={name: env[name] for name in env.keys() - _LAUNCHERS},

@@ -139,17 +139,6 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor] if tensor.layout is torch.strided else []
 
 
-def process_group_size(argument: Any) -> int | None:
-    """The size of a process group in an argument of an operator."""
-    if not isinstance(argument, getattr(torch._C, "ScriptObject", ())):
-        return None
-    try:
-        group: Any = torch.distributed.ProcessGroup
-        return int(group.unbox(argument).size())
-    except RuntimeError:  # Another kind of script object, such as the reduce operation.
-        return None
-
-
 def empty_caches(devices: Iterable[torch.device]) -> None:
     """Give back memory that torch's allocators keep without using it, pinned memory included."""
     modules = {torch.get_device_module(device) for device in devices if device.type != "cpu"}

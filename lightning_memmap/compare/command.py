@@ -16,7 +16,7 @@ from lightning_memmap.launched import on_sigterm
 from lightning_memmap.tables import write_at_once
 
 _DESCRIPTION = """Train the same model on the same rows in several variants, check that the results
-agree, and measure what each one costs. A variant is a strategy and what supplies its rows. Exit
+agree, and measure what each one costs. A variant is a strategy and a loader of its rows. Exit
 code: 0 if all variants that ran agree, 1 if one differs, 3 if one failed, 130 after Ctrl-C, 2 for a
 wrong argument."""
 
@@ -30,15 +30,16 @@ def compare(args: list[str]) -> int:
         refuse_overrides(args)
         options = ComparisonOptions(**parser.parse_args(args).as_dict())
         command = shlex.join(["lightning-memmap", "compare", *args])
-        # SIGTERM, as of a scheduler, is an interrupt: what is finished is kept, and no run is left.
+        # A scheduler's SIGTERM is an interrupt: finished runs are kept, and no process is left.
         with on_sigterm(signal.default_int_handler):
             report = Comparison(options, console, command).run()
     except (MemmapError, OSError, ValueError) as error:
         print_error(error)
         return 2
-    code, out = report.exit_code, Path(options.out)
+    code = report.exit_code
+    out = Path(options.out)
     try:
-        # At once, so that no later error can lose hours of work.
+        # Written first, so that a later error cannot lose hours of work.
         report.write(out / REPORT)
     except OSError as error:
         print_error(error)

@@ -1,4 +1,4 @@
-"""What is compared: variants, the options of a comparison, and what a run is told to do."""
+"""Variants, the options of a comparison, and the spec of a run."""
 
 import json
 import re
@@ -11,9 +11,9 @@ from lightning_memmap.compare.folder import RUN_SCHEMA, SPEC
 from lightning_memmap.errors import check_integer, nearest
 from lightning_memmap.strategies import STRATEGIES
 
-#: Lightning's own strategies that can be compared, by the name that they have here.
+#: Lightning's own strategies that can be compared, by the name that variants use.
 LIGHTNING_STRATEGIES = ("auto", "ddp", "fsdp", "model_parallel")
-#: Those of this pack under which all devices train one model, whose results can be compared.
+#: Strategies of this pack under which all devices train one model, so that results can be compared.
 _OURS = [name for name, cls, _ in STRATEGIES if getattr(cls, "trains_one_model", True)]
 _NAMES = (*LIGHTNING_STRATEGIES, "ddp_find_unused_parameters_true", *_OURS)
 _LOADER = re.compile(r"workers[0-9]+|ideal|memmap|first_epoch")
@@ -21,7 +21,7 @@ _LOADER = re.compile(r"workers[0-9]+|ideal|memmap|first_epoch")
 
 @dataclass(frozen=True)
 class Variant:
-    """One set-up to measure: a strategy and what supplies its rows."""
+    """One set-up to measure: a strategy and the loader of its rows."""
 
     strategy: str
     #: ``memmap``: the `MemmapDataModule` of the config. ``workersN``: its plain dataset through
@@ -35,7 +35,7 @@ class Variant:
         return self.strategy if self.loader == "memmap" else f"{self.strategy}+{self.loader}"
 
     def trainer_options(self, devices: int) -> dict[str, Any]:
-        """The options of the Trainer that make the variant; ``auto`` uses one device."""
+        """Return the Trainer options of this variant; ``auto`` uses one device."""
         strategy: Any = self.strategy
         if strategy == "model_parallel":
             strategy = {
@@ -46,29 +46,29 @@ class Variant:
                     "save_distributed_checkpoint": False,
                 },
             }
-        used = 1 if self.strategy == "auto" else devices
-        return {"strategy": strategy, "devices": used, "num_nodes": 1}
+        num_devices = 1 if self.strategy == "auto" else devices
+        return {"strategy": strategy, "devices": num_devices, "num_nodes": 1}
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
     """Parse a list of variants such as ``ddp,auto+workers2``; ``all`` stands for `all_variants`."""
-    found: list[Variant] = []
+    variants: list[Variant] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
-        found += all_variants() if name == "all" else [_parse(name)]
-    if not found:
+        variants += all_variants() if name == "all" else [_parse(name)]
+    if not variants:
         names = ", ".join(variant.name for variant in all_variants())
         raise ValueError(f"variants={text!r}: name at least one, such as {names}")
-    for variant in found:
-        if found.count(variant) > 1:
+    for variant in variants:
+        if (count := variants.count(variant)) > 1:
             raise ValueError(
-                f"variants={text!r}: {variant.name} is there {found.count(variant)} times; name it"
-                " once, and choose by --repeats how often each is timed"
+                f"variants={text!r}: {variant.name} is listed {count} times. List it once, and set"
+                " --repeats to the number of timed runs"
             )
-    return tuple(found)
+    return tuple(variants)
 
 
 def all_variants() -> tuple[Variant, ...]:
-    """The single device with each loader, and every other strategy with the store."""
+    """List the single device with each loader, and every other strategy with the store."""
     return (
         Variant("auto"),
         Variant("auto", "workers0"),
@@ -86,7 +86,7 @@ def _parse(name: str) -> Variant:
         ends = ("", "+ideal", "+first_epoch", workers)
         names = [start + end for start in _NAMES for end in ends]
         problem = f"is unknown{nearest(name, names) or '.'}"
-        if any(strategy == known for known, *_ in STRATEGIES if known not in _OURS):
+        if strategy in {known_name for known_name, *_ in STRATEGIES} - {*_OURS}:
             problem = "trains several models."
         raise ValueError(
             f"variants: {name!r} {problem}"
@@ -97,18 +97,18 @@ def _parse(name: str) -> Variant:
     return Variant(strategy, loader or "memmap")
 
 
-#: ``check`` trains a few steps and notes rows, losses, weights and bytes; ``timed`` measures time
-#: and memory, and does nothing else.
+#: ``check`` trains a few steps and records rows, losses, weights and bytes; ``timed`` only measures
+#: time and memory.
 RunKind = Literal["check", "timed"]
 
-#: Options of the Trainer that a config may set for all variants. The comparison itself sets the
-#: others, which could make variants differ.
+#: Options of the Trainer that a config may set for all variants. The comparison sets all other
+#: options itself, because they could make variants differ.
 TRAINER_OPTIONS = (
     "accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic",
     "benchmark", "sync_batchnorm",
 )  # fmt: skip
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
-#: A rate needs two steps. Most of the first steps of a check run look at one thing more.
+#: A rate needs two steps. In a check run, the second step measures the bytes of the model.
 _LEAST = {"devices": 1, "repeats": 1, "warmup_steps": 1, "steps": 2, "check_steps": 4}
 
 
@@ -129,7 +129,7 @@ class ComparisonOptions:
         repeats: Timed runs of each variant.
         steps: Steps that are measured in each of them.
         warmup_steps: Steps before those, which are not measured.
-        check_steps: Steps that are checked for parity, in a run of their own.
+        check_steps: Steps that are checked for parity, in a separate run.
         tolerance: How far losses and weights may differ, relatively; by default as docs/compare.md
             says for the precision.
         timeout_s: Seconds after which a run is ended, and counts as failed.
@@ -155,15 +155,15 @@ class ComparisonOptions:
             check_integer(name, getattr(self, name), least)
         if self.tolerance is not None and not self.tolerance >= 0:
             raise ValueError(
-                f"tolerance={self.tolerance}: give a relative difference of at least 0, or omit it"
+                f"tolerance={self.tolerance}: must be a relative difference of at least 0"
             )
         if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s}: give more than 0 seconds")
+            raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0 seconds")
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What one run, in fresh processes, has to do."""
+    """A run in new processes."""
 
     kind: RunKind
     config: dict[str, Any]
@@ -176,11 +176,13 @@ class RunSpec:
     steps: int
     transform_is_random: bool
     out: str
-    #: Marks the folder as one of a comparison.
+    #: The weights file of the reference run; None in that run itself.
+    reference: str | None = None
+    #: Marks the folder of a run.
     schema: str = RUN_SCHEMA
 
     def write(self) -> Path:
-        """Write this into its folder, which is made where it is missing."""
+        """Write this spec into the folder of the run, and make the folder if it is missing."""
         path = Path(self.out) / SPEC
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -188,19 +190,19 @@ class RunSpec:
 
     @classmethod
     def read(cls, path: str | Path) -> "RunSpec":
-        """Read what `write` wrote."""
+        """Read a spec that `write` has written."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def shared_config(path: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Of a config of a fit: sections and Trainer options for all variants, and what is left out."""
+    """Split the config of a fit into shared sections, shared Trainer options, and unused keys."""
     config = read_config(path, "model", "data")
     sections = {name: config[name] for name in _SECTIONS if config.get(name) is not None}
     # A random seed, which True asks for, would differ from run to run.
     if type(sections.get("seed_everything")) is not int:
         sections["seed_everything"] = 0
     options = config.get("trainer") or {}
-    kept = {name: options[name] for name in TRAINER_OPTIONS if options.get(name) is not None}
-    left_out = [f"trainer.{name}" for name in options if name not in TRAINER_OPTIONS]
-    left_out += [name for name in config if name not in (*_SECTIONS, "trainer")]
-    return sections, kept, left_out
+    shared = {name: options[name] for name in TRAINER_OPTIONS if options.get(name) is not None}
+    unused = [f"trainer.{name}" for name in options if name not in TRAINER_OPTIONS]
+    unused += [name for name in config if name not in (*_SECTIONS, "trainer")]
+    return sections, shared, unused

@@ -1,4 +1,4 @@
-"""What supplies the rows of a variant: the store, a ``DataLoader``, or one batch replayed."""
+"""The loaders of a variant: the store, a ``DataLoader``, or one batch replayed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +33,7 @@ from lightning_memmap.store import Store
 from lightning_memmap.store.sources.stream import is_stream
 
 CPU = torch.device("cpu")
-#: Where a run builds stores of its own, in its folder.
+#: Folder, in the folder of a run, of stores that the run builds itself.
 STORES = "stores"
 
 
@@ -45,10 +45,11 @@ class StoredRows:
         self._windows = rows if isinstance(rows, WindowedRows) else None
 
     def __getitem__(self, row: int) -> list[Tensor]:
-        store, windows = self._store, self._windows
+        store = self._store
+        windows = self._windows
         if windows is None:
             return [column.row(row) for column in store.columns]
-        series, first = (int(each[0]) for each in windows.find(np.array([row])))
+        series, first = (int(indices[0]) for indices in windows.find(np.array([row])))
         steps = slice(first * windows.stride, first * windows.stride + windows.length)
         return [
             column.row(series)[steps] if field.name in windows.fields else column.row(series)
@@ -57,16 +58,17 @@ class StoredRows:
 
 
 def plain_rows(data: MemmapDataModule, store: Store, rows: Rows) -> Any:
-    """The training samples; where they are windows or cannot be looked up, `StoredRows`."""
-    given = data.datasets["train"]
-    several = [*given.values()] if has_several(given) else [given]
-    if isinstance(rows, WindowedRows) or any(each is None or is_stream(each) for each in several):
+    """Return the training dataset; for windows and datasets without indices, `StoredRows`."""
+    train = data.datasets["train"]
+    datasets = [*train.values()] if has_several(train) else [train]
+    has_no_indices = any(dataset is None or is_stream(dataset) for dataset in datasets)
+    if isinstance(rows, WindowedRows) or has_no_indices:
         return StoredRows(store, rows)
-    return ConcatDataset(several) if has_several(given) else given
+    return ConcatDataset(datasets) if has_several(train) else train
 
 
 class PlainCollate:
-    """``default_collate``, and then the batch transform, where a worker process does both."""
+    """Collates like ``default_collate``, and applies the batch transform if there is one."""
 
     def __init__(
         self,
@@ -77,7 +79,9 @@ class PlainCollate:
         stored: bool,
         transform: Callable[..., Any] | None = None,
     ) -> None:
-        self._schema, self._forms, self._stored = store.schema, dict(forms), stored
+        self._schema = store.schema
+        self._forms = dict(forms)
+        self._stored = stored
         windows = rows if isinstance(rows, WindowedRows) else None
         self._fields = [
             field.windowed(windows.length) if windows and field.name in windows.fields else field
@@ -99,8 +103,8 @@ class PlainCollate:
             with suppress(TypeError):
                 return default_collate(rows)
         if self._build is None:
-            # Not before a worker has a sample at hand: reading one before the workers are forked
-            # would make them share the files that it opens.
+            # Only now, from a sample that a worker has read: reading one before the workers are
+            # forked would make them share the files that it opens.
             sample = None if self._stored else rows[0]
             self._build = FormedCollate(self._schema, self._forms, sample)
         leaves = rows if self._stored else map(self._schema.flatten, rows)
@@ -121,7 +125,8 @@ class MappedLoader:
     """A loader whose batches pass through a function."""
 
     def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
-        self._loader, self._function = loader, function
+        self._loader = loader
+        self._function = function
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -138,13 +143,16 @@ class RowBatches(TorchSampler[list[int]]):
     """The dataset rows of each step of one of ``size`` processes, in the order of a sampler."""
 
     def __init__(self, order: Sampler, schedule: BatchSchedule, rank: int, size: int) -> None:
-        self._order, self._schedule, self._rank, self._size = order, schedule, rank, size
+        self._order = order
+        self._schedule = schedule
+        self._rank = rank
+        self._size = size
         # Lightning looks for `batch_sampler.sampler.set_epoch`.
         self.sampler = self
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration has."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -153,9 +161,9 @@ class RowBatches(TorchSampler[list[int]]):
     @override
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(len(self._schedule)):
-            first, last = self._schedule.bounds(step)
-            mine = range(first + (self._rank - first) % self._size, last, self._size)
-            yield self._order.dataset_rows(self._epoch, mine).tolist()
+            start, stop = self._schedule.bounds(step)
+            positions = range(start + (self._rank - start) % self._size, stop, self._size)
+            yield self._order.dataset_rows(self._epoch, positions).tolist()
 
 
 class PlainData(L.LightningDataModule):
@@ -165,8 +173,10 @@ class PlainData(L.LightningDataModule):
         self, data: MemmapDataModule, global_batch: int, num_workers: int, transform_here: bool
     ) -> None:
         super().__init__()
-        self._data, self._global_batch = data, global_batch
-        self._num_workers, self._transform_here = num_workers, transform_here
+        self._data = data
+        self._global_batch = global_batch
+        self._num_workers = num_workers
+        self._transform_here = transform_here
 
     @override
     def train_dataloader(self) -> Any:
@@ -177,7 +187,8 @@ class PlainData(L.LightningDataModule):
         schedule = BatchSchedule(
             order.num_positions, self._global_batch, order.num_shards, drop_last=True
         )
-        transform, here = self._data.transform, self._transform_here
+        transform = self._data.transform
+        here = self._transform_here
         rows = plain_rows(self._data, store, order.pool.rows)
         collate = PlainCollate(
             store,
@@ -200,26 +211,26 @@ class PlainData(L.LightningDataModule):
         return loader
 
 
-def replayed(loader: Any) -> MappedLoader:
-    """A loader that yields the first batch of another one in every step."""
+def make_replayed(loader: Any) -> MappedLoader:
+    """Make a loader that yields the first batch of another one in every step."""
     first = cache(lambda: next(iter(loader)))
     return MappedLoader(range(len(loader)), lambda _: first())
 
 
-def loaded_data(
+def variant_datamodule(
     data: MemmapDataModule, variant: Variant, global_batch: int, out: str, *, transform_here: bool
 ) -> L.LightningDataModule:
-    """The data module that the Trainer of a variant is given, as the variant's loader says."""
+    """Make the data module of a variant, according to the variant's loader."""
     data.read_training_loaders()
     if variant.loader == "first_epoch":
         if data.datasets["train"] is None:
-            raise ValueError(f"{variant.name}: without a train_dataset there is nothing to build")
+            raise ValueError(f"{variant.name}: train_dataset=None: there is nothing to build")
         as_stored = data.with_options(num_shards=None)
         built = as_stored.train_sampler(as_stored.open_train_store()).num_shards
         if built != data.num_shards:
             raise ValueError(
-                f"{variant.name}: the rows of a store are striped again where devices do not divide"
-                f" its {built} shards, but not while it is built: choose --devices that divide them"
+                f"{variant.name}: a store that is built while training has {built} shards. Choose"
+                " --devices that divide them"
             )
         return data.with_options(
             store_dir=Path(out) / STORES,
@@ -247,10 +258,10 @@ def normalized_datamodule(data: Any) -> MemmapDataModule:
 
 
 def batch_size_of(trainer: L.Trainer, global_batch: int, devices: int) -> int:
-    """Rows of a step for each data device, before the Trainer has started any process."""
+    """Compute the rows per data device and step, before the Trainer has started any process."""
     try:
-        count = topology_of(trainer.strategy).num_data_devices
+        num_devices = topology_of(trainer.strategy).num_data_devices
     except RuntimeError:
         # A strategy with a mesh makes it later. In a comparison all devices are data parallel.
-        count = devices
-    return global_batch // count
+        num_devices = devices
+    return global_batch // num_devices

@@ -1,22 +1,23 @@
-"""The figures of a comparison. Each is one entry of `METRICS`, and nothing else knows it.
+"""The figures of a comparison. Each is one entry of `METRICS`, and no other code knows it.
 
-An entry says what it collects from the record of each process of a run, and how that is reduced to
-one figure; or it relates two variants, and is known when both have run. Tables, the page and the
-list in docs/compare.md follow from it.
+An entry computes a figure from the records of the processes of one run, or it relates two variants
+and is filled in when both have run. Tables, the page and the list in docs/compare.md follow from
+the entries.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_memmap.sizes import format_bytes
 
 #: Parts of a step, in the order in which they happen.
 PARTS = {
-    "data": "the computing stream waits for the loader; where super-batches are assembled in the"
-    " loader, as under `memmap_superbatch`, this includes bringing them to the root device",
+    "data": "the compute stream waits for the loader; where super-batches are assembled in the"
+    " loader, as under `memmap_superbatch`, this includes the copies to the root device",
     "transfer": "the strategy's `batch_to_device`",
     "forward": "`training_step`; under `memmap_pipeline` with the backward pass, and in manual"
     " optimization with clearing gradients and clipping",
@@ -26,17 +27,17 @@ PARTS = {
     "other": "the Trainer's own work, callbacks, logging, and the stop signal that Lightning"
     " broadcasts in each step of several processes",
 }
-#: Kinds of model state, in the order in which a picture stacks them.
+#: Kinds of model state.
 STATE = ("parameters", "gradients", "optimizer")
 #: The figure by which variants are sorted.
 SPEED = "samples_per_s"
-#: The speed relative to that of the same strategy with ``+ideal``.
+#: The speed relative to the same strategy with ``+ideal``.
 NO_LOAD = "no_load_share"
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The record of one process of a run."""
+class RankRecord:
+    """The measurements of one process of a run, which it writes to a JSON file."""
 
     rank: int
     world_size: int
@@ -46,171 +47,257 @@ class Rank:
     first_batch_s: float = 0.0
     #: Seconds of each part of each measured step.
     steps: Sequence[Mapping[str, float]] = ()
-    #: By process id, private and shared bytes of this process and all that it has started.
+    #: Private and shared bytes of this process and all its descendants, by process id.
     processes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: By accelerator, the peak of allocated bytes.
+    #: Peak of allocated bytes, by accelerator.
     peaks: Mapping[str, int] = field(default_factory=dict)
-    #: By device and kind, bytes of the model's state.
+    #: Bytes of the model's state, by device and kind.
     state_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    moved_bytes: int = 0
-    #: Of each step of a check run, the rows as the loader gave them.
+    #: Hash of the rows of each step of a check run, as the loader returned them.
     hashes: Sequence[int] = ()
-    #: Parts of its rows of a step, each of which goes through the module by itself.
+    #: Number of parts of this process's rows that go through the module separately.
     num_parts: int = 1
     parameters: Sequence[str] = ()
+    #: Digests of the weights before the first step and after the last one; on global rank zero.
+    initial: Mapping[str, str] = field(default_factory=dict)
+    final: Mapping[str, str] = field(default_factory=dict)
+    #: Squared distance of the final weights: in the reference run from the initial weights, in any
+    #: other run from the reference. None if names or shapes differ, and on other ranks.
+    squared_distance: float | None = None
 
     def mean_s(self, *parts: str) -> float:
-        """Mean seconds of some parts of a step."""
+        """Return the mean seconds of some parts of a step."""
         return fmean(sum(step[part] for part in parts) for step in self.steps)
 
 
-def shares_of(ranks: Sequence[Rank]) -> list[list[Rank]]:
-    """The processes by their share of the global batch, in the order of data-parallel ranks."""
-    shares: dict[int, list[Rank]] = defaultdict(list)
-    for rank in sorted(ranks, key=lambda rank: rank.data_rank):
-        shares[rank.data_rank].append(rank)
-    return [*shares.values()]
+Ranks = Sequence[RankRecord]
 
 
-#: How a figure is written: a number in SI units.
-COUNT, SHARE, SECONDS = "{:,.0f}".format, "{:.0%}".format, "{:.2f} s".format
+def group_by_data_rank(ranks: Ranks) -> list[list[RankRecord]]:
+    """Group the processes that train on the same rows, in the order of data-parallel ranks."""
+    groups: dict[int, list[RankRecord]] = defaultdict(list)
+    for record in sorted(ranks, key=lambda record: record.data_rank):
+        groups[record.data_rank].append(record)
+    return [*groups.values()]
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One figure."""
-
-    key: str
-    label: str
-    write: Callable[[float], str]
-    meaning: str
-    #: None of a figure that relates two variants.
-    collect: Callable[[Rank], Any] | None = None
-    reduce: Callable[[list[Any]], float | None] = fmean
-    run: Literal["timed", "check"] = "timed"
-    table: str = ""
+def compute_rate(ranks: Ranks) -> float:
+    """Compute rows per second over all processes. The slowest counts where rows are the same."""
+    return fmean(
+        min(record.global_batch / record.mean_s(*PARTS) for record in group)
+        for group in group_by_data_rank(ranks)
+    )
 
 
-#: The titles of tables.
+def compute_data_stall(ranks: Ranks) -> float:
+    """Compute the fraction of a step that waits for its batch."""
+    return fmean(record.mean_s("data", "transfer") / record.mean_s(*PARTS) for record in ranks)
+
+
+def compute_first_batch_s(ranks: Ranks) -> float:
+    """Return the time to the first batch in the slowest process."""
+    return max(record.first_batch_s for record in ranks)
+
+
+def compute_part_s(part: str, ranks: Ranks) -> float:
+    """Compute the mean seconds of one part of a step."""
+    return fmean(record.mean_s(part) for record in ranks)
+
+
+def _processes(ranks: Ranks) -> list[Sequence[int]]:
+    """List private and shared bytes of each process once. Ranks see their descendants, too."""
+    by_id = {pid: sizes for record in reversed(ranks) for pid, sizes in record.processes.items()}
+    return [*by_id.values()]
+
+
+def compute_private_bytes(ranks: Ranks) -> int:
+    """Add up the private bytes of all processes."""
+    return sum(private for private, _ in _processes(ranks))
+
+
+def compute_shared_bytes(ranks: Ranks) -> int:
+    """Return the most shared bytes of any process."""
+    return max(shared for _, shared in _processes(ranks))
+
+
+def compute_state_bytes(kinds: Sequence[str], ranks: Ranks) -> int:
+    """Return the bytes of some kinds of state on the device that has most state in all."""
+    states = [state for record in ranks for state in record.state_bytes.values()]
+    largest: Mapping[str, int] = max(
+        states, key=lambda state: sum(state.values()), default=Counter()
+    )
+    return sum(largest.get(kind, 0) for kind in kinds)
+
+
+def compute_device_peak(ranks: Ranks) -> int | None:
+    """Return the peak of the fullest accelerator; processes on one device add up."""
+    peaks: Counter[str] = sum((Counter(record.peaks) for record in ranks), Counter())
+    return max(peaks.values(), default=None)
+
+
+def format_count(value: float) -> str:
+    """Format a number of rows."""
+    return f"{value:,.0f}"
+
+
+def format_percent(value: float) -> str:
+    """Format a fraction."""
+    return f"{value:.0%}"
+
+
+def format_seconds(value: float) -> str:
+    """Format seconds."""
+    return f"{value:.2f} s"
+
+
+def format_milliseconds(value: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{value * 1e3:.2f} ms"
+
+
+#: The titles of tables, by key.
 TABLES = {
     "speed": "Speed: the median of the runs, and lowest..highest",
     "parts": "Where a step goes: means",
-    "memory": "Memory and communication",
+    "memory": "Memory of all processes",
+    "state": "Model state on the device that has most",
     "devices": "GPUs: peak memory in the measured steps",
 }
 
 
-def _total_rate(values: list[tuple[int, float]]) -> float:
-    """Rows per second over all processes. Of processes with the same rows, the slowest counts."""
-    slowest: dict[int, float] = {}
-    for data_rank, rate in values:
-        slowest[data_rank] = min(rate, slowest.get(data_rank, rate))
-    return fmean(slowest.values())
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One figure of a variant.
+
+    Args:
+        key: Name in ``report.json``.
+        label: Heading of its column.
+        meaning: Description for the page and the docs.
+        table: Key of its table in `TABLES`.
+        format: Writes a value as text.
+        run: Kind of run that it is computed from.
+        compute: Computes it from the records of one run; None stands for unknown. A figure that
+            relates two variants has no such function.
+    """
+
+    key: str
+    label: str
+    meaning: str
+    table: str
+    format: Callable[[float], str]
+    run: Literal["timed", "check"] = "timed"
+    compute: Callable[[Ranks], float | None] | None = None
 
 
-def _of_processes(total: Callable[[list[Any]], int], index: int = 0) -> dict[str, Any]:
-    """A figure over all processes, each of which counts once: ranks see their child processes."""
-
-    def reduce(values: list[Any]) -> int:
-        by_id = {pid: sizes[index] for found in reversed(values) for pid, sizes in found.items()}
-        return total([*by_id.values()])
-
-    return {"collect": lambda rank: rank.processes, "reduce": reduce}
-
-
-def _state_bytes(*kinds: str) -> dict[str, Any]:
-    """Bytes of some kinds, on the device that has most of all kinds."""
-
-    def size(state: Mapping[str, int]) -> int:
-        return sum(state.values())
-
-    return {
-        "collect": lambda rank: max(rank.state_bytes.values(), key=size, default={}),
-        "reduce": lambda values: sum(max(values, key=size).get(kind, 0) for kind in kinds),
-        "run": "check",
-    }
-
-
-METRICS = {
-    metric.key: metric
-    for metric in (
-        Metric(
-            SPEED, "samples/s", COUNT, "rows per second over all processes",
-            lambda rank: (rank.data_rank, rank.global_batch / rank.mean_s(*PARTS)), _total_rate,
-            table="speed",
-        ),
-        Metric(
-            NO_LOAD, "of no-load upper bound", SHARE,
-            "samples/s relative to the same strategy with `+ideal`, which replays one batch",
-            table="speed",
-        ),
-        Metric(
-            "data_stall", "data stall", SHARE,
-            "share of a step that waits for its batch: data loading and transfer",
-            lambda rank: rank.mean_s("data", "transfer") / rank.mean_s(*PARTS), table="speed",
-        ),
-        Metric(
-            "first_batch_s", "time to first batch", SECONDS,
-            "from `Trainer.fit` until the first batch is on its device, in the slowest process:"
-            " processes and workers started, store opened, shards placed",
-            lambda rank: rank.first_batch_s, max, table="speed",
-        ),
-        *(
-            Metric(
-                f"{part}_s", "data loading" if part == "data" else part,
-                lambda value: f"{value * 1e3:.2f} ms", meaning,
-                lambda rank, part=part: rank.mean_s(part), table="parts",  # type: ignore[misc]
-            )
-            for part, meaning in PARTS.items()
-        ),
-        Metric(
-            "private_bytes", "private memory", format_bytes,
-            "pages that belong to only one process (USS), added up over all processes after the"
-            " last step",
-            **_of_processes(sum), table="memory",
-        ),
-        Metric(
-            "shared_bytes", "shared memory", format_bytes,
-            "the most shared pages in one process, such as those of a mapped store",
-            **_of_processes(max, 1), table="memory",
-        ),
-        Metric(
-            "state_bytes", "model state per device", format_bytes,
-            "parameters, gradients and optimizer state of one process on one device, where they"
-            " are largest; the buckets of DDP, a second copy of the gradients, are not seen",
-            **_state_bytes(*STATE), table="memory",
-        ),
-        *(
-            Metric(
-                f"{kind}_bytes", kind, format_bytes, f"the part of the model state that is {kind}",
-                **_state_bytes(kind),
-            )
-            for kind in STATE
-        ),
-        Metric(
-            "communication_bytes", "communication volume per step", format_bytes,
-            "what each process sends in collectives, the least that a ring needs, and copies"
-            " between devices, as torch's dispatcher sees them in the main thread; between logical"
-            " devices of one memory nothing moves",
-            lambda rank: rank.moved_bytes, sum, run="check", table="memory",
-        ),
-        Metric(
-            "device_peak_bytes", "peak", format_bytes,
-            "CUDA's peak of allocated memory on the fullest device in the measured steps; processes"
-            " on one device add up",
-            lambda rank: rank.peaks,
-            lambda values: max(sum(map(Counter, values), Counter()).values(), default=None),
-            table="devices",
-        ),
+_SPEED = [
+    Metric(
+        key=SPEED,
+        label="samples/s",
+        meaning="rows per second over all processes",
+        table="speed",
+        format=format_count,
+        compute=compute_rate,
+    ),
+    Metric(
+        key=NO_LOAD,
+        label="of no-load upper bound",
+        meaning="samples/s relative to the same strategy with `+ideal`, which replays one batch",
+        table="speed",
+        format=format_percent,
+    ),
+    Metric(
+        key="data_stall",
+        label="data stall",
+        meaning="fraction of a step that waits for its batch: data loading and transfer",
+        table="speed",
+        format=format_percent,
+        compute=compute_data_stall,
+    ),
+    Metric(
+        key="first_batch_s",
+        label="time to first batch",
+        meaning="from `Trainer.fit` until the first batch is on its device, in the slowest process:"
+        " processes and workers started, store opened, shards placed",
+        table="speed",
+        format=format_seconds,
+        compute=compute_first_batch_s,
+    ),
+]
+_PART_TIMES = [
+    Metric(
+        key=f"{part}_s",
+        label="data loading" if part == "data" else part,
+        meaning=meaning,
+        table="parts",
+        format=format_milliseconds,
+        compute=partial(compute_part_s, part),
     )
-}  # fmt: skip
+    for part, meaning in PARTS.items()
+]
+_MEMORY = [
+    Metric(
+        key="private_bytes",
+        label="private memory",
+        meaning="pages that belong to only one process (USS), added up over all processes after the"
+        " last step",
+        table="memory",
+        format=format_bytes,
+        compute=compute_private_bytes,
+    ),
+    Metric(
+        key="shared_bytes",
+        label="shared memory",
+        meaning="the most shared pages in one process, such as the pages of a mapped store",
+        table="memory",
+        format=format_bytes,
+        compute=compute_shared_bytes,
+    ),
+]
+_STATE = [
+    Metric(
+        key="state_bytes",
+        label="all model state",
+        meaning="parameters, gradients and optimizer state of one process on one device, where they"
+        " are largest; the buckets of DDP, a second copy of the gradients, are not seen",
+        table="state",
+        format=format_bytes,
+        run="check",
+        compute=partial(compute_state_bytes, STATE),
+    ),
+    *(
+        Metric(
+            key=f"{kind}_bytes",
+            label=kind,
+            meaning=f"the part of the model state that is {kind}",
+            table="state",
+            format=format_bytes,
+            run="check",
+            compute=partial(compute_state_bytes, (kind,)),
+        )
+        for kind in STATE
+    ),
+]
+_DEVICES = [
+    Metric(
+        key="device_peak_bytes",
+        label="peak",
+        meaning="CUDA's peak of allocated memory on the fullest device in the measured steps;"
+        " processes on one device add up",
+        table="devices",
+        format=format_bytes,
+        compute=compute_device_peak,
+    ),
+]
+#: All figures, by key.
+METRICS = {metric.key: metric for metric in (*_SPEED, *_PART_TIMES, *_MEMORY, *_STATE, *_DEVICES)}
 
 
-def figures_of(ranks: Sequence[Rank], kind: str) -> dict[str, float]:
-    """The known figures of one run of a kind."""
-    found = {
-        key: metric.reduce([*map(metric.collect, ranks)])
-        for key, metric in METRICS.items()
-        if metric.collect and metric.run == kind
-    }
-    return {key: float(value) for key, value in found.items() if value is not None}
+def compute_figures(ranks: Ranks, kind: str) -> dict[str, float]:
+    """Compute the figures of one run of a kind; unknown ones are missing."""
+    figures = {}
+    for key, metric in METRICS.items():
+        if metric.compute is not None and metric.run == kind:
+            value = metric.compute(ranks)
+            if value is not None:
+                figures[key] = float(value)
+    return figures

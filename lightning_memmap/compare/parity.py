@@ -3,17 +3,16 @@
 Hashes of rows add up from data devices to processes to the global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan
-from pathlib import Path
+from math import inf, isfinite, isnan, nan
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_memmap.compare.metrics import Rank, shares_of
+from lightning_memmap.compare.metrics import RankRecord, Ranks, group_by_data_rank
 from lightning_memmap.loading.nested import named_leaves
 from lightning_memmap.loading.super_batch import SuperBatch
 from lightning_memmap.loading.transform import takes_generator
@@ -24,8 +23,8 @@ from lightning_memmap.strategies.microbatch import MicroBatches
 MODULUS = 2**64
 
 
-def batches_of(batch: Any) -> list[Any]:
-    """The batches in what a callback receives as a batch."""
+def _device_batches(batch: Any) -> list[Any]:
+    """List the batches of devices or micro-batches that make up a batch."""
     if isinstance(batch, SuperBatch):
         return batch.batches
     return batch.parts if isinstance(batch, MicroBatches) else [batch]
@@ -34,18 +33,18 @@ def batches_of(batch: Any) -> list[Any]:
 def hash_batch(batch: Any) -> int:
     """Sum, modulo 2**64, the XXH3 of each row over the bytes of all leaves of a (super-)batch."""
     total = 0
-    for part in batches_of(batch):
+    for part in _device_batches(batch):
         leaves = (_rows_of(leaf) for _, leaf in named_leaves(part, whole=(Padded,)))
         for row in zip(*(rows for rows in leaves if rows is not None), strict=True):
             digest = xxhash.xxh3_64()
-            for each in row:
-                digest.update(each)
+            for value in row:
+                digest.update(value)
             total += digest.intdigest()
     return total % MODULUS
 
 
 def _rows_of(leaf: Any) -> Sequence[Any] | None:
-    """The bytes of each row of a leaf, without padding; None of one that has no rows or bytes."""
+    """Return the bytes of each row of a leaf, without padding; None if it has no rows or bytes."""
     if isinstance(leaf, Tensor) and not leaf.is_nested:
         return _bytes(leaf) if leaf.ndim and leaf.numel() else None
     if not isinstance(leaf, (Padded, RowList, Tensor)):
@@ -85,20 +84,20 @@ class HashedTransform(nn.Module):
         return self.transform(batch, **options)
 
 
-#: How far losses and weights may differ, by precision of the Trainer. Sums in another order differ
-#: by rounding, and optimizers that divide by the size of a gradient, as Adam does, enlarge that;
-#: on GPUs, float32 products may be rounded to TensorFloat-32. docs/compare.md has what was seen.
+#: Largest relative difference of losses and weights, by precision of the Trainer. Sums in another
+#: order differ by rounding, and optimizers that divide by the size of a gradient, such as Adam,
+#: amplify that; on GPUs, float32 products may be rounded to TensorFloat-32.
 _TOLERANCES = {"64": 1e-6, "32": 1e-3, "16": 5e-2}
 
 
 def default_tolerance(precision: str) -> float:
-    """The largest relative difference that counts as equal under a precision of the Trainer."""
+    """Return the largest relative difference that counts as equal under a Trainer's precision."""
     return next((value for key, value in _TOLERANCES.items() if key in precision), 1e-3)
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What a variant's check run has in common with the reference."""
+    """How a variant's check run differs from the reference."""
 
     holds: bool
     rows: list[int]
@@ -108,107 +107,75 @@ class Parity:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class CheckedRun:
-    """What a check run saw, over all of its processes; and what it trained."""
-
-    hashes: list[int]
-    losses: list[float]
-    initial: Mapping[str, Tensor]
-    final: Mapping[str, Tensor]
-    parameters: Sequence[str]
-    #: Parts of a step's rows that go through the module by themselves.
-    num_parts: int
-
-    @classmethod
-    def of(cls, ranks: Sequence[Rank], folder: Path) -> "CheckedRun":
-        """Put together what the processes of a check run wrote into their folder."""
-        shares = [processes[0] for processes in shares_of(ranks)]
-        return cls(
-            hashes=_add(share.hashes for share in shares),
-            losses=global_losses(ranks),
-            initial=torch.load(folder / "initial.pt", weights_only=True),
-            final=torch.load(folder / "final.pt", weights_only=True),
-            parameters=ranks[0].parameters,
-            num_parts=sum(share.num_parts for share in shares),
-        )
-
-    @property
-    def trained(self) -> set[str]:
-        """The parameters that training has changed."""
-        known = (name for name in self.parameters if name in self.final)
-        return {name for name in known if _differs(self.initial, self.final, name)}
+def count_parts(ranks: Ranks) -> int:
+    """Count the parts of a step's rows that go through the module separately."""
+    return sum(group[0].num_parts for group in group_by_data_rank(ranks))
 
 
-def _add(hashes: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(step) % MODULUS for step in zip(*hashes, strict=True)]
-
-
-def global_losses(ranks: Sequence[Rank]) -> list[float]:
-    """The loss of each global batch, the mean over its equal shares; NaN where a share has none."""
+def global_losses(ranks: Ranks) -> list[float]:
+    """Average the losses over the equal parts of each global batch; NaN if a part has no loss."""
     columns = []
-    for share in shares_of(ranks):
-        known = [rank.losses for rank in share if not all(map(isnan, rank.losses))]
-        columns.append(known[-1] if known else share[0].losses)
+    for group in group_by_data_rank(ranks):
+        reported = [record.losses for record in group if not all(map(isnan, record.losses))]
+        columns.append(reported[-1] if reported else group[0].losses)
     return [sum(step) / len(step) for step in zip(*columns, strict=True)]
 
 
 def check_parity(
-    run: CheckedRun,
-    reference: CheckedRun,
+    ranks: Ranks,
+    reference: Ranks,
     expected: Sequence[int],
     tolerance: float,
     notes: Sequence[str] = (),
 ) -> Parity:
-    """Compare a variant's check run with that of the reference, which may be the same run."""
-    notes, found = list(notes), run.hashes
-    wrong = [step for step, rows in enumerate(expected) if found[step : step + 1] != [rows]]
-    problems = [f"other rows than the global batch's from step {each} on" for each in wrong[:1]]
-    if any(_differs(run.initial, reference.initial, name) for name in run.parameters):
-        problems.append("the weights differ before the first step")
-    loss = _loss_difference(run.losses, reference.losses)
-    weight = _weight_difference(run, reference)
-    problems += _weight_problems(run, reference, weight, tolerance)
-    if missing := sum(map(isnan, run.losses)):
-        notes.append(f"no loss, or NaN, in {missing} of {len(run.losses)} steps")
-    if loss is None:
+    """Compare a variant's check run with the reference.
+
+    Args:
+        ranks: The records of the variant's processes.
+        reference: The records of the reference run; ``ranks`` itself in that run.
+        expected: The hash of each global batch.
+        tolerance: Largest relative difference of losses and weights.
+        notes: Known reasons for a difference.
+    """
+    notes = list(notes)
+    groups = group_by_data_rank(ranks)
+    hashes = [
+        sum(step) % MODULUS for step in zip(*(group[0].hashes for group in groups), strict=True)
+    ]
+    wrong = [step for step, rows in enumerate(expected) if hashes[step : step + 1] != [rows]]
+    problems = [
+        f"the rows differ from the global batch's from step {step} on" for step in wrong[:1]
+    ]
+    losses = global_losses(ranks)
+    loss_difference = _loss_difference(losses, global_losses(reference))
+    weight_difference = _weight_difference(ranks, reference)
+    problems += _weight_problems(ranks[0], reference[0], weight_difference, tolerance)
+    if num_missing := sum(map(isnan, losses)):
+        notes.append(f"no loss, or NaN, in {num_missing} of {len(losses)} steps")
+    if loss_difference is None:
         problems.append("a loss is missing or not finite")
-    elif loss > tolerance:
-        problems.append(f"losses differ by {loss:.1e}; {tolerance:.0e} is allowed")
-    if problems and run.num_parts > 1 and not notes:
+    elif loss_difference > tolerance:
+        problems.append(f"losses differ by {loss_difference:.1e}; {tolerance:.0e} is allowed")
+    num_parts = count_parts(ranks)
+    if problems and num_parts > 1 and not notes:
         notes.append(
-            f"a step's rows go through the model in {run.num_parts} parts: a loss that is no mean"
-            " over rows, or that relates them, and random numbers, as of F.dropout, are others then"
+            f"a step's rows go through the model in {num_parts} parts: losses that aren't a plain"
+            " mean over rows, such as contrastive ones, and random operations, such as F.dropout,"
+            " will differ"
         )
     return Parity(
         holds=not problems,
         rows=[len(expected) - len(wrong), len(expected)],
-        loss_difference=loss,
-        weight_difference=weight,
+        loss_difference=loss_difference,
+        weight_difference=weight_difference,
         problems=problems,
         notes=notes,
     )
 
 
-def _differs(first: Mapping[str, Tensor], second: Mapping[str, Tensor], name: str) -> bool:
-    return not (name in first and name in second and torch.equal(first[name], second[name]))
-
-
-def _weight_problems(
-    run: CheckedRun, reference: CheckedRun, difference: float | None, tolerance: float
-) -> Iterator[str]:
-    if difference is None:
-        yield "the weights have other names than the reference's"
-        return
-    if not difference <= tolerance:
-        yield f"weights differ by {difference:.1e}; {tolerance:.0e} is allowed"
-    if unlike := run.trained ^ reference.trained:
-        # A difference however small their share of all weights is.
-        yield f"trained only here or only in the reference: {', '.join(sorted(unlike))}"
-
-
 def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
-    # Steps may have no loss, but then the same ones. From a loss of NaN, weights would be NaN.
+    # Steps may have no loss if the same steps of the reference don't. A loss of NaN would make the
+    # weights NaN.
     pairs = [pair for pair in zip(losses, reference, strict=False) if not all(map(isnan, pair))]
     if len(losses) != len(reference) or not all(isfinite(a) and isfinite(b) for a, b in pairs):
         return None
@@ -216,15 +183,40 @@ def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> flo
     return max((abs(a - b) for a, b in pairs), default=0.0) / largest
 
 
-def _weight_difference(run: CheckedRun, reference: CheckedRun) -> float | None:
-    if set(run.final) != set(reference.final):
+def _weight_difference(ranks: Ranks, reference: Ranks) -> float | None:
+    """Compute the distance of the final weights, relative to how far training moved them."""
+    if ranks is reference:
+        return 0.0 if isfinite(ranks[0].squared_distance or 0.0) else nan
+    distance = ranks[0].squared_distance
+    moved = reference[0].squared_distance
+    if distance is None or moved is None:
         return None
-    distance = moved = 0.0
-    for name in reference.parameters:
-        if name in reference.final:
-            after = reference.final[name].double()
-            distance += float((run.final[name].double() - after).square().sum())
-            moved += float((after - reference.initial[name].double()).square().sum())
     if distance == 0:
         return 0.0
-    return (distance / moved) ** 0.5 if moved else float("inf")
+    return (distance / moved) ** 0.5 if moved else inf
+
+
+def _weight_problems(
+    record: RankRecord, reference: RankRecord, difference: float | None, tolerance: float
+) -> Iterator[str]:
+    """Yield differences of the weights, from the records of global rank zero."""
+    expected = reference.initial
+    if any(record.initial.get(name) != expected.get(name) for name in record.parameters):
+        yield "the weights differ before the first step"
+    if difference is None:
+        yield "the weights have other names or shapes than the reference's"
+        return
+    if not difference <= tolerance:
+        yield f"weights differ by {difference:.1e}; {tolerance:.0e} is allowed"
+    if names := _trained(record) ^ _trained(reference):
+        # A difference however small a fraction of all weights it is.
+        yield f"trained only here or only in the reference: {', '.join(sorted(names))}"
+
+
+def _trained(record: RankRecord) -> set[str]:
+    """Return the parameters that training has changed."""
+    return {
+        name
+        for name in record.parameters
+        if name in record.final and record.final[name] != record.initial.get(name)
+    }

@@ -1,4 +1,4 @@
-"""What all runs of a comparison share: the objects of the config, the store and its rows."""
+"""Prepares what all runs share: the objects of the config, the store and its rows."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 class RunCLI(LightningCLI):
-    """A LightningCLI that is given its config as a dict and runs nothing itself."""
+    """A LightningCLI that takes its config as a dict and runs no subcommand."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(
@@ -71,7 +71,9 @@ def prepare(config: dict[str, Any], devices: int, num_steps: int) -> dict[str, A
     # A seed would be set here, in a process that trains nothing.
     cli = ModelAndData({key: value for key, value in config.items() if key != "seed_everything"})
     data, expected = prepare_store(normalized_datamodule(cli.datamodule), devices, num_steps)
-    norms = {type(each).__name__ for each in cli.model.modules() if isinstance(each, _BATCH_NORMS)}
+    norms = {
+        type(module).__name__ for module in cli.model.modules() if isinstance(module, _BATCH_NORMS)
+    }
     model = {
         "model_class": f"{type(cli.model).__module__}.{type(cli.model).__qualname__}",
         "num_parameters": sum(parameter.numel() for parameter in cli.model.parameters()),
@@ -83,7 +85,7 @@ def prepare(config: dict[str, Any], devices: int, num_steps: int) -> dict[str, A
 def prepare_store(
     data: MemmapDataModule, devices: int, num_steps: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Build the training store. Returns what it is, and the hash of each global batch."""
+    """Build the training store. Return its description, and the hash of each global batch."""
     started_s = perf_counter()
     data.prepare_data()
     store_s = perf_counter() - started_s
@@ -93,8 +95,9 @@ def prepare_store(
     schedule = BatchSchedule(order.num_positions, global_batch, order.num_shards, drop_last=True)
     if not len(schedule):
         raise ValueError(
-            f"batch_size={data.batch_size} on {devices} devices makes steps of {global_batch} rows,"
-            f" and an epoch of the training split has {order.num_positions}: choose smaller ones"
+            f"batch_size={data.batch_size} on {devices} devices needs {global_batch} rows per"
+            f" step, but an epoch of the training split has {order.num_positions}. Choose smaller"
+            " ones"
         )
     read = stored_batches(store, order, read_forms(data.variable))
     probes = range(min(_PROBE_ROWS, order.num_positions))
@@ -113,7 +116,7 @@ def prepare_store(
 
 
 def _is_random(transform: BatchTransform | None, read: Callable[[], Any]) -> bool:
-    """Whether two seeds make a transform give two results for the same rows."""
+    """Check whether a transform returns different results for two seeds and the same rows."""
     if transform is None:
         return False
     on_cpu = DeviceTransform(transform, CPU)
@@ -123,7 +126,7 @@ def _is_random(transform: BatchTransform | None, read: Callable[[], Any]) -> boo
 def stored_batches(
     store: Store, order: Sampler, forms: Mapping[str, Form]
 ) -> Callable[[int, range], Any]:
-    """A function that reads the rows of an epoch at some positions from a store, one by one."""
+    """Make a function that reads rows at positions of an epoch from a store, one by one."""
     rows = StoredRows(store, order.pool.rows)
     collate = PlainCollate(store, order.pool.rows, forms, stored=True)
     return lambda epoch, positions: collate(
@@ -138,7 +141,11 @@ def describe_environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {each.name: each.version for each in distributions() if each.name in _PACKAGES},
+        "packages": {
+            package.name: package.version
+            for package in distributions()
+            if package.name in _PACKAGES
+        },
         "processor": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
@@ -150,9 +157,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_devices() -> list[dict[str, Any]]:
-    """Describe the accelerators, of which this may take memory: not before the last run."""
+    """Describe the accelerators. This may allocate memory on them: call it after the last run."""
     module = torch.get_device_module()
     has_devices = hasattr(module, "get_device_properties")
     count = torch.accelerator.device_count() if has_devices else 0
     devices = [module.get_device_properties(index) for index in range(count)]
-    return [{"name": each.name, "memory_bytes": each.total_memory} for each in devices]
+    return [{"name": device.name, "memory_bytes": device.total_memory} for device in devices]

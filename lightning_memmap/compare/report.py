@@ -1,6 +1,5 @@
 """The report of a comparison: ``report.json``, its tables, and its page."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_memmap.compare.folder import REPORT_SCHEMA
-from lightning_memmap.compare.metrics import METRICS, NO_LOAD, PARTS, SPEED, STATE, TABLES, Metric
+from lightning_memmap.compare.metrics import METRICS, NO_LOAD, SPEED, TABLES, Metric
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.tables import (
     BAD,
@@ -31,7 +30,7 @@ Status = Literal["ok", "refused", "failed", "pending"]
 
 @dataclass
 class VariantResult:
-    """What is known of a variant so far."""
+    """The results of a variant so far."""
 
     variant: str
     status: Status = "pending"
@@ -53,7 +52,7 @@ class VariantResult:
 
 @dataclass
 class Report:
-    """A comparison, as far as it has come."""
+    """A comparison, finished or interrupted."""
 
     created: str
     command: str
@@ -66,19 +65,19 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
     schema: str = REPORT_SCHEMA
-    #: Goes up when a field changes its meaning or goes away. See docs/compare.md.
-    schema_version: int = 2
+    #: Increases when a field changes its meaning or is removed. See docs/compare.md.
+    schema_version: int = 3
 
     @property
     def measured(self) -> list[VariantResult]:
         """The variants that were timed, the fastest first."""
-        timed = (each for each in self.variants if each.rates)
-        return sorted(timed, key=lambda each: -median(each.rates))
+        timed = (result for result in self.variants if result.rates)
+        return sorted(timed, key=lambda result: -median(result.rates))
 
     @property
     def parity_holds(self) -> bool:
-        """Whether no variant was found to differ."""
-        return all(each.parity.holds for each in self.variants if each.parity)
+        """Whether all variants that were checked agree with the reference."""
+        return all(result.parity.holds for result in self.variants if result.parity)
 
     @property
     def exit_code(self) -> int:
@@ -87,27 +86,32 @@ class Report:
             return 130
         if not self.parity_holds:
             return 1
-        ran = [each for each in self.variants if each.status == "ok"]
-        if not ran or any(v.status in ("failed", "pending") for v in self.variants):
+        statuses = {result.status for result in self.variants}
+        if "ok" not in statuses or statuses & {"failed", "pending"}:
             return 3
         return 0
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON, in which NaN is null. The file is replaced as a whole."""
+        """Replace a file by the report as JSON, in which NaN is null."""
         values = {
             "parity_holds": self.parity_holds,
             "exit_code": self.exit_code,
-            "metrics": {key: f"{each.label}: {each.meaning}" for key, each in METRICS.items()},
+            "metrics": {
+                key: f"{metric.label}: {metric.meaning}" for key, metric in METRICS.items()
+            },
             **asdict(self),
         }
         write_at_once(path, msgspec.json.format(msgspec.json.encode(values), indent=1))
 
 
 _UNKNOWN = text("-")
-#: Beyond its upper bound a figure is noise, and from here on it is said; and so it is of speeds in
-#: runs of one variant, the highest beside the lowest.
-_NOISY_SHARE, _NOISY_SPREAD = 1.05, 1.2
-#: Columns of the table of parity.
+#: Above these values figures are reported as noisy: a fraction of the upper bound, and the ratio of
+#: the highest to the lowest speed among runs of one variant.
+_NOISY_FRACTION = 1.05
+_NOISY_SPREAD = 1.2
+#: Losses of a check run are shown in this many steps at most.
+_NUM_LOSSES = 6
+#: Columns of the parity table.
 _PARITY = {
     "variant": "",
     "rows": "steps that had the rows of their global batch, as the store has them",
@@ -115,9 +119,9 @@ _PARITY = {
     "weights": "distance after the last step, relative to how far training moved them",
     "": "",
 }
-#: What the columns of all tables show, by label.
+#: The meanings of all columns, by label.
 MEANINGS = {label: meaning for label, meaning in _PARITY.items() if meaning} | {
-    each.label: each.meaning for each in METRICS.values() if each.table
+    metric.label: metric.meaning for metric in METRICS.values()
 }
 _STATUS = {
     "refused": text("not supported", UNSURE),
@@ -134,37 +138,51 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _tables(report: Report) -> list[TitledTable]:
-    """Parity first, then figures, and what did not run."""
-    figures = (figure_table(report, key) for key in TABLES)
-    return [parity_table(report), *figures, missing_table(report)]
+    """List all tables: parity, losses, figures, and the variants without a result."""
+    return [
+        parity_table(report),
+        loss_table(report),
+        *(figure_table(report, key) for key in TABLES),
+        missing_table(report),
+    ]
 
 
-#: What a check run changes, where the training transform is random.
+#: The transforms of check runs, if the training transform is random.
 IN_PLACE = "check runs have eval_transform, or without one no transform, in place of the random one"
 
 
 def parity_table(report: Report) -> TitledTable:
-    """Whether variants train the same; as notes, what differs and what to know."""
-    compared = [(each.variant, each.parity) for each in report.variants if each.parity is not None]
+    """Make a table of the differences from the reference, with problems and notes below."""
+    parities = {
+        result.variant: result.parity for result in report.variants if result.parity is not None
+    }
     tolerance = report.settings["tolerance"]
     rows = [
         [
-            text(name),
+            text(variant),
             text("{}/{}".format(*parity.rows), "" if len({*parity.rows}) == 1 else BAD),
             _difference(parity.loss_difference, tolerance),
             _difference(parity.weight_difference, tolerance),
             text("equal", GOOD) if parity.holds else text("DIFFERS", BAD),
         ]
-        for name, parity in compared
+        for variant, parity in parities.items()
     ]
+    problems = [
+        text(f"{variant}: {problem}", BAD)
+        for variant, parity in parities.items()
+        for problem in parity.problems
+    ]
+    notes = [
+        text(f"{variant}: {note}", UNSURE)
+        for variant, parity in parities.items()
+        for note in parity.notes
+    ]
+    if report.data.get("transform_is_random"):
+        notes.append(text(IN_PLACE))
     return TitledTable(
         f"Parity with {report.reference or 'a reference'}",
         make_table([*_PARITY], rows),
-        [
-            *(text(f"{name}: {each}", BAD) for name, found in compared for each in found.problems),
-            *(text(f"{name}: {each}", UNSURE) for name, found in compared for each in found.notes),
-            *([text(IN_PLACE)] if report.data.get("transform_is_random") else []),
-        ],
+        [*problems, *notes],
     )
 
 
@@ -174,130 +192,110 @@ def _difference(value: float | None, tolerance: float) -> Text:
     return text("0" if value == 0 else f"{value:.1e}", "" if value <= tolerance else BAD)
 
 
+def loss_table(report: Report) -> TitledTable:
+    """Make a table of the losses of check runs in evenly spaced steps."""
+    losses = {
+        result.variant: result.check_losses for result in report.variants if result.check_losses
+    }
+    last = max(map(len, losses.values()), default=1) - 1
+    count = min(_NUM_LOSSES, last + 1)
+    steps = sorted({round(index * last / max(count - 1, 1)) for index in range(count)})
+    rows = [
+        [text(variant), *(_loss(values[step : step + 1]) for step in steps)]
+        for variant, values in losses.items()
+    ]
+    labels = ["variant", *(f"step {step}" for step in steps)]
+    return TitledTable("Losses of the check runs", make_table(labels, rows))
+
+
+def _loss(values: list[float | None]) -> Text:
+    return _UNKNOWN if not values or values[0] is None else text(f"{values[0]:.4g}")
+
+
 def figure_table(report: Report, key: str) -> TitledTable:
-    """One of `TABLES`, with a row for each measured variant and no figure that none of them has."""
-    known = {name for each in report.measured for name in each.figures}
-    metrics = [each for each in METRICS.values() if each.table == key and each.key in known]
-    rows = [[text(each.variant), *(_cell(m, each) for m in metrics)] for each in report.measured]
+    """Make one of `TABLES`, with the measured variants and the figures that any of them has."""
+    keys = {name for result in report.measured for name in result.figures}
+    metrics = [metric for metric in METRICS.values() if metric.table == key and metric.key in keys]
+    rows = [
+        [text(result.variant), *(_cell(metric, result) for metric in metrics)]
+        for result in report.measured
+    ]
     notes = [text(note, UNSURE) for note in _noise(report)] if key == METRICS[SPEED].table else ()
     labels = ["variant", *(metric.label for metric in metrics)]
     return TitledTable(TABLES[key], make_table(labels, rows if metrics else []), notes)
 
 
 def _noise(report: Report) -> Iterator[str]:
-    """What says that speeds of this report are not to be compared."""
-    load, cores = report.environment["load_before"], report.environment["cores"]
+    """Yield reasons why the speeds of this report are noisy."""
+    load = report.environment["load_before"]
+    cores = report.environment["cores"]
     if load > cores:
         yield (
-            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs:"
-            " these speeds say little. Repeat when it is idle"
+            f"the machine was busy, with a load of {load:.1f} on {cores} cores before the runs, so"
+            " these speeds are unreliable. Repeat when it is idle"
         )
-    spread = max((max(each.rates) / min(each.rates) for each in report.measured), default=1.0)
+    spread = max((max(result.rates) / min(result.rates) for result in report.measured), default=1.0)
     if spread > _NOISY_SPREAD:
         yield (
-            f"runs of the same variant differ by up to {spread - 1:.0%}: between variants, smaller"
-            " differences say nothing"
+            f"runs of the same variant differ by up to {spread - 1:.0%}, so smaller differences"
+            " between variants are noise"
         )
-    for each in report.measured:
-        if (share := median(each.figures.get(NO_LOAD, [0.0]))) > _NOISY_SHARE:
+    for result in report.measured:
+        fraction = median(result.figures.get(NO_LOAD, [0.0]))
+        if fraction > _NOISY_FRACTION:
             yield (
-                f"{each.variant}: {share:.0%} of its upper bound. No loader is faster than none:"
-                " the machine was slower in some runs than in others, and differences of"
-                f" {share - 1:.0%} are noise here. Repeat with more --steps and --repeats"
+                f"{result.variant}: {fraction:.0%} of its upper bound. Values above 100% are"
+                f" run-to-run noise, so differences of {fraction - 1:.0%} are noise here. Repeat"
+                " with more --steps and --repeats"
             )
 
 
-def _cell(metric: Metric, variant: VariantResult) -> Text:
-    values, write = variant.figures.get(metric.key), metric.write
+def _cell(metric: Metric, result: VariantResult) -> Text:
+    values = result.figures.get(metric.key)
     if not values:
         return _UNKNOWN
-    has_spread = metric.key == SPEED and len(values) > 1
-    spread = f" ({write(min(values))}..{write(max(values))})" if has_spread else ""
-    return text(write(median(values)) + spread)
+    spread = ""
+    if metric.key == SPEED and len(values) > 1:
+        spread = f" ({metric.format(min(values))}..{metric.format(max(values))})"
+    return text(metric.format(median(values)) + spread)
 
 
 def missing_table(report: Report) -> TitledTable:
-    """The variants without a result, and why they have none."""
+    """Make a table of the variants without a result, with the reasons."""
     rows = [
-        [text(each.variant), _STATUS[each.status], text(shorten(each.reason, 500, placeholder="…"))]
-        for each in report.variants
-        if each.status != "ok"
+        [
+            text(result.variant),
+            _STATUS[result.status],
+            text(shorten(result.reason, 500, placeholder="…")),
+        ]
+        for result in report.variants
+        if result.status != "ok"
     ]
     labels = ("variant", "", "reason")
     return TitledTable("Variants without a result", make_table(labels, rows, labels[1:]))
 
 
-#: The figures whose bars a picture stacks.
-_PICTURES = {
-    "Samples per second": [SPEED],
-    "Where a step goes": [f"{part}_s" for part in PARTS],
-    "Model state per device": [f"{kind}_bytes" for kind in STATE],
-}
-
-
 def render_html(report: Report) -> str:
-    """The report as one page of HTML. Needs jinja2."""
-    parity, *others = _tables(report)
-    # What parity has to note stands beside the verdict.
-    tables = [replace(parity, notes=()), *others]
+    """Render the report as one page of HTML. Needs jinja2."""
+    parity, *further = _tables(report)
+    # The notes of the parity table stand below the verdict instead.
+    tables = [replace(parity, notes=()), *further]
     return render_page(
         "report.html",
         report=report,
         verdict=_verdict(report),
         parity_notes=parity.notes,
-        tables=[each for each in tables if each.table.row_count],
+        tables=[table for table in tables if table.table.row_count],
         meanings=MEANINGS,
-        pictures=[*_pictures(report)],
-        losses=_losses(report),
     )
 
 
 def _verdict(report: Report) -> Text:
-    checked = {each.variant: each.parity.holds for each in report.variants if each.parity}
-    if wrong := [name for name, holds in checked.items() if not holds]:
-        return text(f"Parity does not hold: {', '.join(wrong)} differ from the reference.", BAD)
+    checked = {result.variant: result.parity for result in report.variants if result.parity}
+    if different := [variant for variant, parity in checked.items() if not parity.holds]:
+        return text(f"Parity does not hold: {', '.join(different)} differ from the reference.", BAD)
     if report.exit_code:
         return text("No difference was found, but not every variant could be compared.", UNSURE)
     if len(checked) > 1:
         return text(f"Parity holds: {len(checked)} variants train the same.", GOOD)
     return text("Only one variant could be checked.", UNSURE)
-
-
-def _pictures(report: Report) -> Iterator[dict[str, Any]]:
-    """For each variant with these figures, its bars: their label, text, and share of the most."""
-    for title, keys in _PICTURES.items():
-        sizes = {
-            each.variant: [median(each.figures[key]) for key in keys]
-            for each in report.measured
-            if all(key in each.figures for key in keys)
-        }
-        metrics = [METRICS[key] for key in keys]
-        most = max(map(sum, sizes.values()), default=0) or 1
-        bars = {
-            variant: [
-                (metric.label, metric.write(size), size / most)
-                for metric, size in zip(metrics, found, strict=True)
-            ]
-            for variant, found in sizes.items()
-        }
-        if bars:
-            yield {"title": title, "labels": [metric.label for metric in metrics], "bars": bars}
-
-
-def _losses(report: Report) -> dict[str, Any] | None:
-    """The curves of the check runs in a square of 100 by 100, with the losses that bound it."""
-    losses = [
-        (each.variant, step, loss)
-        for each in report.variants
-        for step, loss in enumerate(each.check_losses)
-        if loss is not None
-    ]
-    if not losses:
-        return None
-    low, high = (extreme(loss for *_, loss in losses) for extreme in (min, max))
-    steps = max(step for _, step, _ in losses) or 1
-    points: dict[str, str] = defaultdict(str)
-    for variant, step, loss in losses:
-        y = 100 * (high - loss) / ((high - low) or 1)
-        points[variant] += f"{100 * step / steps:.1f},{y:.1f} "
-    return {"low": f"{low:.4g}", "high": f"{high:.4g}", "steps": steps + 1, "points": points}

@@ -1,20 +1,19 @@
-"""Runs the variants of a comparison one after the other, and reports what came out."""
+"""Runs the variants of a comparison one at a time, and collects a report."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
-from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
-from time import monotonic, sleep
+from time import monotonic
 
 import torch
 from rich.console import Console
@@ -27,112 +26,107 @@ from lightning_memmap.compare.config import (
     parse_variants,
     shared_config,
 )
-from lightning_memmap.compare.folder import VARIANTS, ComparisonFolder
+from lightning_memmap.compare.folder import VARIANTS, WEIGHTS, check_folder, clear_folder
 from lightning_memmap.compare.loaders import STORES
-from lightning_memmap.compare.measure import IS_READY
-from lightning_memmap.compare.metrics import NO_LOAD, SPEED, Rank, figures_of
-from lightning_memmap.compare.parity import CheckedRun, check_parity, default_tolerance
+from lightning_memmap.compare.metrics import NO_LOAD, SPEED, RankRecord, compute_figures
+from lightning_memmap.compare.parity import (
+    check_parity,
+    count_parts,
+    default_tolerance,
+    global_losses,
+)
 from lightning_memmap.compare.prepare import describe_devices, prepare
 from lightning_memmap.compare.report import IN_PLACE, Report, VariantResult
 from lightning_memmap.errors import describe_error
 from lightning_memmap.launched import Launched
 
-#: Runs whose processes start together, and import side by side.
-_TOGETHER = min(4, len(os.sched_getaffinity(0)))
-
 
 class RunError(Exception):
-    """A run gave no result."""
+    """A run ended without a result."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
 
 
-class Run:
-    """A run in fresh processes. The first one has started: it imports, and waits to go on."""
+def run(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
+    """Run a variant in new processes, and return their records by rank.
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._out = Path(spec.out)
-        command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
-        # A run is independent of whatever started this process.
-        environment = {key: os.environ[key] for key in os.environ if not key.startswith("PL_")}
-        log = self._out / "log.txt"
-        self._launched = Launched(command, log, env=environment, stdin=subprocess.PIPE)
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until it has imported what it needs, or ended."""
-        deadline_s = monotonic() + timeout_s
-        while not (self._out / IS_READY).exists() and self._launched.poll() is None:
-            if monotonic() > deadline_s:
-                raise self._error(f"not ready after {timeout_s:g} s (--timeout_s)")
-            sleep(0.01)
-
-    def result(self, timeout_s: float) -> list[Rank]:
-        """Have it go on, wait for its end, and read what its processes have measured."""
-        launched = self._launched
+    Raises:
+        RunError: The run failed or took too long. All of its processes are ended.
+    """
+    out = Path(spec.out)
+    command = [sys.executable, "-m", "lightning_memmap.compare.worker", str(spec.write())]
+    # A run is independent of the process that starts it.
+    environment = {key: os.environ[key] for key in os.environ if not key.startswith("PL_")}
+    with Launched(command, out / "log.txt", env=environment) as process:
         try:
-            launched.communicate(b"go on", timeout_s)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise self._error(f"not finished after {timeout_s:g} s (--timeout_s)") from None
-        if launched.returncode:
-            raise _read_error(self._out, launched)
-        ranks = read_ranks(self._out)
-        found = [rank.rank for rank in ranks]
-        if found != list(range(ranks[0].world_size if ranks else 1)):
-            raise self._error(f"only the ranks {found} wrote what they measured")
-        return ranks
-
-    def _error(self, what: str) -> RunError:
-        return RunError(f"{what}: {' | '.join(self._launched.tail())}")
-
-    def close(self) -> None:
-        """End all of its processes."""
-        # This closes its input, too.
-        with self._launched:
-            self._launched.kill_group()
+            lines = " | ".join(process.tail())
+            raise RunError(f"not finished after {timeout_s:g} s (--timeout_s): {lines}") from None
+        finally:
+            process.kill_group()
+    if process.returncode:
+        raise _read_error(out, process)
+    records = read_records(out)
+    ranks = [record.rank for record in records]
+    if ranks != list(range(records[0].world_size if records else 1)):
+        raise RunError(f"only the ranks {ranks} wrote a record: {' | '.join(process.tail())}")
+    return records
 
 
-def read_ranks(folder: Path) -> list[Rank]:
-    """Read what the processes of a run have written, by rank."""
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("rank*.json")]
-    return sorted((Rank(**json.loads(text)) for text in texts), key=lambda rank: rank.rank)
+def read_records(out: Path) -> list[RankRecord]:
+    """Read the records of the processes of a run, by rank."""
+    texts = [path.read_text(encoding="utf-8") for path in out.glob("rank*.json")]
+    return sorted(
+        (RankRecord(**json.loads(text)) for text in texts), key=lambda record: record.rank
+    )
 
 
-def _read_error(out: Path, launched: Launched) -> RunError:
-    # What the first process says that failed, and wrote it down before it was ended.
+def _read_error(out: Path, process: Launched) -> RunError:
+    # The first process that failed knows the reason. Its file may be cut off if it was killed.
     for path in sorted(out.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
         with suppress(ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return RunError(found["message"], found["refused"])
-    return RunError(f"it ended with {launched.how_it_ended(12)}")
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return RunError(content["message"], content["refused"])
+    return RunError(f"it ended with {process.how_it_ended(12)}")
 
 
 class Comparison:
-    """A comparison that is under way."""
+    """A comparison in progress."""
 
     def __init__(self, options: ComparisonOptions, console: Console, command: str = "") -> None:
-        self._options, self._console, self._command = options, console, command
-        self._config, self._trainer, self._left_out = shared_config(options.config)
-        self._folder = ComparisonFolder(Path(options.out))
-        self._runs = self._folder.path.resolve() / VARIANTS
+        self._options = options
+        self._console = console
+        self._command = command
+        self._config, self._trainer, self._unused = shared_config(options.config)
+        self._out = Path(options.out)
         self._results = {
-            each: VariantResult(each.name) for each in parse_variants(options.variants)
+            variant: VariantResult(variant.name) for variant in parse_variants(options.variants)
         }
-        #: What the others are compared with.
-        self._reference: CheckedRun | None = None
+        #: The records of the reference's check run, and the file of its weights.
+        self._reference: list[RankRecord] | None = None
+        self._weights: Path | None = None
 
     def run(self) -> Report:
-        """Do all runs. After Ctrl-C, the report, which is not written yet, has what is finished."""
+        """Run all variants and return the report, unwritten. Ctrl-C keeps what is finished."""
         self._report, self._expected = self._prepare()
         try:
-            # The single device with the store is the reference; without it, the first that runs.
-            first = sorted(self._results, key=lambda each: each != Variant("auto"))
-            # An ideal loader gives one batch again and again: there is nothing to check.
-            self._do([each for each in first if each.loader != "ideal"], "check")
-            # Variants alternate, so that whatever changes on the machine affects all of them.
+            # The single device with the store is the reference; otherwise the first that runs.
+            by_reference = sorted(self._results, key=lambda variant: variant != Variant("auto"))
+            try:
+                for variant in by_reference:
+                    # An ideal loader replays one batch: there is nothing to check.
+                    if variant.loader != "ideal":
+                        self._run(variant, "check")
+            finally:
+                if self._weights is not None:
+                    self._weights.unlink(missing_ok=True)
+            # Variants alternate, so that changes in the machine's load affect all of them.
             for repeat in range(1, self._options.repeats + 1):
-                self._do([*self._results], f"timed{repeat}")
+                for variant in self._results:
+                    self._run(variant, f"timed{repeat}")
         except KeyboardInterrupt:
             self._report.interrupted = True
             self._console.print("[yellow]interrupted: the report has what is finished[/]")
@@ -140,12 +134,13 @@ class Comparison:
         return self._report
 
     def _prepare(self) -> tuple[Report, list[int]]:
-        """Build the store, learn what all variants need, and remove an earlier comparison."""
-        options, started_s = self._options, monotonic()
-        self._folder.check()
-        is_asked = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        """Build the store, describe what all variants share, and remove an earlier comparison."""
+        options = self._options
+        started_s = monotonic()
+        check_folder(self._out)
+        wants_gpu = self._trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
         precision = str(self._trainer.get("precision", "32-true"))
-        given = options.tolerance
+        tolerance = options.tolerance
         facts = prepare(self._config, options.devices, options.check_steps)
         expected = facts.pop("expected")
         report = Report(
@@ -153,28 +148,34 @@ class Comparison:
             command=self._command,
             settings={
                 **asdict(options),
-                "accelerator": "cuda" if is_asked and torch.cuda.is_available() else "cpu",
-                "tolerance": default_tolerance(precision) if given is None else given,
+                "accelerator": "cuda" if wants_gpu and torch.cuda.is_available() else "cpu",
+                "tolerance": default_tolerance(precision) if tolerance is None else tolerance,
                 "precision": precision,
                 "seed": self._config["seed_everything"],
                 "global_batch": facts["data"]["batch_size"] * options.devices,
             },
             reference="",
             variants=[*self._results.values()],
-            left_out=self._left_out,
+            left_out=self._unused,
             **facts,
         )
-        self._folder.clear()
-        self._note_run("store, model and data", "done", started_s)
+        clear_folder(self._out)
+        self._print_outcome("store, model and data", "done", started_s)
         return report, expected
 
     def _spec(self, variant: Variant, name: str) -> RunSpec:
-        options, settings, is_timed = self._options, self._report.settings, name != "check"
-        mine = variant.trainer_options(options.devices)
+        options = self._options
+        settings = self._report.settings
+        is_timed = name != "check"
+        variant_options = variant.trainer_options(options.devices)
         return RunSpec(
             kind="timed" if is_timed else "check",
             config=self._config,
-            trainer={**self._trainer, "accelerator": settings["accelerator"], **mine},
+            trainer={
+                **self._trainer,
+                "accelerator": settings["accelerator"],
+                **variant_options,
+            },
             variant=variant.name,
             devices=options.devices,
             global_batch=settings["global_batch"],
@@ -182,70 +183,71 @@ class Comparison:
             warmup_steps=options.warmup_steps if is_timed else 0,
             steps=options.steps if is_timed else options.check_steps,
             transform_is_random=self._report.data["transform_is_random"],
-            out=str(self._runs / variant.name / name),
+            out=str(self._out.resolve() / VARIANTS / variant.name / name),
+            reference=None if self._weights is None else str(self._weights),
         )
 
-    def _note_run(self, title: str, outcome: str, started_s: float) -> None:
+    def _print_outcome(self, title: str, outcome: str, started_s: float) -> None:
         seconds = f"[dim]{monotonic() - started_s:.1f} s[/]"
         self._console.print(f"{escape(title):<42} {outcome}  {seconds}", soft_wrap=True)
 
-    def _do(self, variants: Sequence[Variant], name: str) -> None:
-        """Do a run of each variant that nothing has stopped."""
-        pending = [each for each in variants if self._results[each].status == "pending"]
-        for first in range(0, len(pending), _TOGETHER):
-            some = pending[first : first + _TOGETHER]
-            with ExitStack() as stack:
-                runs = [stack.enter_context(closing(self._try(each, name))) for each in some]
-                # To import takes longer than most runs: a few do it side by side, none while
-                # another one is measured. All start, all are waited for, then each is finished.
-                for _ in zip_longest(*runs):
-                    pass
-
-    def _try(self, variant: Variant, name: str) -> Generator[None, None, None]:
-        """Do a run, whose failure costs no other anything. Yields once started, and once ready."""
-        result, spec = self._results[variant], self._spec(variant, name)
+    def _run(self, variant: Variant, name: str) -> None:
+        """Run a variant, unless an earlier run of it failed. A failure does not end the others."""
+        result = self._results[variant]
+        if result.status != "pending":
+            return
+        spec = self._spec(variant, name)
         title = f"{variant.name}: {name.replace('timed', 'timed run ')}"
-        started_s, outcome = monotonic(), "[red]interrupted[/]"
+        started_s = monotonic()
+        outcome = "[red]interrupted[/]"
         try:
-            with closing(Run(spec)) as run:
-                yield
-                run.wait_until_ready(self._options.timeout_s)
-                yield
-                started_s = monotonic()
-                with self._console.status(escape(title)):
-                    ranks = run.result(self._options.timeout_s)
+            with self._console.status(escape(title)):
+                records = run(spec, self._options.timeout_s)
             if spec.kind == "check":
-                self._compare(result, ranks, Path(spec.out))
-            figures = figures_of(ranks, spec.kind)
+                self._compare(result, records, Path(spec.out))
+            figures = compute_figures(records, spec.kind)
             result.add(figures)
             outcome = f"{figures[SPEED]:,.0f} samples/s" if SPEED in figures else "done"
         except Exception as error:
-            # Also where it wrote no weights, or its processes have done other numbers of steps.
-            found = error if isinstance(error, RunError) else RunError(describe_error(error))
-            # In its first run; the replayed batch has no check run.
-            refused = found.refused and name == ("timed1" if variant.loader == "ideal" else "check")
-            result.status, result.reason = "refused" if refused else "failed", str(found)
-            if not refused and spec.kind == "check" and self._report.data["transform_is_random"]:
-                result.reason += f" ({IN_PLACE})"
-            word = "not supported" if refused else "failed"
-            outcome = f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
+            # Records may also be inconsistent, for example with different numbers of steps.
+            run_error = error if isinstance(error, RunError) else RunError(describe_error(error))
+            outcome = self._fail(result, spec, run_error)
         finally:
-            self._note_run(title, outcome, started_s)
+            self._print_outcome(title, outcome, started_s)
             shutil.rmtree(Path(spec.out) / STORES, ignore_errors=True)
+            if Path(spec.out) / WEIGHTS != self._weights:
+                # A reference that failed: the next variant takes its place.
+                (Path(spec.out) / WEIGHTS).unlink(missing_ok=True)
 
-    def _compare(self, result: VariantResult, ranks: list[Rank], folder: Path) -> None:
-        """Compare a check run with that of the reference, whose weights alone are kept."""
-        report, checked = self._report, CheckedRun.of(ranks, folder)
+    def _fail(self, result: VariantResult, spec: RunSpec, error: RunError) -> str:
+        """Record why a run failed, and return its outcome for the console."""
+        # A variant is not supported if its first run raises. A replayed batch has no check run.
+        is_first = spec.kind == "check" or (not result.rates and result.parity is None)
+        result.status = "refused" if error.refused and is_first else "failed"
+        result.reason = str(error)
+        if (
+            result.status == "failed"
+            and spec.kind == "check"
+            and self._report.data["transform_is_random"]
+        ):
+            result.reason += f" ({IN_PLACE})"
+        word = "not supported" if result.status == "refused" else "failed"
+        return f"[red]{word}[/]: {escape(shorten(result.reason, 300, placeholder=' ...'))}"
+
+    def _compare(self, result: VariantResult, records: list[RankRecord], out: Path) -> None:
+        """Compare a check run with the reference. The first one becomes the reference."""
         result.parity = check_parity(
-            checked,
-            self._reference or checked,
+            records,
+            self._reference or records,
             self._expected,
-            report.settings["tolerance"],
-            notes=self._notes(checked.num_parts),
+            self._report.settings["tolerance"],
+            notes=self._notes(count_parts(records)),
         )
-        result.check_losses = [loss if isfinite(loss) else None for loss in checked.losses]
+        result.check_losses = [loss if isfinite(loss) else None for loss in global_losses(records)]
         if self._reference is None:
-            self._reference, report.reference = checked, result.variant
+            self._reference = records
+            self._weights = out / WEIGHTS
+            self._report.reference = result.variant
 
     def _notes(self, num_parts: int) -> Sequence[str]:
         batch_norms = self._report.model["batch_norms"]
@@ -253,19 +255,20 @@ class Comparison:
             return []
         return [
             f"the model has {', '.join(batch_norms)}: a step's rows are normalised in {num_parts}"
-            " parts (processes, replicas, micro-batches), which is a different training. GroupNorm,"
-            " or in several processes on GPUs sync_batchnorm, would make it the same"
+            " parts (processes, replicas, micro-batches), which is a different training. Use"
+            " GroupNorm, or sync_batchnorm with several processes on GPUs, to train the same"
         ]
 
     def _finish(self) -> None:
-        """Say what became of variants that nothing stopped, and relate speeds to their bounds."""
+        """Set the status of variants that did not fail, and relate speeds to their bounds."""
         self._report.environment["devices"] = describe_devices()
         for variant, result in self._results.items():
-            done, repeats = len(result.rates), self._options.repeats
-            if result.status == "pending" and done == repeats:
+            num_done = len(result.rates)
+            repeats = self._options.repeats
+            if result.status == "pending" and num_done == repeats:
                 result.status = "ok"
             elif result.status == "pending":
-                result.reason = f"interrupted after {done} of {repeats} runs"
+                result.reason = f"interrupted after {num_done} of {repeats} runs"
             ideal = self._results.get(Variant(variant.strategy, "ideal"))
             if result.rates and ideal and ideal.rates:
                 bound = median(ideal.rates)

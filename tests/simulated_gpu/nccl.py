@@ -9,17 +9,12 @@ What NCCL refuses is refused: host memory, tensors that are not contiguous, dtyp
 know, two processes on one device. Messages between two processes have no tags. The first collective
 of a group, or a batch of messages, must be called by all of its processes.
 
-Those of real groups pass torch's dispatcher, since they are in C++. Those here do not: where a
-dispatch mode is active, such as that of ``compare``, it is shown the same call on a group in C++,
-which sends nothing.
-
 Not simulated: collectives that no test uses, time, deadlocks by the order of calls on several
 groups, time-outs, aborts, several nodes.
 """
 
 import ctypes
 import datetime
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +26,6 @@ import torch.distributed as dist  # isort: skip
 from torch import Tensor  # isort: skip
 from torch.distributed import constants  # isort: skip
 from torch.distributed import distributed_c10d as c10d  # isort: skip
-from torch._C._distributed_c10d import FakeProcessGroup  # isort: skip
 
 #: Given flat copies of the inputs and flat memory for the results, both on the host. What it
 #: returns, if anything, waits until the results are there.
@@ -148,19 +142,6 @@ class _Backends:
         return cls.text in ("", "undefined") or "cpu:" in cls.text
 
 
-def _dispatched(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Show calls of a collective to dispatch modes, as calls of the operator in C++."""
-
-    @functools.wraps(collective)
-    def call(group: "ProcessGroupNCCL", *args: Any, **options: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            # What it writes to the results is overwritten.
-            getattr(group.shown, collective.__name__)(*args, **options)
-        return collective(group, *args, **options)
-
-    return call
-
-
 class ProcessGroupNCCL(dist.ProcessGroup):
     """Takes the place of torch's class of this name, for each group that a process is in.
 
@@ -182,12 +163,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         self._inner: Any = c10d.ProcessGroupGloo(
             dist.PrefixStore("simulated/", store), rank, size, timeout=self.options._timeout
         )
-        self.shown = dist.ProcessGroup(store, rank, size)
-        fake = FakeProcessGroup._create_internal(rank, size)
-        for kind in ("cpu", "cuda"):
-            self.shown._register_backend(
-                torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, fake
-            )
         self._device: torch.device | None = None
         self._own_stream: Any = None
         self._sends: list[tuple[Any, Tensor]] = []
@@ -372,7 +347,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     # Collectives. torch names their arguments.
 
-    @_dispatched
     def allreduce(self, tensors: Any, opts: Any = None) -> NCCLWork:
         if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             op = opts
@@ -389,7 +363,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    @_dispatched
     def broadcast(self, tensors: Any, opts: Any = None, **_: Any) -> NCCLWork:
         if opts is None or isinstance(opts, int):
             root, opts = opts or 0, dist.BroadcastOptions()
@@ -403,7 +376,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("broadcast", tensors, tensors, move, opts)
 
-    @_dispatched
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._gathered(made, given[0])
@@ -418,19 +390,16 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("allgather_base", inputs, outputs, move, opts)
 
-    @_dispatched
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> NCCLWork:
         return self._gather_singles(outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_dispatched
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> NCCLWork:  # noqa: A002
         return self._gather_singles([output], [input], opts)
 
     _allgather_base = all_gather_single
 
-    @_dispatched
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> NCCLWork:  # noqa: A002
         def move(given: list[Tensor], made: list[Tensor]) -> None:
             self._reduced(given[0], opts.reduceOp)
@@ -441,7 +410,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @_dispatched
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> NCCLWork:
         is_root = opts.rootRank == self.rank()
 
@@ -466,7 +434,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
     # Messages
 
-    @_dispatched
     def send(self, tensors: Any, receiver: int, tag: int = 0) -> NCCLWork:
         def move(given: list[Tensor], _: list[Tensor]) -> None:
             sent = given[0].clone()
@@ -475,7 +442,6 @@ class ProcessGroupNCCL(dist.ProcessGroup):
 
         return self._run("send", tensors, [], move, result=tensors, is_message=True)
 
-    @_dispatched
     def recv(self, tensors: Any, sender: int, tag: int = 0) -> NCCLWork:
         def move(_: list[Tensor], made: list[Tensor]) -> Callable[[], object]:
             receiving = self._inner.recv([_bytes(made[0])], sender, 0)

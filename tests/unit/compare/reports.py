@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_memmap.compare.config import parse_variants
-from lightning_memmap.compare.metrics import PARTS, Rank, figures_of
+from lightning_memmap.compare.metrics import PARTS, RankRecord, compute_figures
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.report import Report, VariantResult
 
@@ -19,7 +19,7 @@ def timed_rank(
     data_rank: int | None = None,
     num_shares: int | None = None,
     **seen: Any,
-) -> Rank:
+) -> RankRecord:
     """What one process of a timed run writes: a step takes as long as its rate says."""
     step_s = GLOBAL_BATCH / rate / (num_shares or size)
     found: dict[str, Any] = {
@@ -28,21 +28,21 @@ def timed_rank(
         "first_batch_s": 0.5 + rank,
         "processes": {str(100 + rank): [200 * MIB, 100 * MIB]},
     }
-    return Rank(rank, size, global_batch=GLOBAL_BATCH, losses=LOSSES, **{**found, **seen})
+    return RankRecord(rank, size, global_batch=GLOBAL_BATCH, losses=LOSSES, **{**found, **seen})
 
 
-def check_rank(rank: int = 0, size: int = 1, moved: int = 0, **values: Any) -> Rank:
+def check_rank(rank: int = 0, size: int = 1, **values: Any) -> RankRecord:
     """What one process of a check run writes."""
     state = {"cpu": {"parameters": 4000, "gradients": 4000, "optimizer": 8000}}
-    found = {"losses": LOSSES, "state_bytes": state, "moved_bytes": moved, "hashes": [1] * STEPS}
-    return Rank(rank, size, rank, GLOBAL_BATCH, **{**found, **values})
+    found = {"losses": LOSSES, "state_bytes": state, "hashes": [1] * STEPS}
+    return RankRecord(rank, size, rank, GLOBAL_BATCH, **{**found, **values})
 
 
-def figures(*runs: list[Rank]) -> dict[str, list[float]]:
+def figures(*runs: list[RankRecord]) -> dict[str, list[float]]:
     """The figures of some timed runs."""
     result = VariantResult("auto")
     for ranks in runs:
-        result.add(figures_of(ranks, "timed"))
+        result.add(compute_figures(ranks, "timed"))
     return result.figures
 
 
@@ -71,11 +71,11 @@ def make_variant(
     }
     result = VariantResult(name, **{**defaults, **values})
     if rates and "figures" not in values:
-        checks = [check_rank(rank, size, moved=4000 * (size > 1)) for rank in range(size)]
-        result.add(figures_of(checks, "check"))
+        checks = [check_rank(rank, size) for rank in range(size)]
+        result.add(compute_figures(checks, "check"))
         for rate in rates:
             ranks = [timed_rank(rank, size, rate / size) for rank in range(size)]
-            result.add(figures_of(ranks, "timed"))
+            result.add(compute_figures(ranks, "timed"))
     return result
 
 

@@ -11,10 +11,11 @@ from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.compare.config import RunKind, RunSpec, parse_variants
-from lightning_memmap.compare.metrics import Rank
-from lightning_memmap.compare.parity import CheckedRun, Parity, check_parity
+from lightning_memmap.compare.folder import WEIGHTS
+from lightning_memmap.compare.metrics import RankRecord
+from lightning_memmap.compare.parity import Parity, check_parity
 from lightning_memmap.compare.prepare import prepare, prepare_store
-from lightning_memmap.compare.runner import read_ranks
+from lightning_memmap.compare.runner import read_records
 from lightning_memmap.compare.worker import train, train_variant, trainer_options
 from tests.models import ACCELERATOR_VARIABLE, Points, Regression
 
@@ -23,7 +24,7 @@ class CheckResult(NamedTuple):
     """What a check run left behind."""
 
     folder: Path
-    ranks: list[Rank]
+    ranks: list[RankRecord]
 
 
 DEVICES, BATCH_SIZE, ROWS, STEPS, NUM_SHARDS = 2, 8, 100, 6, 24
@@ -82,6 +83,8 @@ def config(path: Path, model: str = "tests.models.Regression", **data: Any) -> d
 def make_spec(
     path: Path, kind: RunKind, variant: str, sections: dict[str, Any], **options: Any
 ) -> RunSpec:
+    # The first check run in a folder is the reference.
+    reference = options.pop("reference", None) or next(path.glob(f"*-check/{WEIGHTS}"), None)
     chosen = parse_variants(variant)[0].trainer_options(DEVICES)
     accelerator = os.environ.get(ACCELERATOR_VARIABLE, "cpu")
     trainer = {"accelerator": accelerator, **chosen, **options.pop("trainer", {})}
@@ -103,6 +106,7 @@ def make_spec(
         global_batch=DEVICES * BATCH_SIZE,
         num_shards=NUM_SHARDS,
         out=str(out),
+        reference=None if reference is None else str(reference),
         **values,
     )
 
@@ -111,10 +115,10 @@ def facts_of(sections: dict[str, Any]) -> dict[str, Any]:
     return prepare(sections, DEVICES, STEPS)
 
 
-def timed_rank(spec: RunSpec) -> Rank:
+def timed_rank(spec: RunSpec) -> RankRecord:
     """Train, and read what the only process wrote."""
     train(spec)
-    (rank,) = read_ranks(Path(spec.out))
+    (rank,) = read_records(Path(spec.out))
     return rank
 
 
@@ -130,11 +134,12 @@ def check_run(
     data_class: type[MemmapDataModule] = MemmapDataModule,
     trainer: dict[str, Any] | None = None,
     rows: Dataset[Any] | None = None,
+    reference: Path | None = None,
     **options: Any,
 ) -> CheckResult:
     """A check run, by default of `Points`. To read a config takes most of the time of a run: here
     there is none."""
-    spec = make_spec(path, "check", variant, {}, trainer=trainer or {})
+    spec = make_spec(path, "check", variant, {}, trainer=trainer or {}, reference=reference)
     L.seed_everything(3)
     options = {"store_dir": path / "stores", "batch_size": BATCH_SIZE, **options}
     data = data_class(rows or Points(ROWS), drop_last=True, **options)
@@ -146,17 +151,17 @@ def check_run(
 
 def result_of(folder: Path) -> CheckResult:
     """What the processes of a check run wrote."""
-    return CheckResult(folder, read_ranks(folder))
+    return CheckResult(folder, read_records(folder))
 
 
 def check_all_parity(
     checks: dict[str, CheckResult], expected: Sequence[int], tolerance: float = 1e-4
 ) -> dict[str, Parity]:
     """The parity of each check run with the first of them."""
-    found = {name: CheckedRun.of(check.ranks, check.folder) for name, check in checks.items()}
-    reference = next(iter(found.values()))
+    reference = next(iter(checks.values())).ranks
     return {
-        name: check_parity(check, reference, expected, tolerance) for name, check in found.items()
+        name: check_parity(check.ranks, reference, expected, tolerance)
+        for name, check in checks.items()
     }
 
 

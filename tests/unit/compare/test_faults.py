@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_memmap import MemmapDataModule
+from lightning_memmap.compare.folder import WEIGHTS
 from tests.models import Points, Regression, Sgd
 from tests.unit.compare.runs import (
     BATCH_SIZE,
@@ -231,6 +232,7 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
         return Data
 
     right = check_run(tmp_path, "auto", transform=transform)
+    weights = right.folder / WEIGHTS
     faults = (repeated, swapped, dropped, mislabelled)
     wrong = {}
     for fault in faults:
@@ -241,6 +243,7 @@ def test_wrong_rows_are_found(tmp_path: Path, transform: nn.Module | None) -> No
             data_class=faulty(fault),
             transform=transform,
             store_dir=tmp_path / "stores",
+            reference=weights,
         )
     wrong["seed"] = check_run(tmp_path, "memmap_superbatch", transform=transform, seed=1)
     found = check_runs_parity(tmp_path, {"right": right, **wrong})

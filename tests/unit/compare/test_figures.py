@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_memmap.compare.metrics import METRICS, PARTS, SECONDS, Metric, Rank
+from lightning_memmap.compare.metrics import METRICS, PARTS, Metric, RankRecord, format_seconds
 from lightning_memmap.compare.report import figure_table, parity_table, print_report
 from tests.unit.compare.reports import (
     DATA,
@@ -53,7 +53,7 @@ def test_each_process_counts_once_however_many_saw_it() -> None:
 
 
 def test_peaks_of_processes_on_one_device_add_up() -> None:
-    def run(*sizes: int) -> list[Rank]:
+    def run(*sizes: int) -> list[RankRecord]:
         return [timed_rank(rank, 2, peaks={"cuda:0": size}) for rank, size in enumerate(sizes)]
 
     found = figures(run(10, 5), run(3, 4))
@@ -99,10 +99,9 @@ def test_figures_in_the_docs_are_described_as_they_are() -> None:
 WINDOW = Metric(
     key="window_s",
     label="window",
-    write=SECONDS,
+    format=format_seconds,
     meaning="all measured steps together",
-    collect=lambda rank: sum(sum(step.values()) for step in rank.steps),
-    reduce=max,
+    compute=lambda ranks: max(sum(sum(step.values()) for step in rank.steps) for rank in ranks),
     table="speed",
 )
 

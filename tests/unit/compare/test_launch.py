@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import yaml
 
 from lightning_memmap.compare.config import RunSpec, shared_config
 from lightning_memmap.compare.measure import HAS_TRAINED
-from lightning_memmap.compare.runner import Run, RunError
+from lightning_memmap.compare.runner import RunError, run
 from lightning_memmap.compare.worker import write_error
 
 pytestmark = pytest.mark.slow
@@ -33,49 +30,17 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_run_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
-    before = children()
-    with (
-        closing(Run(make_spec(tmp_path))) as run,
-        pytest.raises(RunError, match=r"not finished after 0\.3 s") as error,
-    ):
-        run.result(0.3)
-    assert not error.value.refused
-    assert children() <= before
-
-
-def test_run_that_hangs_while_it_imports_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hangs", [False, True])
+def test_run_that_takes_too_long_is_ended_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if hangs:
+        (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(1000)")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = children()
-    with (
-        closing(Run(make_spec(tmp_path))) as run,
-        pytest.raises(RunError, match=r"not ready after 0\.3 s \(--timeout_s\)"),
-    ):
-        run.wait_until_ready(0.3)
-    assert children() <= before
-
-
-def test_run_that_was_started_ahead_waits_and_ends_with_the_comparison(tmp_path: Path) -> None:
-    before = children()
-    run = Run(make_spec(tmp_path))
-    run.wait_until_ready(100.0)
-    assert not [*(tmp_path / "run").glob("error-*.json")]
-    (waiting,) = children() - before
-    program = (
-        "import sys; from pathlib import Path; from lightning_memmap.compare import worker;"
-        "worker.wait_for_parent(Path(sys.argv[1]))"
-    )
-    alone = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "alone")],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert alone.returncode == 1
-    assert "the comparison has ended" in alone.stderr
-    run.close()
-    assert not psutil.pid_exists(waiting)
+    with pytest.raises(RunError, match=r"0\.3 s .*timeout_s") as error:
+        run(make_spec(tmp_path), 0.3)
+    assert not error.value.refused
     assert children() <= before
 
 
@@ -96,8 +61,8 @@ def test_first_process_that_fails_says_why(
         path.write_text(each)
         os.utime(path, (index, index))
     # It has no model, so that it fails at once.
-    with closing(Run(spec)) as run, pytest.raises(RunError, match=words) as error:
-        run.result(100.0)
+    with pytest.raises(RunError, match=words) as error:
+        run(spec, 100.0)
     assert error.value.refused is refused
 
 
@@ -105,8 +70,8 @@ def test_error_is_refused_until_a_step_was_trained(tmp_path: Path) -> None:
     for refused in (True, False):
         write_error(tmp_path, ValueError("the reason"))
         (path,) = tmp_path.glob("error-*.json")
-        found = json.loads(path.read_text())
-        assert found == {"message": "ValueError: the reason", "refused": refused}
+        content = json.loads(path.read_text())
+        assert content == {"message": "ValueError: the reason", "refused": refused}
         (tmp_path / HAS_TRAINED).touch()
 
 

@@ -1,4 +1,4 @@
-"""Bytes of models and of resident shards, and what moves between devices."""
+"""Bytes of models and of processes."""
 
 import gc
 import os
@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 from lightning_memmap.compare.measure import (
-    MovementRecorder,
     device_peaks,
     model_bytes,
     process_memory,
 )
-
-CPU = torch.device("cpu")
 
 
 def test_model_bytes_counts_each_memory_once() -> None:
@@ -60,12 +57,3 @@ def test_peaks_are_those_of_the_gpus_that_this_process_uses(
     )
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
     assert device_peaks() == {"0": 5, "2": 2}
-
-
-def test_copies_between_devices_are_counted_and_others_are_not() -> None:
-    recorder = MovementRecorder()
-    with recorder:
-        torch.ones(10).to("meta")
-        torch.ones(6).to("meta")
-        torch.ones(3).to(torch.float64).clone().copy_(torch.ones(3))
-    assert recorder.num_bytes == 64

@@ -39,7 +39,7 @@ def test_report_is_written_as_json_without_nan(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert values["variants"][0]["check_losses"] == [None, 1.0]
     assert values["variants"][1]["figures"]["samples_per_s"] == pytest.approx([1000.0, 1100.0])
-    assert values["variants"][1]["figures"]["communication_bytes"] == [8000]
+    assert values["variants"][1]["figures"]["state_bytes"] == [16000]
     assert (values["parity_holds"], values["exit_code"]) == (True, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 

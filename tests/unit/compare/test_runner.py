@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from rich.console import Console
 
 from lightning_memmap.compare import command, runner
 from lightning_memmap.compare.config import ComparisonOptions, RunSpec
-from lightning_memmap.compare.metrics import Rank
+from lightning_memmap.compare.folder import WEIGHTS
+from lightning_memmap.compare.metrics import RankRecord
 from lightning_memmap.compare.report import Report
 from lightning_memmap.compare.runner import Comparison, RunError
 from tests.unit.compare.reports import (
@@ -24,8 +24,8 @@ from tests.unit.compare.reports import (
     timed_rank,
 )
 
-#: Is given a run, and what is done with it: ``start``, ``wait`` or ``result``.
-Fault = Callable[[RunSpec, str], None]
+#: Receives the spec of each run, and may raise.
+Fault = Callable[[RunSpec], None]
 
 
 @pytest.fixture
@@ -35,29 +35,27 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
     config.write_text(yaml.safe_dump({"model": {"class_path": "M"}, "data": {"class_path": "D"}}))
 
     def compare(variants: str, fault: Fault) -> Report:
-        class DoneAtOnce:
-            def __init__(self, spec: RunSpec) -> None:
-                self.spec = spec
-                fault(spec, "start")
+        def run(spec: RunSpec, timeout_s: float) -> list[RankRecord]:
+            out = spec.write().parent
+            if spec.kind == "check" and spec.reference is None:
+                (out / WEIGHTS).touch()
+            fault(spec)
+            if spec.reference is not None and spec.kind == "check":
+                assert Path(spec.reference).exists()
+            if spec.kind == "timed":
+                return [timed_rank()]
+            digests = {"weight": "1"}
+            return [
+                check_rank(
+                    parameters=["weight"],
+                    initial=digests,
+                    final=digests,
+                    squared_distance=0.0,
+                    num_parts=2 if spec.variant == "memmap_dp" else 1,
+                )
+            ]
 
-            def wait_until_ready(self, timeout_s: float) -> None:
-                fault(self.spec, "wait")
-
-            def result(self, timeout_s: float) -> list[Rank]:
-                out = self.spec.write().parent
-                for name in ("initial", "final"):
-                    torch.save({"weight": torch.full((3,), len(name))}, out / f"{name}.pt")
-                fault(self.spec, "result")
-                if self.spec.kind == "timed":
-                    return [timed_rank()]
-                num_parts = 2 if self.spec.variant == "memmap_dp" else 1
-                return [check_rank(parameters=["weight"], num_parts=num_parts)]
-
-            def close(self) -> None:
-                closed.append(self.spec.out)
-
-        closed = list[str]()
-        monkeypatch.setattr(runner, "Run", DoneAtOnce)
+        monkeypatch.setattr(runner, "run", run)
         model = {**MODEL, "batch_norms": ["BatchNorm1d"]}
         facts = {"environment": {**ENVIRONMENT}, "data": DATA, "model": model}
         monkeypatch.setattr(runner, "prepare", lambda *args: {**facts, "expected": [1] * STEPS})
@@ -70,18 +68,18 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, F
 def test_single_device_is_the_reference_wherever_it_stands(
     compare: Callable[[str, Fault], Report],
 ) -> None:
-    report = compare("ddp,auto,auto+ideal", lambda *_: None)
+    report = compare("ddp,auto,auto+ideal", lambda _: None)
     assert report.reference == "auto"
     assert [each.variant for each in report.variants] == ["ddp", "auto", "auto+ideal"]
     assert [each.parity and each.parity.holds for each in report.variants] == [True, True, None]
     assert report.exit_code == 0
     shares = [each.figures.get("no_load_share") for each in report.variants]
     assert shares == [None, [1, 1], [1, 1]]
-    assert compare("ddp,memmap_superbatch", lambda *_: None).reference == "ddp"
+    assert compare("ddp,memmap_superbatch", lambda _: None).reference == "ddp"
 
 
 def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report]) -> None:
-    auto, replicated = compare("auto,memmap_dp", lambda *_: None).variants
+    auto, replicated = compare("auto,memmap_dp", lambda _: None).variants
     assert auto.parity is not None
     assert not auto.parity.notes
     assert replicated.parity is not None
@@ -89,27 +87,28 @@ def test_batch_norm_in_replicas_is_told(compare: Callable[[str, Fault], Report])
     assert "BatchNorm1d: a step's rows are normalised in 2" in note
 
 
-def test_run_without_its_weights_costs_no_other(compare: Callable[[str, Fault], Report]) -> None:
-    def fault(spec: RunSpec, what: str) -> None:
-        if spec.variant == "auto" and spec.kind == "check" and what == "result":
-            (Path(spec.out) / "final.pt").unlink()
-
-    auto, ddp = compare("auto,ddp", fault).variants
-    assert (auto.status, ddp.status) == ("failed", "ok")
-    assert "final.pt" in auto.reason
-    assert ddp.parity is not None
-    assert ddp.parity.holds
-    assert len(ddp.figures["samples_per_s"]) == 2
-
-
-@pytest.mark.parametrize("failing", ["start", "wait", "result"])
-def test_run_that_fails_costs_no_other(
-    compare: Callable[[str, Fault], Report], failing: str
+def test_failed_reference_is_replaced_and_leaves_no_weights(
+    compare: Callable[[str, Fault], Report], tmp_path: Path
 ) -> None:
-    def fault(spec: RunSpec, what: str) -> None:
-        if spec.variant == "ddp" and spec.out.endswith("timed2") and what == failing:
+    files = list[list[str]]()
+
+    def fault(spec: RunSpec) -> None:
+        files.append([path.parts[-3] for path in tmp_path.glob(f"out/variants/*/*/{WEIGHTS}")])
+        if spec.variant == "auto":
             raise OSError(28, "No space left on device")
-        if spec.variant == "memmap_dp" and what == "result":
+
+    auto, ddp, superbatch = compare("auto,ddp,memmap_superbatch", fault).variants
+    assert (auto.status, ddp.status, superbatch.status) == ("failed", "ok", "ok")
+    assert "No space left" in auto.reason
+    # In the three check runs; timed runs have none.
+    assert files == [["auto"], ["ddp"], ["ddp"], [], [], [], []]
+
+
+def test_run_that_fails_costs_no_other(compare: Callable[[str, Fault], Report]) -> None:
+    def fault(spec: RunSpec) -> None:
+        if spec.variant == "ddp" and spec.out.endswith("timed2"):
+            raise OSError(28, "No space left on device")
+        if spec.variant == "memmap_dp":
             raise RunError("this module is not supported", refused=True)
 
     report = compare("ddp,memmap_dp,auto", fault)
@@ -119,6 +118,18 @@ def test_run_that_fails_costs_no_other(
     assert len(report.variants[0].figures["samples_per_s"]) == 1
     assert len(report.variants[2].figures["samples_per_s"]) == 2
     assert report.exit_code == 3
+
+
+def test_interrupt_leaves_no_weights(
+    compare: Callable[[str, Fault], Report], tmp_path: Path
+) -> None:
+    def fault(spec: RunSpec) -> None:
+        if spec.variant == "ddp":
+            assert [*tmp_path.glob(f"out/variants/*/*/{WEIGHTS}")]
+            raise KeyboardInterrupt
+
+    assert compare("auto,ddp", fault).interrupted
+    assert not [*tmp_path.glob(f"out/variants/*/*/{WEIGHTS}")]
 
 
 def test_report_that_cannot_be_written_is_still_shown(
@@ -150,9 +161,9 @@ def test_comparison_replaces_an_earlier_one(
     compare: Callable[[str, Fault], Report], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    compare("auto,ddp", lambda *_: None).write(out / "report.json")
+    compare("auto,ddp", lambda _: None).write(out / "report.json")
     (out / "notes.txt").write_text("mine")
-    compare("auto", lambda *_: None)
+    compare("auto", lambda _: None)
     assert (out / "notes.txt").read_text() == "mine"
     assert not (out / "report.json").exists()
     assert not (out / "variants/ddp/check").exists()
@@ -168,14 +179,14 @@ def test_file_of_others_is_never_removed(
 ) -> None:
     out = tmp_path / "out"
     if with_report:
-        compare("auto", lambda *_: None).write(out / "report.json")
+        compare("auto", lambda _: None).write(out / "report.json")
         if name.endswith("check/mine.pt"):
             (out / "variants/auto/check/spec.json").write_text("{}")
     path = out / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(REPORT_OF_OTHERS)
     with pytest.raises(ValueError, match=f"out='{out}'"):
-        compare("auto", lambda *_: None)
+        compare("auto", lambda _: None)
     assert path.read_text() == REPORT_OF_OTHERS
 
 
@@ -183,9 +194,9 @@ def test_folder_that_links_elsewhere_is_never_emptied(
     compare: Callable[[str, Fault], Report], tmp_path: Path
 ) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    compare("auto", lambda *_: None)
+    compare("auto", lambda _: None)
     (out / "variants").rename(elsewhere)
     (out / "variants").symlink_to(elsewhere)
     with pytest.raises(ValueError, match="out="):
-        compare("auto", lambda *_: None)
+        compare("auto", lambda _: None)
     assert (elsewhere / "auto/check/spec.json").exists()

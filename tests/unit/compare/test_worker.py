@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_memmap.compare.metrics import METRICS, figures_of
+from lightning_memmap.compare.metrics import METRICS, compute_figures
 from lightning_memmap.compare.parity import Parity
 from lightning_memmap.compare.prepare import ModelAndData
 from tests.models import Regression
@@ -126,8 +126,8 @@ def test_timed_run_has_steps_parts_and_memory(tmp_path: Path, variant: str, mode
     rank = timed_rank(make_spec(tmp_path, "timed", variant, sections))
     assert len(rank.losses) == 2 + 6
     assert len(set(rank.losses)) > 1
-    figures = figures_of([rank], "timed")
-    on_cpu = {each.key for each in METRICS.values() if each.run == "timed" and each.collect}
+    figures = compute_figures([rank], "timed")
+    on_cpu = {each.key for each in METRICS.values() if each.run == "timed" and each.compute}
     assert on_cpu - {"device_peak_bytes"} <= set(figures)
     assert min(figures.values()) >= 0
     assert min(figures[f"{part}_s"] for part in ("forward", "backward", "optimizer")) > 0
@@ -143,21 +143,18 @@ def test_check_tells_bytes_of_the_model(tmp_path: Path) -> None:
     (state,) = rank.state_bytes.values()
     assert state["gradients"] >= 4 * PARAMETERS
     assert state["optimizer"] == 2 * 4 * PARAMETERS + 4 * 4
-    assert rank.moved_bytes == 0
 
 
 def test_other_data_module_is_refused(tmp_path: Path) -> None:
     sections = config(tmp_path)
     sections["data"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"}
-    with pytest.raises(ValueError, match="BoringDataModule; a comparison needs a MemmapDataModule"):
+    with pytest.raises(ValueError, match=r"data is .*BoringDataModule"):
         facts_of(sections)
 
 
 def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
     sections = config(tmp_path, batch_size=ROWS)
-    with pytest.raises(
-        ValueError, match="steps of 200 rows, and an epoch of the training split has 100"
-    ):
+    with pytest.raises(ValueError, match=f"batch_size={ROWS} on 2 devices"):
         facts_of(sections)
 
 
