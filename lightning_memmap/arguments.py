@@ -1,12 +1,13 @@
-"""Command-line parsers with errors of a line or two that suggest the nearest right name."""
+"""Command-line parsers with errors of one line that suggest the nearest name."""
 
-import inspect
-import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,60 +21,52 @@ from lightning_memmap._compat.parsers import commands_of, known_classes, option_
 from lightning_memmap.errors import DatasetError, MemmapError, nearest, nearest_file
 from lightning_memmap.tables import printable
 
-#: Messages of jsonargparse and Python about a wrong name.
-_WRONG_OPTION = re.compile(r"unrecognized arguments: -*([^\s=]+)|[Oo]ption '([^']+)'")
-_WRONG_CHOICE = re.compile(r"invalid choice: '([^']+)' \(choose from (.+)\)")
-_WRONG_LITERAL = re.compile(r"Expected a typing\.Literal\[(.+)\]\. Got value: (.+)")
-_WRONG_FILE = re.compile(
-    r"File does not exist: '([^']+)'"
-    r"|Expected a path but (\S+\.(?:ya?ml|json)) either not accessible or invalid"
-    r"|Problem with given class_path '(\S+\.(?:ya?ml|json))':\s+No module named \S+"
-)
-_WRONG_CLASS = re.compile(
-    r"class_path '([^']+)':\s+(?:No module named|module '\S+' has no attribute) '[^']+'"
-    r"|Expected a dot import path string: (\S+)"
-)
-_NO_CLASS = re.compile(r"Expected an instantiatable class, but (\S+) is abstract")
-_NO_DATASET = re.compile("does not correspond to a subclass of Dataset")
-#: Lines of jsonargparse about a value that fits no type of a union, except the reasons.
-_NOISE = re.compile(
-    r"Does not val|Subtypes|Errors:|Given value|Subclass types|a class path|a dict with"
-    r"|Expected a path but|.*NoneType'>"
-)
-#: Arguments of a fit that are its config, or a part of it.
-_OF_CONFIG = re.compile(r"--(config|seed_everything|model|data|trainer|optimizer|lr_scheduler)\b")
-#: What a type says that knows nothing of a value.
-_ANOTHER_KIND = re.compile(r"Expected (a <class|a typing|an inst)|give the class_path")
-_CALLABLE = re.compile(r"Type collections\S.* expects a function or a callable class: ")
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+#: Encloses the error of a parser within a parser, which is shown without the errors around it.
+_INNER = "\x1f"
+#: Words of the user: arguments, and the keys and strings of config files.
+_WRITTEN: ContextVar[frozenset[str]] = ContextVar("written", default=frozenset())
+#: The options of a fit that set its config, or a part of it.
+_CONFIG_OPTIONS = (
+    "config", "seed_everything", "model", "data", "trainer", "optimizer", "lr_scheduler",
+)  # fmt: skip
 
 
 class BriefParser(ArgumentParser):
-    """A parser that says what is wrong and suggests the nearest name, without its usage."""
+    """A parser whose errors are one line with the nearest name, without the usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # A beginning that is unique now need not be so in the next version.
+        # A prefix that is unique now may be ambiguous in the next version.
         super().__init__(*args, **kwargs, allow_abbrev=False)
         self._parser: ArgumentParser = self
 
     @override
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments, and note their command: not all errors tell it."""
-        given, commands = (*args, kwargs.get("args"))[0], commands_of(self)
-        words = sys.argv[1:] if given is None else given
+        """Parse the arguments, and remember their command, which some errors don't name."""
+        argv = (*args, kwargs.get("args"))[0]
+        words = sys.argv[1:] if argv is None else argv
+        commands = commands_of(self)
         self._parser = commands.get(next(filter(commands.__contains__, words), ""), self)
-        return super().parse_args(*args, **kwargs)
+        token = _WRITTEN.set(frozenset(_written_words(words)))
+        try:
+            return super().parse_args(*args, **kwargs)
+        finally:
+            _WRITTEN.reset(token)
 
     def parse_config(self, config: Any) -> Any:
         """Parse a config that is a dict of values."""
+        token = _WRITTEN.set(frozenset(_strings_in(config)))
         try:
             return self.parse_object(config)
         except ArgumentError as error:
-            raise ValueError(f"config: {first_reason(str(error))}") from error
+            raise ValueError(f"config: {brief_reason(str(error))}") from error
+        finally:
+            _WRITTEN.reset(token)
 
     @override
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the objects of a config, or raise what a strategy raised."""
-        # The Trainer takes a name or a strategy, and jsonargparse says only that it is no name.
+        """Make the objects of a config, or raise the error of a strategy."""
+        # The Trainer takes a name or a strategy: jsonargparse only reports that it isn't a name.
         raised: list[Exception] = []
 
         def make(kind: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
@@ -90,19 +83,20 @@ class BriefParser(ArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with code 2, or raise if the parser is part of another one."""
-        parser = self._parser
-        message = with_suggestion(message, parser)
+        """Exit with code 2; in a parser within another one, raise."""
+        line = brief_reason(message)
+        if _INNER not in message:
+            line += _suggest(message, self._parser, is_value=isinstance(ex, TypeError))
         if not self.exit_on_error:
-            super().error(message, ex)
-        print(f"error: {first_reason(message)}", file=sys.stderr)
-        help_of = parser.prog.replace(" [options]", "")
-        print(f"{help_of} --help lists the arguments", file=sys.stderr)
+            super().error(f"{_INNER}{line}{_INNER}", ex)
+        print(f"error: {line}", file=sys.stderr)
+        program = self._parser.prog.replace(" [options]", "")
+        print(f"{program} --help lists the arguments", file=sys.stderr)
         sys.exit(2)
 
 
 class TrainingParser(BriefParser, LightningArgumentParser):
-    """The parser of LightningCLI, with errors of a line or two."""
+    """The parser of LightningCLI, with errors of one line."""
 
 
 def training_parser(**options: Any) -> TrainingParser:
@@ -114,108 +108,146 @@ def training_parser(**options: Any) -> TrainingParser:
     return parser
 
 
-def refuse_overrides(args: Iterable[str]) -> None:
-    """Check the arguments of a command that reads one config, as it is."""
-    given = [arg for arg in args if _OF_CONFIG.match(arg)]
-    if len(given) > 1:
+def reject_overrides(args: Iterable[str]) -> None:
+    """Check the arguments of a command that reads one config without changing it."""
+    options = [
+        arg
+        for arg in args
+        if arg.startswith("--") and arg[2:].partition("=")[0].partition(".")[0] in _CONFIG_OPTIONS
+    ]
+    if len(options) > 1:
         raise ValueError(
-            f"{' and '.join(given)}: one file is read, as it is; merge them with lightning-memmap"
-            " fit --config ONE --config OTHER --model.lr 0.1 --print_config > merged.yaml"
+            f"{' and '.join(options)}: this command reads one config file, unchanged. Merge them"
+            " with lightning-memmap fit --config ONE --config OTHER --model.lr 0.1 --print_config"
+            " > merged.yaml"
         )
 
 
 def read_config(path: str, *sections: str) -> dict[str, Any]:
     """Read the config of a fit, which must have some sections."""
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        where = " ".join(str(error).split())
-        raise ValueError(f"config={path!r} is no yaml file: {where}") from error
-    found = config if isinstance(config, dict) else {}
-    found = found if sections[0] in found else found.get("fit") or {}
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config={path!r} isn't a yaml file: {reason}") from error
+    config = content if isinstance(content, dict) else {}
+    if sections[0] not in config:
+        config = config.get("fit") or {}
     for name in sections:
-        if not isinstance(found, dict) or not isinstance(found.get(name), dict):
+        if not isinstance(config, dict) or not isinstance(config.get(name), dict):
             raise ValueError(
-                f"config={path!r}: it has no section {name!r} with a class_path; give the config of"
-                " a fit"
+                f"config={path!r} has no section {name!r} with a class_path. Pass the config of a"
+                " fit"
             )
-    return found
+    return config
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error to standard error, for the person at the terminal."""
+    """Print an error to standard error, with the traceback of a dataset's own error."""
     cause = error.__cause__
     if isinstance(error, DatasetError) and not isinstance(cause, MemmapError | None):
-        # Of the user's own code.
         traceback.print_exception(cause)
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"there is no file {str(error.filename)!r}{nearest_file(error.filename)}"
         if not (folder := Path(error.filename).parent).is_dir():
             text = f"there is no directory {str(folder)!r}{nearest_file(folder)}"
-    # In one piece, and with the rank, as torch does with tracebacks: others may print the same.
+    # One write, with the rank as torch prints it: other processes may print the same.
     rank = f"[rank{dist.get_rank()}]: " if dist.is_available() and dist.is_initialized() else ""
     sys.stderr.write(f"{rank}error: " + "\n".join(map(printable, text.splitlines())) + "\n")
 
 
-def with_suggestion(message: str, parser: ArgumentParser) -> str:
-    """Add the name that may have been meant to a message of a parser, behind the wrong one."""
-    if "did you mean" in message:
-        # A parser within this one has added it.
-        return message
-    near = ""
-    if match := _WRONG_OPTION.search(message):
-        known = option_names(parser)
-        near = nearest(match[1] or match[2], [*known, "init_args"])
-    elif match := _WRONG_CHOICE.search(message):
-        near = nearest(match[1], re.findall(r"[\w.-]+", match[2]))
-    elif match := _WRONG_LITERAL.search(message):
-        near = nearest(match[2], re.findall(r"[\w.-]+", match[1]))
-    elif match := _WRONG_FILE.search(message):
-        path = match[1] or match[2] or match[3]
-        return f"{message.partition(':')[0]}: there is no file {path!r}{nearest_file(path)}"
-    elif match := _WRONG_CLASS.search(message):
-        module, _, name = (match[1] or match[2]).rpartition(".")
-        paths = {path.rpartition(".")[2]: path for path in known_classes(parser)}
-        members = vars(sys.modules.get(module, object)).items()
-        names = [key for key, each in members if key[0] != "_" and not inspect.ismodule(each)]
-        # Of the right name in the wrong module, the whole path.
-        near = nearest(name, [*paths, *names], lambda each: {name: paths.get(name)}.get(each, each))
-    elif match := _NO_CLASS.search(message):
-        return _NO_CLASS.sub(
-            r"give the class_path of a \1, and its arguments as init_args", message
-        )
-    elif match := _NO_DATASET.search(message):
-        near = ": let its class inherit from torch.utils.data.Dataset"
-    if not near or match is None or near in message:
-        return message
-    end = (message + "\n").index("\n", match.end())
-    return message[:end].removesuffix(".") + near + message[end:]
+def is_from_user_code(error: BaseException, libraries: Sequence[str]) -> bool:
+    """Check whether user code raised an error, itself or through an installed package.
+
+    Args:
+        error: The error.
+        libraries: Packages whose errors need no traceback, although user code may call them.
+    """
+    installed = [
+        *map(Path, (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    ]
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file = frame.f_code.co_filename
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in libraries:
+            return False
+        if file[0] != "<" and not any(Path(file).is_relative_to(folder) for folder in installed):
+            return True
+    return False
 
 
-def first_reason(message: str) -> str:
-    """Of a value that fits none of its types, where it is and the best reason, in one line."""
-    kept = [line for line in _CALLABLE.sub("", message).splitlines() if line.strip()]
-    lines = [(len(line) - len(line.lstrip(" -")), line.strip(" -")) for line in kept]
-    above: list[int] = []
-    reasons: list[tuple[list[int], int]] = []
-    for index, (depth, line) in enumerate(lines):
-        # What ends in a colon says where all is that stands further to the right below it.
-        above = [each for each in above if lines[each][0] < depth]
-        if line[-1:] == ":" and not _NOISE.match(line):
-            above = [*above, index]
-        elif not _NOISE.match(line):
-            reasons.append((above, index))
+def brief_reason(message: str) -> str:
+    """Shorten a message of jsonargparse to one line: its argument, its reason and its last line."""
+    lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
+    for previous, line in zip(["", *lines], lines, strict=False):
+        if _INNER in line:
+            prefix = f"{previous} " if previous.endswith(":") else ""
+            return prefix + line.split(_INNER)[1]
+    if len(lines) > 4:
+        lines = [*lines[:3], lines[-1]]
+    return " ".join(
+        line if line[-1] in ":.," or index == len(lines) - 1 else f"{line}."
+        for index, line in enumerate(shorten(line, 300, placeholder=" ...") for line in lines)
+    )
 
-    def knowledge(reason: tuple[list[int], int]) -> tuple[object, ...]:
-        """The type whose arguments are wrong knows more of a value than one that it is not of."""
-        where, index = reason
-        line = lines[index][1]
-        is_own = not _ANOTHER_KIND.match(line)
-        return len(where), is_own, "subclass of" not in line, "class_path" in line
 
-    where, index = max(reasons or [(above, -1)], key=knowledge)
-    words = [lines[each][1] for each in (*where, index)]
-    if not re.search("value|did you mean", words[-1]):
-        words += [line for _, line in lines[index:] if line.startswith("Given value: ")][:1]
-    return " ".join(words)
+def _suggest(message: str, parser: ArgumentParser, is_value: bool) -> str:
+    """Find the nearest option, class or file to a word of a message that the user wrote."""
+    written = _WRITTEN.get()
+    for word in sorted(written):
+        is_config = word.endswith(_CONFIG_SUFFIXES) and Path(word).name in message
+        if is_config and not Path(word).exists():
+            return nearest_file(word)
+    letters = (letter if letter.isalnum() or letter in "._-" else " " for letter in message)
+    words = [word.strip(".-") for word in "".join(letters).split()]
+    for word in words:
+        if written.issuperset(word.split(".")):
+            near = _nearest_class(word, parser) if is_value else _nearest_option(word, parser)
+            if near:
+                return near
+    return ""
+
+
+def _nearest_option(word: str, parser: ArgumentParser) -> str:
+    names = [*option_names(parser), *commands_of(parser), "class_path", "init_args"]
+    if word in names:
+        return ""
+    return nearest(word, names) or nearest(word.partition(".")[0], names)
+
+
+def _nearest_class(word: str, parser: ArgumentParser) -> str:
+    module, _, name = word.rpartition(".")
+    members = vars(sys.modules.get(module, object))
+    if not name[:1].isupper() or name in members:
+        return ""
+    paths = {path.rpartition(".")[2]: path for path in known_classes(parser)}
+    if name in paths:
+        # The right class in the wrong module.
+        return "" if word == paths[name] else nearest(name, [name], paths.__getitem__)
+    return nearest(name, [*paths, *(member for member in members if member[:1].isupper())])
+
+
+def _written_words(args: Iterable[Any]) -> Iterator[str]:
+    """Yield what the user wrote: arguments, and the keys and strings of config files."""
+    for arg in args:
+        for word in str(arg).lstrip("-").split("=", 1):
+            yield word
+            yield from word.split(".")
+            if word.endswith(_CONFIG_SUFFIXES) and Path(word).is_file():
+                try:
+                    yield from _strings_in(yaml.safe_load(Path(word).read_text(encoding="utf-8")))
+                except (OSError, ValueError, yaml.YAMLError, RecursionError):
+                    continue
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _strings_in(key)
+            yield from _strings_in(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _strings_in(child)
+    elif isinstance(value, str):
+        yield value
+        yield from value.split(".")

@@ -24,12 +24,17 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_memmap._compat.parsers import commands_of, known_classes
-from lightning_memmap.arguments import first_reason, print_error, training_parser
+from lightning_memmap.arguments import (
+    brief_reason,
+    is_from_user_code,
+    print_error,
+    training_parser,
+)
 from lightning_memmap.commands.doctor import doctor
 from lightning_memmap.commands.rows import rows
 from lightning_memmap.commands.store import store_command
 from lightning_memmap.compare.command import compare
-from lightning_memmap.errors import DatasetError, MemmapError, nearest
+from lightning_memmap.errors import MemmapError, nearest
 from lightning_memmap.strategies import STRATEGIES
 
 _DESCRIPTION = "Train with data that stays resident on every device."
@@ -53,8 +58,21 @@ lightning-memmap COMMAND --help describes a command. A first run:
   lightning-memmap fit --config examples/configs/digits.yaml"""
 
 
+#: Packages whose errors name an argument of the user.
+_LIBRARIES = ("lightning_memmap", "lightning", "jsonargparse", "fsspec")
+#: Errors that end the command with exit code 2.
+_WRONG_ARGUMENTS = (
+    TypeError,
+    ValueError,
+    MisconfigurationException,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+)
+
+
 class SaveConfig(SaveConfigCallback):
-    """Saves the config beside the logs of a run, and never in place of another file.
+    """Saves the config with the logs of a run, and never replaces another file.
 
     Some loggers write to the folder of the user, who may have a ``config.yaml`` there.
     """
@@ -70,9 +88,10 @@ class SaveConfig(SaveConfigCallback):
 
 def _free_name(directory: str, name: str) -> str:
     """Return a file name that is free in a directory: ``config.yaml``, ``config-2.yaml``, ..."""
-    system, (stem, suffix) = get_filesystem(directory), os.path.splitext(name)
-    names = chain([name], (f"{stem}-{number}{suffix}" for number in count(2)))
-    return next(each for each in names if not system.exists(os.path.join(directory, each)))
+    system = get_filesystem(directory)
+    stem, suffix = os.path.splitext(name)
+    candidates = chain([name], (f"{stem}-{number}{suffix}" for number in count(2)))
+    return next(file for file in candidates if not system.exists(os.path.join(directory, file)))
 
 
 class TrainingCLI(LightningCLI):
@@ -91,8 +110,7 @@ class TrainingCLI(LightningCLI):
             near = nearest(strategy, [*names, *known_classes(parser)])
             ours = ", ".join(name for name, *_ in STRATEGIES)
             parser.error(
-                f"trainer.strategy: unknown strategy {strategy!r}{near or '.'}"
-                f" Those of this pack are {ours}"
+                f"trainer.strategy: unknown strategy {strategy!r}{near or '.'} This pack has {ours}"
             )
 
 
@@ -112,36 +130,36 @@ def main(args: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        reason = _reason(error)
-        if not _is_mistake(reason):
+        reason = _unwrap(error)
+        is_ours = isinstance(reason, MemmapError | MisconfigurationException)
+        is_argument = isinstance(reason, TypeError | ValueError | OSError)
+        if not is_ours and (not is_argument or is_from_user_code(reason, _LIBRARIES)):
             raise
         print_error(reason)
-        # A store that is damaged, or processes that differ, are not a wrong argument.
-        wrong = (TypeError, ValueError, MisconfigurationException)
-        missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-        sys.exit(2 if isinstance(reason, (*wrong, *missing)) else 1)
+        # A damaged store, or processes that differ, aren't a wrong argument.
+        sys.exit(2 if isinstance(reason, _WRONG_ARGUMENTS) else 1)
 
 
 def _run(args: Sequence[str] | None) -> None:
-    given = list(sys.argv[1:] if args is None else args)
+    argv = list(sys.argv[1:] if args is None else args)
     # A class_path may name a module in the working directory, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     commands = {"store": store_command, "compare": compare, "rows": rows, "doctor": doctor}
-    if not given or given[0] in ("--help", "-h"):
-        print(_HELP, file=sys.stdout if given else sys.stderr)
-        sys.exit(0 if given else 2)
-    if given[0] in commands:
-        # Without what a Trainer says of devices and of other packages.
+    if not argv or argv[0] in ("--help", "-h"):
+        print(_HELP, file=sys.stdout if argv else sys.stderr)
+        sys.exit(0 if argv else 2)
+    if argv[0] in commands:
+        # Hide the Trainer's messages about devices and other packages.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        sys.exit(commands[given[0]](given[1:]))
-    if not given[0].startswith("-") and given[0] not in TrainingCLI.subcommands():
-        near = nearest(given[0], (*commands, *TrainingCLI.subcommands()))
-        print(f"error: unknown command {given[0]!r}{near}", file=sys.stderr)
+        sys.exit(commands[argv[0]](argv[1:]))
+    if not argv[0].startswith("-") and argv[0] not in TrainingCLI.subcommands():
+        near = nearest(argv[0], (*commands, *TrainingCLI.subcommands()))
+        print(f"error: unknown command {argv[0]!r}{near}", file=sys.stderr)
         print("lightning-memmap --help lists the commands", file=sys.stderr)
         sys.exit(2)
     TrainingCLI(
-        args=None if args is None else given,
+        args=None if args is None else argv,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
@@ -152,39 +170,15 @@ def _run(args: Sequence[str] | None) -> None:
     )
 
 
-def _is_mistake(error: BaseException) -> bool:
-    """Whether the message of an error is enough for its user."""
-    if isinstance(error, DatasetError) and error.__cause__ is not None:
-        return _is_mistake(error.__cause__)
-    if isinstance(error, (MemmapError, MisconfigurationException)):
-        return True
-    if isinstance(error, TypeError) and not _is_raised(error):
-        # A class that a config names was called with arguments that it does not have.
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        module = str(frame.f_globals.get("__name__"))
-        return module.startswith(("jsonargparse", "lightning.pytorch.cli"))
-    raisers = ("lightning_memmap", "lightning", "jsonargparse", "fsspec")
-    return isinstance(error, (TypeError, ValueError, OSError)) and _raiser(error) in raisers
-
-
-def _reason(error: BaseException) -> BaseException:
-    """The error that jsonargparse wrapped when it made an object of a config, or the error."""
-    while _raiser(error) == "jsonargparse" and (inner := error.__cause__ or error.__context__):
+def _unwrap(error: BaseException) -> BaseException:
+    """Return the error that jsonargparse wrapped when it made an object of a config."""
+    while _is_from_jsonargparse(error) and (inner := error.__cause__ or error.__context__):
         error = inner
-    if _raiser(error) == "jsonargparse" and isinstance(error, ValueError):
-        return ValueError(first_reason(str(error))).with_traceback(error.__traceback__)
+    if _is_from_jsonargparse(error) and isinstance(error, ValueError):
+        return ValueError(brief_reason(str(error))).with_traceback(error.__traceback__)
     return error
 
 
-def _raiser(error: BaseException) -> str:
-    """The package that raised an error, or for one of the system, that met it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in reversed(frames)]
-    if isinstance(error, OSError):
-        names = [name for name in names if name not in sys.stdlib_module_names] or names
-    return names[0]
-
-
-def _is_raised(error: BaseException) -> bool:
-    """Whether a statement raised an error, since a value was refused, and no operation failed."""
-    return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise ")
+def _is_from_jsonargparse(error: BaseException) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("jsonargparse")

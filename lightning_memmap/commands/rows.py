@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error, read_config, refuse_overrides
+from lightning_memmap.arguments import BriefParser, print_error, read_config, reject_overrides
 from lightning_memmap.commands.store_page import Section, values_of
 from lightning_memmap.data.module import MemmapDataModule
 from lightning_memmap.data.splits import SPLITS
@@ -118,7 +118,7 @@ def rows(args: list[str]) -> int:
     parser.add_class_arguments(RowsOptions, as_group=False, skip={"json"})
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     try:
-        refuse_overrides(args)
+        reject_overrides(args)
         question = RowsOptions(**parser.parse_args(args).as_dict())
         if question.show is not None:
             check_page("show", Path(question.show))

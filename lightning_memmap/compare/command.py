@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memmap.arguments import BriefParser, print_error, refuse_overrides
+from lightning_memmap.arguments import BriefParser, print_error, reject_overrides
 from lightning_memmap.compare.config import ComparisonOptions
 from lightning_memmap.compare.folder import PAGE, REPORT
 from lightning_memmap.compare.report import print_report, render_html
@@ -27,7 +27,7 @@ def compare(args: list[str]) -> int:
     parser.add_class_arguments(ComparisonOptions, as_group=False)
     console = Console(highlight=False)
     try:
-        refuse_overrides(args)
+        reject_overrides(args)
         options = ComparisonOptions(**parser.parse_args(args).as_dict())
         command = shlex.join(["lightning-memmap", "compare", *args])
         # A scheduler's SIGTERM is an interrupt: finished runs are kept, and no process is left.
