@@ -1,14 +1,13 @@
 """How much of a step's loss belongs to one process, for strategies that average gradients."""
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Weights that a loader keeps where no strategy takes them, as under Lightning's own.
 _MAX_PENDING = 64
 
 
-@dataclass(frozen=True)
-class StepWeight:
+class StepWeight(NamedTuple):
     """The weight of one process's mean loss in the mean over the whole step.
 
     Args:
@@ -24,8 +23,7 @@ class StepWeight:
         return self.local * num_processes / self.total
 
 
-@dataclass(frozen=True)
-class DeliveredStep:
+class DeliveredStep(NamedTuple):
     """A batch that a loader has delivered: its rows, and the weight of its loss."""
 
     num_rows: int
