@@ -74,6 +74,15 @@ def renew_train_loader_at_start(trainer: Any) -> None:
     trainer.callbacks.append(_RenewTrainLoaderAtStart())
 
 
+def forget_validation_position(trainer: Any) -> None:
+    """Make a restored Trainer validate from the first batch.
+
+    It would skip the batches that were done before the checkpoint, whose metrics it does not
+    restore.
+    """
+    trainer.fit_loop.epoch_loop.val_loop.restarting = False
+
+
 def is_restoring(trainer: Any) -> bool:
     """Return whether a Trainer has read a checkpoint, and has not restored all of it."""
     return bool(trainer._checkpoint_connector._loaded_checkpoint)

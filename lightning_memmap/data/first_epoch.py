@@ -1,4 +1,4 @@
-"""Training from stores whose rows are still to come: ``build="while_training"``."""
+"""Shows the progress of ``build="while_training"`` in the first epoch."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class _ShowStored(L.Callback):
-    """Shows in the Trainer's progress bar, and nowhere else, how much of the rows is there."""
+    """Shows in the Trainer's progress bar which fraction of the training rows is stored."""
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -21,6 +21,6 @@ class _ShowStored(L.Callback):
 
 
 def show_stored(trainer: Any) -> None:
-    """Show in the progress bar how much of the training rows is there."""
-    if not any(isinstance(each, _ShowStored) for each in trainer.callbacks):
+    """Show in the progress bar which fraction of the training rows is stored."""
+    if not any(isinstance(callback, _ShowStored) for callback in trainer.callbacks):
         trainer.callbacks.append(_ShowStored())

@@ -1,5 +1,5 @@
-"""The stores of a data module's splits: where they lie, how they are built and opened, and which of
-their rows a split has.
+"""The stores of a data module's splits: their paths, how they are built and opened, and which of
+their rows each split uses.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +9,8 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+from lightning_memmap.data.known_stores import KnownStores, StoreOrigin
+from lightning_memmap.data.members import fold_of, member_of
 from lightning_memmap.data.options import DataOptions
 from lightning_memmap.data.splits import argument_of, has_several, named_datasets
 from lightning_memmap.errors import (
@@ -33,7 +35,6 @@ from lightning_memmap.store.places import StoreUrl, place_of
 from lightning_memmap.store.recognition import check_dataset
 from lightning_memmap.store.remote.cache import RemoteStore
 from lightning_memmap.store.sources.stream import is_stream
-from lightning_memmap.store.sources.token_stream import TokenStream
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,26 @@ class SplitStores:
     """The stores of the splits of one data module."""
 
     options: DataOptions
-    #: The Trainer's, which may know the member that this process trains; or None.
+    #: The Trainer's strategy, or None. It may know the member that this process trains.
     strategy: Any
-    #: By split, what this data module has stored or recognised, which `build` adds to.
-    built: dict[str, tuple[Any, ...]]
+    #: The stores that need no further check. Building and opening adds to them.
+    known_stores: KnownStores
     #: Whether builds and fetches show progress bars.
     progress: bool = True
 
     @property
     def datasets(self) -> dict[str, Any]:
-        """The datasets by split, each of several under a name of its own."""
-        given = self.options.datasets
-        if given["train"] is None and self.options.mixed:
-            given["train"] = dict.fromkeys(self.options.mixed)
-        named = (named_datasets(kind, each) for kind, each in given.items())
-        return {split: dataset for each in named for split, dataset in each.items()}
+        """All datasets by split. Several datasets of one argument have a split each."""
+        arguments = self.options.datasets
+        if arguments["train"] is None and self.options.mixed:
+            arguments["train"] = dict.fromkeys(self.options.mixed)
+        by_split = dict[str, Any]()
+        for kind, datasets in arguments.items():
+            by_split |= named_datasets(kind, datasets)
+        return by_split
 
     def parts(self, split: str) -> list[str]:
-        """The splits whose stores have the rows of a split: several where they are mixed."""
+        """Return the splits whose stores hold the rows of a split; several for a mixture."""
         return [name for name in self.datasets if split in (name, name.partition("/")[0])]
 
     @property
@@ -67,155 +70,164 @@ class SplitStores:
         text = str(self.options.store_dir)
         if "{member}" not in text:
             return self.options.store_dir
-        return place_of(text.replace("{member}", str(self._member(f"store_dir={text!r}"))))
+        member = member_of(self.options, self.strategy, f"store_dir={text!r}")
+        return place_of(text.replace("{member}", str(member)))
 
     def stored_split(self, split: str) -> str:
-        """The split whose store has the rows of a split."""
+        """Return the split whose store holds the rows of a split, such as ``train`` for a fold."""
         selection = self.options.selection(split)
         return split if selection is None else selection.stored_split(split)
 
     def path(self, split: str) -> Path | StoreUrl:
-        """Where the store is that has the rows of a split."""
+        """Return the path or URL of the store that holds the rows of a split."""
         return self.directory / self.stored_split(split)
 
     def check(self) -> None:
-        """Check that the options fit the datasets: both may have been set since the other was."""
+        """Check that the options fit the datasets, either of which may have been set since."""
         self.check_datasets()
         self.options.check_splits(self.datasets)
-        windows = self.options.forms.get("tokens")
+        forms = self.options.forms
+        windows = {name: form for name, form in forms.items() if isinstance(form, Windows)}
         for dataset in self.datasets.values():
-            if isinstance(dataset, TokenStream) and isinstance(windows, Windows):
-                dataset.check_windows(windows.length, windows.stride)
+            # A dataset whose rows are cut for certain windows, such as TokenStream.
+            if windows and (check := getattr(dataset, "check_windows", None)) is not None:
+                check(windows)
 
     def check_datasets(self) -> None:
-        """Check that rows to validate on are given once, and that training sets are mixed."""
-        given, mixed, selecting = self.options.datasets, self.options.mixed, self._selecting
-        if given["val"] is not None and self.stored_split("val") != "val":
+        """Check that validation rows have one source, and that several training sets are mixed."""
+        train = self.options.datasets["train"]
+        mixed = self.options.mixed
+        subset = f"subset={self.options.subset!r}"
+        if self.options.datasets["val"] is not None and self.stored_split("val") != "val":
             raise ValueError(
-                f"{selecting} with a val_dataset: the rows that are held out are what is"
-                " validated on; leave val_dataset out, or give it as test_dataset"
+                f"{subset} with a val_dataset: the held-out rows are the validation rows: remove"
+                " val_dataset, or pass it as test_dataset"
             )
         sampler = f"sampler={self.options.sampler!r}"
-        names = [*given["train"]] if has_several(given["train"]) else []
+        names = [*train] if has_several(train) else []
         if unknown := [name for name in mixed if names and name not in names]:
             raise ValueError(
-                f"{sampler}: train_dataset has no set {unknown[0]!r}, but {', '.join(names)}"
+                f"{sampler}: train_dataset has no set {unknown[0]!r}, only {', '.join(names)}"
                 f"{nearest(unknown[0], names)}"
             )
         if names and {*names} != {*mixed}:
+            fractions = dict.fromkeys(names, round(1 / len(names), 2))
             raise ValueError(
-                f"train_dataset has the sets {', '.join(names)}, and {sampler}: say how often each"
-                " of them comes with"
-                f" sampler=Mixture({dict.fromkeys(names, round(1 / len(names), 2))}), or join them"
-                " with torch.utils.data.ConcatDataset. For a dict of batches in each step, give"
+                f"train_dataset has the sets {', '.join(names)}, and {sampler}: set the fraction of"
+                f" each with sampler=Mixture({fractions}), or concatenate them with"
+                " torch.utils.data.ConcatDataset. For a dict of batches in each step, pass"
                 " Lightning a CombinedLoader over the loaders of several data modules"
             )
-        if mixed and given["train"] is not None and not names:
+        if mixed and train is not None and not names:
+            example = ", ".join(f"{name!r}: ..." for name in mixed)
             raise ValueError(
-                f"{sampler}: it mixes several training sets, and train_dataset is one: give them by"
-                f" name, such as train_dataset={{{', '.join(f'{name!r}: ...' for name in mixed)}}}"
+                f"{sampler}: mixes several training sets, and train_dataset is only one: pass a"
+                f" dict, such as train_dataset={{{example}}}"
             )
         if mixed and self.options.selection("train") is not None:
             raise ValueError(
-                f"{selecting} with {sampler}: of several training sets, rows are selected from each"
-                " by itself, and none is held out: give"
-                f" subset={{'train/{mixed[0]}': Subset(...)}}, and a val_dataset"
+                f"{subset} with {sampler}: rows of a mixture are selected in each of its sets, and"
+                f" none are held out: use subset={{'train/{mixed[0]}': Subset(...)}}, and a"
+                " val_dataset"
             )
 
-    def asked(self, split: str) -> Asked | None:
-        """What is to be built, or recognised, for a split; None where it has no dataset, or its
-        store is as this data module has left it."""
-        options, dataset = self.options, self.datasets[split]
-        # At a URL, `open` finds a store or says that there is none.
+    def needed_build(self, split: str) -> Asked | None:
+        """Return the build that a split needs, or None.
+
+        No build is needed if the split has no dataset, or if this data module has built its store.
+        """
+        options = self.options
+        dataset = self.datasets[split]
+        # At a URL, `open` finds the store or raises.
         if dataset is None or isinstance(self.directory, StoreUrl):
             return None
         path = self.directory / split
         with suppress(MemmapError):
             store = open_store(path)
-            if self._is_its_own(split, store):
+            if self.known_stores.has(split, self._origin(split, store)):
                 if not is_stream(dataset):
                     # It may have been changed in place.
                     self._check(split, store)
                 return None
-        self._check_place(split)
+        self._check_not_one(split)
         if not length_hint(dataset, 1):
             raise ValueError(
-                f"{argument_of(split)}: the dataset is empty, and there is nothing to store:"
-                " leave it out"
+                f"{argument_of(split)}: the dataset is empty: pass None, or a dataset with rows"
             )
-        # The rows of a store that is there are striped again where they are to be.
+        # An existing store keeps its shards: its rows are striped again if num_shards differs.
         is_kept = not options.overwrite and is_store(path)
-        num_shards = None if is_kept else options.num_shards
-        fingerprint, forms = options.fingerprint_of(split), options.forms
         with naming(split):
             return Asked(
                 dataset,
                 path,
-                num_shards,
+                None if is_kept else options.num_shards,
                 options.num_workers,
-                fingerprint,
-                forms,
+                options.fingerprint_of(split),
+                options.forms,
                 self.progress,
                 "store_dir",
             )
 
-    def grows(self, split: str, asked: Asked) -> bool:
-        """Whether a store is to be built while rows of it are read."""
-        if self.options.build == "first" or is_store(asked.directory.path):
+    def grows(self, split: str, task: Asked) -> bool:
+        """Return whether a store is to be built while training reads its rows."""
+        if self.options.build == "first" or is_store(task.directory.path):
             return False
-        if asked.is_stream:
+        if task.is_stream:
             raise ValueError(
-                f"{argument_of(split)}, {with_article(type(asked.dataset).__name__)}, with"
-                " build='while_training': its rows come in an order of their own, and training"
-                " needs others: give build='first', or a map-style dataset"
+                f"{argument_of(split)}, {with_article(type(task.dataset).__name__)}, with"
+                " build='while_training': a stream can't be read in the order of training: use"
+                " build='first', or a map-style dataset"
             )
         return True
 
-    def build(self, asked: Mapping[str, Asked]) -> None:
-        """Build the stores of splits, or find them built."""
-        for split, each in asked.items():
+    def build(self, builds: Mapping[str, Asked]) -> None:
+        """Build the stores of some splits, or recognize stores that exist."""
+        for split, task in builds.items():
             with naming(split):
-                # Before a row of any is read: they may share a dataset that keeps its rows.
-                _ = each.fingerprint or each.identity
-        for split, each in asked.items():
+                # Before any row is read, because datasets that cache rows may be shared.
+                _ = task.fingerprint or task.identity
+        for split, task in builds.items():
             with naming(split):
-                store = build(each, overwrite=self.options.overwrite)
-            self.built[split] = self._source(split, store)
+                store = build(task, overwrite=self.options.overwrite)
+            self.known_stores.add(split, self._origin(split, store))
 
     def open(self, splits: Iterable[str]) -> dict[str, Store]:
-        """Open the stores that have the rows of splits, of which some may have none."""
+        """Open the stores of some splits. Splits without rows are missing in the result."""
         opened = dict[str, Store]()
         for split in splits:
-            found = {part: self._open(part) for part in self.parts(split)}
-            stores = {part: store for part, store in found.items() if store is not None}
+            stores = dict[str, Store]()
+            for part in self.parts(split):
+                if (store := self._open(part)) is not None:
+                    stores[part] = store
             if (joined := self.joined(split, stores)) is not None:
                 opened[split] = joined
-            elif given := [name for name, each in self.options.by_split() if each == split]:
-                raise ValueError(
-                    f"{given[0]} for {split!r}: there are no such rows: give {argument_of(split)},"
-                    f" or leave {split!r} out of {given[0]}"
-                )
+                continue
+            for argument, name in self.options.by_split():
+                if name == split:
+                    raise ValueError(
+                        f"{argument}[{split!r}]: this split has no rows: pass"
+                        f" {argument_of(split)}, or remove {split!r} from {argument}"
+                    )
         return opened
 
-    def joined(self, split: str, found: Mapping[str, Store]) -> Store | None:
-        """The store of a split, which is that of its only part, or several as one; None where one
-        of them is not among those found."""
+    def joined(self, split: str, stores: Mapping[str, Store]) -> Store | None:
+        """Return the store of a split, made of several for a mixture; None if one is missing."""
         parts = self.parts(split)
-        if not {*parts} <= found.keys():
+        if not {*parts} <= stores.keys():
             return None
         if parts == [split]:
-            return found[split]
-        named = {part.partition("/")[2]: found[part] for part in parts}
+            return stores[split]
+        named = {part.partition("/")[2]: stores[part] for part in parts}
         return JoinedStore(Path(str(self.path(split))), named)
 
     def _open(self, split: str) -> Store | None:
-        """Open a store, and check that it is of its dataset."""
+        """Open a store, and check that it belongs to its dataset."""
         path = self.path(split)
         split = self.stored_split(split)
         dataset = self.datasets[split]
         meanwhile = self.options.build == "while_training"
         if meanwhile and isinstance(path, Path) and (growing := open_growing(path)) is not None:
-            self.built[split] = self._source(split, growing)
+            self.known_stores.add(split, self._origin(split, growing))
             return growing
         try:
             store = (
@@ -227,34 +239,35 @@ class SplitStores:
             if dataset is None and "/" in split:
                 raise self.missing(split) from None
             if dataset is None:
-                self._check_no_several(split)
-                # An error only where its loader is asked for: a Trainer keeps a data module, and
-                # sets it up for stages that have other loaders.
+                self._check_not_several(split)
+                # Not an error before its loader is requested: a Trainer keeps a data module, and
+                # sets it up for stages that use other loaders.
                 return None
             if isinstance(path, StoreUrl):
                 raise
             raise StoreNotFoundError(
-                f"no store at {path}: call prepare_data() before setup(), which builds it from"
-                f" {argument_of(split)}; a subclass that overrides it calls super().prepare_data()"
+                f"no store at {path}: call prepare_data() before setup(): it builds the store from"
+                f" {argument_of(split)}. A subclass that overrides it must call"
+                " super().prepare_data()"
             ) from None
-        if dataset is not None and not self._is_its_own(split, store):
+        if dataset is not None and not self.known_stores.has(split, self._origin(split, store)):
             self._check(split, store)
         return store
 
     def _check(self, split: str, store: Store) -> None:
-        """Check that a store may be of its dataset."""
-        options, dataset = self.options, self.datasets[split]
-        given = options.fingerprint_of(split)
-        check_dataset(store, dataset, given, num_workers=options.num_workers)
+        """Check that a store may hold the rows of its dataset."""
+        fingerprint = self.options.fingerprint_of(split)
+        num_workers = self.options.num_workers
+        check_dataset(store, self.datasets[split], fingerprint, num_workers=num_workers)
 
     def by_part(self, split: str, store: Store) -> list[tuple[str, Store]]:
-        """The stores that the opened one of a split consists of, by their splits."""
+        """Return the stores that a split's store consists of, with their splits."""
         stores = store.parts if isinstance(store, JoinedStore) else [store]
         return [*zip(self.parts(split), stores, strict=True)]
 
     def rows(self, split: str, store: Store) -> Rows:
-        """The rows of its store that a split has."""
-        subsets = [self._subset(*each) for each in self.by_part(split, store)]
+        """Return the rows of its store that a split uses."""
+        subsets = [self._subset(part, stored) for part, stored in self.by_part(split, store)]
         return store.chosen(subsets) if isinstance(store, JoinedStore) else store.rows(*subsets)
 
     def _subset(self, split: str, store: Store) -> Integers | None:
@@ -262,109 +275,73 @@ class SplitStores:
         if selection is None:
             return None
         try:
-            index = self._index(selection)
+            fold = fold_of(selection, self.options, self.strategy)
         except ValueError:
             if store.supply is None:
-                self._select(selection, split, 0, store)  # What is wrong with any is said first.
+                # An error that every fold would raise is more useful.
+                self._select(selection, split, 0, store)
             raise
-        return self._select(selection, split, index, store)
+        return self._select(selection, split, fold, store)
 
-    def _select(self, selection: Selection, split: str, index: int, store: Store) -> Integers:
-        """Return the rows of a selection."""
+    def _select(self, selection: Selection, split: str, fold: int, store: Store) -> Integers:
+        """Return the rows of one fold or part of a selection."""
         try:
-            return selection.subset(split, index, store)
+            return selection.subset(split, fold, store)
         except ValueError as error:
             fields = [name for name, form in self.options.forms.items() if type(form) is Windows]
             if not fields:
                 raise
             raise ValueError(
-                f"{error}. With Windows over {', '.join(map(repr, fields))}, {self._selecting}"
-                " selects rows of the store, which are series, each with all of its windows"
+                f"{error}. With Windows over {', '.join(map(repr, fields))},"
+                f" subset={self.options.subset!r} selects whole series, each with all its windows"
             ) from error
 
     def missing(self, split: str) -> StoreNotFoundError:
-        """What is said of a split that has no rows."""
+        """Return the error for a loader of a split that has no rows."""
         stored = self.parts(self.stored_split(split))[0]
         path = self.directory / stored
         if isinstance(path, StoreUrl):
             try:
                 open_store(path)
-            except StoreNotFoundError as error:  # It tells a bucket from a store that is missing.
+            except StoreNotFoundError as error:  # It distinguishes a missing bucket from a store.
                 return error
         elif self.datasets[stored] is None and not is_store(path):
-            there = unfinished_build(path)
+            unfinished = unfinished_build(path)
             return StoreNotFoundError(
                 f"{argument_of(stored)}=None and no store at {path}"
-                f"{f' ({there})' if there else ''}: give the dataset, or a store_dir that holds a"
-                f" store named {stored!r}{nearest_file(path)}"
+                f"{f' ({unfinished})' if unfinished else ''}: pass the dataset, or a store_dir that"
+                f" contains a store named {stored!r}{nearest_file(path)}"
             )
         return StoreNotFoundError(
-            f"the {split} split is not set up: call setup() first; a subclass that overrides it"
-            " calls super().setup(stage)"
+            f"the {split} split is not set up: call setup() first. A subclass that overrides it"
+            " must call super().setup(stage)"
         )
 
-    def _is_its_own(self, split: str, store: Store) -> bool:
-        """Whether the store of a split is there as this data module has last left it."""
-        built, source = self.built.get(split), self._source(split, store)
-        return built is not None and built[0] is source[0] and built[1:] == source[1:]
+    def _origin(self, split: str, store: Store) -> StoreOrigin:
+        """Return the dataset and options that a split's store depends on, and its build."""
+        return StoreOrigin(
+            self.datasets[split],
+            self.options.num_shards,
+            self.options.fingerprint_of(split),
+            store.manifest.generation,
+        )
 
-    def _source(self, split: str, store: Store) -> tuple[Any, ...]:
-        """A dataset, the options that its store depends on, and the build of the store."""
-        options = self.options
-        given = options.num_shards, options.fingerprint_of(split)
-        return self.datasets[split], *given, store.manifest.generation
-
-    @property
-    def _selecting(self) -> str:
-        """The argument that selects rows, as it was given, for messages."""
-        return f"subset={self.options.subset!r}"
-
-    def _index(self, selection: Selection) -> int:
-        """Which of the folds or parts of a selection are this process's."""
-        count = selection.num_members
-        if count is None:
-            return 0
-        given = self._selecting
-        member = self._member(given)
-        if self.options.member is not None:
-            if member >= count:
-                raise ValueError(f"member={member} with {given}: choose 0 to {count - 1}")
-        elif (num_members := self.strategy.num_members) % count:
-            raise ValueError(
-                f"{given} with {num_members} members: some would be trained less often than"
-                f" others; use {count} members or a multiple of it, with devices=... or"
-                f" IndependentStrategy(num_members={count})"
-            )
-        return member % count
-
-    def _member(self, given: str) -> int:
-        """The member that this process trains."""
-        if self.options.member is not None:
-            return self.options.member
-        member: int | None = getattr(self.strategy, "member", None)
-        if member is None:
-            raise ValueError(
-                f"{given}: which member is it? Train with strategy='memmap_independent', or say"
-                " which with member=..."
-            )
-        return member
-
-    def _check_place(self, split: str) -> None:
-        """Check that the stores of several datasets do not go into the store of one."""
+    def _check_not_one(self, split: str) -> None:
+        """Check that stores of several datasets would not be written into the store of one."""
         kind, _, name = split.partition("/")
         path = Path(self.directory) / kind
         if name and is_store(path):
             raise StoreError(
-                f"{path} is the store of one {kind}_dataset, and the stores of several would lie in"
-                " that directory: choose another store_dir, or delete this store"
+                f"store_dir: {path} is the store of a single {kind}_dataset, so the stores of"
+                " several can't be written there: choose another store_dir, or delete this store"
             )
 
-    def _check_no_several(self, split: str) -> None:
-        """Check that the stores of several datasets are not taken for no store."""
+    def _check_not_several(self, split: str) -> None:
+        """Check that a directory without a store is not a directory of several stores."""
         path = self.directory / split
-        # At a URL, looking for them would take longer than to open a store.
+        # At a URL, searching would take longer than opening a store.
         if isinstance(path, Path) and (names := stores_within(path)):
             raise ValueError(
-                f"{split}_dataset=None, and {path} holds the stores of several datasets: name them"
-                f" in their order with {split}_dataset={dict.fromkeys(names)}"
+                f"{split}_dataset=None, and {path} contains the stores of several datasets: name"
+                f" them in order with {split}_dataset={dict.fromkeys(names)}"
             )

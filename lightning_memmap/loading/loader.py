@@ -54,6 +54,7 @@ class SuperBatchLoader:
         skip_steps: tuple[tuple[int, int], ...] = (),
         skipped: SkippedSteps | None = None,
         prefetch: int | None = None,
+        renew_rows: Callable[[], SplitRows | None] | None = None,
     ) -> None:
         #: The data devices of this process, and which of all processes it is.
         self._topology = topology
@@ -79,8 +80,8 @@ class SuperBatchLoader:
         #: may do so across epochs.
         self._before: tuple[LoaderState, int] | None = None
         self._resume: LoaderState | None = None
-        #: Gives the rows of the next epoch: a store that was being built may be finished.
-        self.renewed: Callable[[], SplitRows | None] | None = None
+        #: Returns the rows of the next epoch, for stores that are still being built.
+        self._renew_rows = renew_rows
         self._skip_steps, self._were_skipped = skip_steps, skipped or SkippedSteps()
         self._serve(rows)
 
@@ -346,7 +347,7 @@ class SuperBatchLoader:
 
     def _steps(self) -> Iterator[SuperBatch]:
         """The steps of the epoch. Each counts as delivered once `_deliver` is called."""
-        rows = None if self.renewed is None else self.renewed()
+        rows = None if self._renew_rows is None else self._renew_rows()
         if rows is not None and rows is not self._rows:
             self._serve(rows)
         if self._rows.is_released:

@@ -1,6 +1,7 @@
 """One long stream of tokens as a dataset whose rows are pieces of it."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memmap.errors import check_integer, check_number
+from lightning_memmap.schema.forms import Windows
 from lightning_memmap.store.places import local_path
 
 
@@ -79,8 +81,18 @@ class TokenStream(Dataset[dict[str, NDArray[Any]]]):
         self._num_windows = (len(self.tokens) - length) // stride + 1
         self._row_windows = max(1, row_tokens // stride)
 
-    def check_windows(self, length: int, stride: int) -> None:
-        """Warn where windows are not those that the rows were cut for."""
+    def check_windows(self, windows: Mapping[str, Windows]) -> None:
+        """Warn if the tokens are read in other windows than their rows were cut for.
+
+        A data module calls this method of any of its datasets that has it, at `setup`.
+
+        Args:
+            windows: The windows of each field that is cut into windows, by name.
+        """
+        if "tokens" not in windows:
+            return
+        length = windows["tokens"].length
+        stride = windows["tokens"].stride
         if (length, stride) != (self.length, self.stride) and len(self) > 1:
             warnings.warn(
                 f"TokenStream(length={self.length}, stride={self.stride}) is read in windows of"

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, StackDataset, Subset
 
 from lightning_memmap import ColumnDataset, MemmapDataModule
-from lightning_memmap.data import set_up as set_up_module
-from lightning_memmap.data.set_up import FIRST_STEPS
+from lightning_memmap.data import planner as planner_module
+from lightning_memmap.data.planner import FIRST_STEPS
 from lightning_memmap.errors import DatasetError, SchemaError, StoreError, StoreNotFoundError
 from lightning_memmap.loading import loader
 from lightning_memmap.sampling import Bucketed, Mixture, Weighted
@@ -704,8 +704,8 @@ def test_rows_are_placed_in_the_memory_that_was_free_at_the_set_up(
         measured.append(arguments)
         return budgets(*arguments)
 
-    budgets = set_up_module.device_budgets
-    monkeypatch.setattr(set_up_module, "device_budgets", measure)
+    budgets = planner_module.device_budgets
+    monkeypatch.setattr(planner_module, "device_budgets", measure)
     data = MemmapDataModule(
         Points(60), store_dir=tmp_path, batch_size=8, build="while_training", num_workers=1
     )

@@ -287,7 +287,7 @@ class TestWithTrainer:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said = list[str]()
-        monkeypatch.setattr("lightning_memmap.data.module.rank_zero_info", said.append)
+        monkeypatch.setattr("lightning_memmap.data.reports.rank_zero_info", said.append)
         set_up(MemmapDataModule(TRAIN, VAL, store_dir=tmp_path), "fit")
         assert said == []
         for _ in range(2):

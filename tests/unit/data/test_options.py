@@ -11,7 +11,8 @@ import torch
 from jsonargparse import ArgumentParser
 
 from lightning_memmap import MemmapDataModule, open_store
-from lightning_memmap.data.options import DataOptions
+from lightning_memmap.data.option_attributes import Option, OptionAttributes
+from lightning_memmap.data.options import OPTIONS, DataOptions
 from lightning_memmap.errors import StoreNotFoundError
 from lightning_memmap.sampling import (
     Bucketed,
@@ -33,6 +34,11 @@ VALUES = (
     *NO_COUNTS, 0, 3, np.int64(3), np.uint8(1), np.float32(0.5), np.bool_(True), None, (), "", len,
     int, {1: 2}, {"train": []}, np.arange(3), torch.zeros(2), [np.zeros(2)],
 )  # fmt: skip
+
+
+def test_each_option_is_an_attribute() -> None:
+    attributes = {name for name, value in vars(OptionAttributes).items() if type(value) is Option}
+    assert attributes == set(OPTIONS)
 
 
 @pytest.mark.parametrize("name", DataOptions.__dataclass_fields__)
