@@ -165,7 +165,7 @@ def test_fingerprints_are_by_name(tmp_path: Path) -> None:
     stores = tmp_path / "stores" / "val"
     fingerprints = [open_store(stores / name).manifest.fingerprint for name in ("clean", "noisy")]
     assert [each and each.given for each in fingerprints] == ["v1", None]
-    with pytest.raises(ValueError, match="fingerprint for 'val/claen': there is no such split"):
+    with pytest.raises(ValueError, match=r"fingerprint\['val/claen'\]: .*val/clean"):
         make_data(
             tmp_path, val_dataset={"clean": CLEAN}, fingerprint={"val/claen": "v1"}
         ).prepare_data()
@@ -174,12 +174,10 @@ def test_fingerprints_are_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("argument", ["fingerprint", "subset"])
 def test_option_of_a_split_without_rows_is_refused(tmp_path: Path, argument: str) -> None:
     options: Any = {argument: {"val": "v1" if argument == "fingerprint" else Subset([1])}}
-    with pytest.raises(ValueError, match=f"{argument} for 'val': .* give val_dataset"):
+    with pytest.raises(ValueError, match=rf"{argument}\['val'\]: .*val_dataset"):
         set_up(make_data(tmp_path, val_dataset=None, **options))
     if argument == "fingerprint":
-        with pytest.raises(
-            ValueError, match="'val': its rows are held out of the store of 'train'"
-        ):
+        with pytest.raises(ValueError, match=r"fingerprint\['val'\]: .*fingerprint\['train'\]"):
             set_up(make_data(tmp_path, subset=KFold(3), member=0, **options))
     set_up(make_data(tmp_path, val_dataset=CLEAN, **options))
     # The store is enough.
@@ -189,18 +187,18 @@ def test_option_of_a_split_without_rows_is_refused(tmp_path: Path, argument: str
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"a/b": CLEAN}, r"val_dataset\['a/b'\]: its store has this name"),
+        ({"a/b": CLEAN}, r"val_dataset\['a/b'\]: .*name"),
         ({"..": CLEAN}, r"val_dataset\['\.\.'\]"),
         ({1: CLEAN}, r"val_dataset\[1\]|"),
-        ([CLEAN, 5], r"val_dataset\[1\]=5: give a map-style dataset"),
-        (5, "val_dataset=5: give a map-style dataset"),
+        ([CLEAN, 5], r"val_dataset\[1\]=5: .*map-style"),
+        (5, "val_dataset=5: .*map-style"),
         ({"é": CLEAN}, "use ASCII letters"),
-        ({"a": CLEAN, "A": NOISY}, r"val_dataset\['A'\] and \['a'\]: some file systems"),
+        ({"a": CLEAN, "A": NOISY}, r"val_dataset\['A'\] and \['a'\]: "),
         ({1: CLEAN, "1": NOISY}, r"val_dataset\['1'\] and \[1\]"),
-        ([[CLEAN, NOISY]], r"val_dataset=\[\[.*give all of them in one list"),
-        ({"a": [CLEAN]}, r"val_dataset=\{'a': .*give all of them in one list"),
-        ([], r"val_dataset=\[\]: it is empty"),
-        ({}, r"val_dataset=\{\}: it is empty"),
+        ([[CLEAN, NOISY]], r"val_dataset=\[\[.*in one list"),
+        ({"a": [CLEAN]}, r"val_dataset=\{'a': .*in one list"),
+        ([], r"val_dataset=\[\]: .*empty"),
+        ({}, r"val_dataset=\{\}: .*empty"),
     ],
 )
 def test_datasets_that_cannot_be_are_refused(tmp_path: Path, given: Any, words: str) -> None:
@@ -220,7 +218,7 @@ def test_several_to_train_on_are_refused(tmp_path: Path) -> None:
 
 def test_stores_do_not_go_into_the_store_of_one(tmp_path: Path) -> None:
     build_store(CLEAN, tmp_path / "stores" / "val", progress=False)
-    with pytest.raises(StoreError, match=r"val is the store of one val_dataset"):
+    with pytest.raises(StoreError, match=r"store_dir: .*val is the store of .*val_dataset"):
         make_data(tmp_path, val_dataset=[CLEAN, NOISY]).prepare_data()
     build_store(CLEAN, tmp_path / "stores" / "test" / "0", progress=False)
     with pytest.raises(StoreError, match=r"has stores in it \(0\): choose") as caught:
@@ -240,7 +238,7 @@ def test_empty_dataset_is_named(tmp_path: Path) -> None:
 def test_option_for_several_datasets_at_once_is_refused(
     tmp_path: Path, given: Any, option: dict[str, Any]
 ) -> None:
-    words = "for 'val': val_dataset is several datasets, choose among train, val/0, val/1, test"
+    words = r"\['val'\]: val_dataset .* train, val/0, val/1, test"
     with pytest.raises(ValueError, match=words):
         make_data(tmp_path, val_dataset=given, **option).prepare_data()
     data = set_up(make_data(tmp_path, val_dataset=given))
@@ -377,9 +375,9 @@ def test_checkpoint_of_another_subset_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"subset": [1, 2]}, r"subset=\[1, 2\]: give Subset"),
-        ({"subset": {"train": [1]}}, r"subset\['train'\]=\[1\]: give a Subset"),
-        ({"subset": {"trian": Subset([1])}}, "subset for 'trian': there is no such split"),
+        ({"subset": [1, 2]}, r"subset=\[1, 2\]: .*Subset"),
+        ({"subset": {"train": [1]}}, r"subset\['train'\]=\[1\]: .*Subset"),
+        ({"subset": {"trian": Subset([1])}}, r"subset\['trian'\]: .*train"),
         ({"subset": KFold(2), "val_dataset": CLEAN}, r"subset=KFold\(.*\) with a val_dataset"),
     ],
 )

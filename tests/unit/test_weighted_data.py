@@ -90,7 +90,7 @@ def test_fit_has_classes_equally_often(tmp_path: Path, strategy: str, devices: i
 def test_sampler_that_is_set_later_needs_a_set_up(tmp_path: Path) -> None:
     data = set_up(make_data(tmp_path), "fit")
     data.sampler = Weighted("label", num_samples=30)
-    with pytest.raises(ValueError, match=r"needs other rows than those that are set up"):
+    with pytest.raises(ValueError, match=r"sampler=.*setup\(\)"):
         data.train_dataloader()
     data.setup("fit")
     assert sum(len(batch["row"]) for batch in data.train_dataloader()) == 30
@@ -188,5 +188,5 @@ def test_order_is_freed_by_teardown(tmp_path: Path) -> None:
 
 
 def test_weighted_class_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="give Weighted"):
+    with pytest.raises(TypeError, match=r"sampler=.*Weighted"):
         make_data(tmp_path, sampler=Weighted)

@@ -545,7 +545,7 @@ def test_dataset_that_fails_ends_training_and_keeps_rows(
     directory = tmp_path / "while_training"
     data = MemmapDataModule(store_dir=directory / "stores")
     data.setup("fit")
-    with pytest.raises(StoreNotFoundError, match=r"of 331 rows .* not finished.*give the data"):
+    with pytest.raises(StoreNotFoundError, match=r"train_dataset=None.*331 rows .* not finished"):
         data.train_dataloader()
     run = CommandLine(capsys)
     assert run("store", "info", directory / "stores") == 0

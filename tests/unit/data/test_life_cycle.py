@@ -234,7 +234,7 @@ class TestFromDatasets:
         assert seen == {"train": [[0], [1], [2], [3]], "test": [[50], [51], [52]]}
 
     def test_from_datasets_without_a_place_says_so(self) -> None:
-        with pytest.raises(TypeError, match=r"store_dir is missing: give store_dir=\.\.\."):
+        with pytest.raises(TypeError, match=r"store_dir=\.\.\."):
             MemmapDataModule.from_datasets(Points(4))
 
 

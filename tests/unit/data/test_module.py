@@ -87,7 +87,7 @@ class TestWithoutTrainer:
 
 class TestArguments:
     def test_window_without_shuffling_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="shuffle_block=2 with shuffle=False: leave one of"):
+        with pytest.raises(ValueError, match="shuffle_block=2 with shuffle=False: "):
             make_data(tmp_path, shuffle_block=2, shuffle=False)
 
     @pytest.mark.parametrize("residency", ["host", "device", "stream"])
@@ -148,7 +148,7 @@ class TestLargerThanMemory:
         for name, text in (("max", "3000"), ("current", "1000"), ("stat", "anon 1")):
             (tmp_path / "groups" / f"memory.{name}").write_text(text)
         data = make_data(tmp_path, residency=residency)
-        with pytest.warns(UserWarning, match="memory are available: .*residency='stream'"):
+        with pytest.warns(UserWarning, match="residency=.*residency='stream'"):
             set_up(data, "fit")
         set_up(data, "test")
         set_up(make_data(tmp_path, residency="device", memory_fraction=1.0), "validate")
@@ -176,7 +176,7 @@ class TestStores:
         self, tmp_path: Path, run: str, split: str
     ) -> None:
         data = MemmapDataModule(store_dir=tmp_path / "stores")
-        message = rf"{split}_dataset=None and no store at .*stores/{split}: give the dataset"
+        message = rf"{split}_dataset=None and no store at .*stores/{split}: .*dataset"
         with pytest.raises(StoreNotFoundError, match=message):
             getattr(make_trainer(tmp_path), run)(Regression(), datamodule=data)
 
@@ -500,7 +500,7 @@ class TestAttributes:
         assert set_up(data, "fit").stores["train"].path == tmp_path / "elsewhere" / "train"
 
     def test_unknown_option_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(TypeError, match=r"batchsize: it is no option .*batch_size"):
+        with pytest.raises(TypeError, match=r"batchsize: .*batch_size"):
             make_data(tmp_path).with_options(batchsize=3)
 
     def test_class_attribute_that_hides_an_option_is_refused(self) -> None:
@@ -530,5 +530,5 @@ class TestAttributes:
 
     @pytest.mark.parametrize("dataset", [5, "abc"])
     def test_dataset_that_is_none_is_refused(self, tmp_path: Path, dataset: Any) -> None:
-        with pytest.raises(TypeError, match=f"train_dataset={dataset!r}: give a map-style dataset"):
+        with pytest.raises(TypeError, match=f"train_dataset={dataset!r}: .*map-style"):
             MemmapDataModule(dataset, store_dir=tmp_path)

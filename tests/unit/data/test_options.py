@@ -105,22 +105,22 @@ def test_value_of_another_kind_is_refused(make: Callable[[], Any], words: str) -
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("collate_fn", "`variable` says how rows of several lengths become a batch"),
-        ("pin_memory", "memory is pinned where a GPU reads it"),
-        ("batch_sampler", "give `batch_size` and a `sampler`"),
+        ("collate_fn", "`variable`.*`transform`"),
+        ("pin_memory", "pinned"),
+        ("batch_sampler", "`batch_size` and a `sampler`"),
     ],
 )
 def test_argument_of_a_data_loader_says_what_takes_its_place(
     tmp_path: Path, name: str, words: str
 ) -> None:
     options: dict[str, Any] = {name: 1}
-    with pytest.raises(TypeError, match=f"^{name}=1: leave it out: {words}"):
+    with pytest.raises(TypeError, match=f"^{name}=1: .*{words}"):
         MemmapDataModule(torch.arange(9), store_dir=tmp_path, **options)
 
 
 def test_list_of_samples_that_look_like_datasets_says_what_to_give(tmp_path: Path) -> None:
     graphs: Any = [torch.utils.data.Subset([1, 2], [0]) for _ in range(48)]
-    message = r"found a list of 48 Subset, .* if they are samples, such as graphs, give a Dataset"
+    message = r"train_dataset: .* 48 Subset.*sampler=Mixture.* samples"
     with pytest.raises(TypeError, match=message):
         MemmapDataModule(graphs, store_dir=tmp_path)
 
