@@ -33,7 +33,8 @@ from typing_extensions import Self
 
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.fields import Values
-from lightning_memmap.store.columns import Column, compute_checksums, shard_items
+from lightning_memmap.store.checksums import compute_checksums
+from lightning_memmap.store.columns import Column, shard_items
 from lightning_memmap.store.directory import JOURNAL, KEY, PARTS, StoreDirectory
 from lightning_memmap.store.files import (
     TEMPORARY,

@@ -9,22 +9,18 @@ While a ragged column grows, each writer appends its rows to a file of its own, 
 size says where each row is; `RaggedColumn.finish` lays them together.
 """
 
-import errno
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -35,9 +31,7 @@ from lightning_memmap.store.files import (
     TEMPORARY,
     OpenFiles,
     leaf_bytes,
-    open_plain,
     read_exactly,
-    unreadable,
     write_all,
     write_rows,
 )
@@ -50,18 +44,9 @@ from lightning_memmap.store.open_columns import (
     packed_index,
 )
 from lightning_memmap.store.segments import copy_segments
-from lightning_memmap.store.workers import threads
 
 _MAX_FILE_BYTES = 2**62
-#: Read at once, into memory that is used again: new memory costs more than the read. In between,
-#: Python's lock is taken from a training that may go on.
-_READ_BYTES = 2**20
-#: The progress bar moves on after so many, since that takes longer than to read a small shard.
-_SHOWN_BYTES = 2**23
 _JOIN_BYTES = 32 * 2**20
-
-#: A piece of a file: its name, the first byte, and one past the last byte.
-FileRange = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -84,15 +69,6 @@ class _Column(ABC):
     def file_bytes(self) -> Mapping[str, int]:
         """The size of each file by its name. There is no file for a field without bytes."""
         return {name: int(bounds[-1]) for name, bounds in self.bounds.items() if bounds[-1]}
-
-    def shard_ranges(self) -> list[list[FileRange]]:
-        """The pieces of files that each shard consists of, in order: together all bytes."""
-        ranges: list[list[FileRange]] = [[] for _ in range(self.shards.num_shards)]
-        for name, bounds in self.bounds.items():
-            for pieces, (first, end) in zip(ranges, pairwise(bounds.tolist()), strict=True):
-                if first < end:
-                    pieces.append((name, first, end))
-        return ranges
 
     @property
     def shard_bytes(self) -> Integers:
@@ -185,7 +161,8 @@ class RaggedColumn(_Column):
             raise ValueError(f"{sum(self.shard_items)} items of {self.field} fit into no file")
 
     @property
-    def _index_name(self) -> str:
+    def index_name(self) -> str:
+        """The file that says where each row ends."""
         return f"{self.field.name}.index"
 
     @property
@@ -215,7 +192,7 @@ class RaggedColumn(_Column):
             return {self.places_name: rows * 8 * (2 + self.field.num_variable)}
         items = np.cumsum((0, *self.shard_items), dtype=np.int64)
         index = rows * 8 * self._index_width
-        return {self._index_name: index, self.rows_name: items * self.field.item_bytes}
+        return {self.index_name: index, self.rows_name: items * self.field.item_bytes}
 
     @property
     @override
@@ -228,7 +205,7 @@ class RaggedColumn(_Column):
         if not (first := int(self.shards.starts[shard])):
             return ()
         end = np.int64(sum(self.shard_items[:shard]))
-        return [(self._index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
+        return [(self.index_name, (first - 1) * 8 * self._index_width, end.tobytes())]
 
     def write(self, files: OpenFiles, rows: range | Integers, values: Values) -> None:
         """Write rows in any order: those written last are the ones that are found."""
@@ -266,7 +243,7 @@ class RaggedColumn(_Column):
                 within = (bounds > first) & (bounds <= first + len(places))
                 edges[within] = packed[bounds[within] - first - 1, 0]
                 end = int(packed[-1, 0])
-                index = files.open(self._index_name, os.O_CREAT)
+                index = files.open(self.index_name, os.O_CREAT)
                 write_all(index, leaf_bytes(packed).data, first * 8 * self._index_width)
                 for joined in self.joined(directory, places):
                     write_all(files.open(self.rows_name, os.O_CREAT), joined.data, num_bytes)
@@ -311,7 +288,7 @@ class RaggedColumn(_Column):
         """Open the column for reading."""
         assert self.shard_items
         num_rows = self.shards.num_rows
-        index = map_rows(directory / self._index_name, torch.int64, (num_rows, self._index_width))
+        index = map_rows(directory / self.index_name, torch.int64, (num_rows, self._index_width))
         shape = (sum(self.shard_items), *self.field.item_shape)
         if shape[0]:
             items = map_rows(directory / self.rows_name, self.field.dtype, shape)
@@ -352,52 +329,3 @@ def _check_sizes(field: Field, sizes: Integers) -> None:
                 f" values, and a size of more than {MAX_EMPTY_SIZE}: give such rows a shape of"
                 " zeros"
             )
-
-
-def compute_checksums(
-    directory: Path, columns: Sequence[Column], *, num_threads: int, advance: Callable[[int], None]
-) -> dict[str, bytes]:
-    """Read all files of a store and hash each shard: XXH3, one hash after the other."""
-    sums = {}
-    with threads(num_threads) as pool:
-        for column in columns:
-            path, ranges = directory, column.shard_ranges()
-            # Several shards at once: there may be many that are small, or empty.
-            step = -(-len(ranges) // (2 * num_threads))
-            groups = [ranges[first : first + step] for first in range(0, len(ranges), step)]
-            # Not through the mapping: a read error here is an OSError, there it is a SIGBUS.
-            try:
-                with ExitStack() as stack:
-                    files = {}
-                    for name in column.file_bytes:
-                        path = directory / name
-                        file = stack.enter_context(open(open_plain(path), "rb", buffering=0))
-                        files[name] = file.fileno()
-                    hash_group = partial(_hash_shards, files, advance)
-                    sums[column.field.name] = b"".join(pool.map(hash_group, groups))
-            except OSError as error:
-                raise unreadable(path, error) from error
-    return sums
-
-
-def _hash_shards(
-    files: Mapping[str, int], advance: Callable[[int], None], shards: Iterable[Sequence[FileRange]]
-) -> bytes:
-    """The hashes of shards, each given as pieces of files."""
-    hashes, num_read = b"", 0
-    memory = memoryview(bytearray(_READ_BYTES))
-    for pieces in shards:
-        digest = xxhash.xxh3_64()
-        for name, start, end in pieces:
-            while start < end:
-                if not (count := os.preadv(files[name], [memory[: end - start]], start)):
-                    raise OSError(errno.EIO, f"it ends at byte {start}, and should have {end}")
-                digest.update(memory[:count])
-                start += count
-                num_read += count
-                if num_read >= _SHOWN_BYTES:
-                    advance(num_read)
-                    num_read = 0
-        hashes += digest.digest()
-    advance(num_read)
-    return hashes

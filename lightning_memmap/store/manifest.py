@@ -25,20 +25,27 @@ from lightning_memmap.schema.fields import dtype_name
 from lightning_memmap.schema.schema import Schema
 from lightning_memmap.schema.spec import check_schema, read_dtype
 from lightning_memmap.schema.structure import Node
+from lightning_memmap.store.checksums import (
+    CHECKSUM_BYTES,
+    ColumnChunks,
+    chunk_bytes_for,
+    num_chunks,
+)
 from lightning_memmap.store.columns import FixedColumn, RaggedColumn, ShardItems, shard_items
 from lightning_memmap.store.files import TEMPORARY, read_plain, unreadable
 from lightning_memmap.store.identity import Fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT = "lightning_memmap store"
-VERSION = 5
+VERSION = 6
 
 #: The most shards of a store.
 MAX_SHARDS = 2**16
 # Limits of a manifest, so that reading one takes about a second and some tens of MB at most.
 #: The most bytes of one.
 MAX_MANIFEST_BYTES = 8 * 2**20
-_MAX_CHECKSUMS = 2**17
+#: The most shards of all fields together.
+_MAX_FIELD_SHARDS = 2**17
 _MAX_PROBES, _MAX_SOURCE = 64, 64
 _MAX_CLASSES, _MAX_CLASS_LETTERS = 2**15, 128
 #: The most rows where no field has a byte, since no file then bounds their number.
@@ -50,8 +57,6 @@ _Probe = tuple[Annotated[int, Meta(ge=0)], _Sum]
 _Text = Annotated[str, Meta(max_length=4096)]
 _ClassName = Annotated[str, Meta(max_length=_MAX_CLASS_LETTERS)]
 _DIGEST_BYTES = len(b'{"digest":"0123456789abcdef",')
-#: Bytes of the checksum of a shard.
-_SUM_BYTES = 8
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -63,8 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_rows: Annotated[int, Meta(ge=1, le=2**48)]
     num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
     probes: Annotated[tuple[_Probe, ...], Meta(max_length=_MAX_PROBES)]
-    #: By field, XXH3 of each shard, one after the other: a list of them would take most of the time
-    #: in which a store is opened.
+    #: The checksums of the chunks of each field, see `lightning_memmap.store.checksums`. Decoding a
+    #: list of them would take most of the time in which a store is opened.
     checksums: dict[str, bytes]
     source: Annotated[dict[_Text, _Text], Meta(max_length=_MAX_SOURCE)]
     fingerprint: Fingerprint | None = None
@@ -103,6 +108,32 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The shards of so many of its rows or windows, as if they alone had been stored."""
         return default_shards(num_rows) if self.has_default_shards else self.num_shards
 
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of the files that one checksum covers."""
+        return chunk_bytes_for(self.columns)
+
+    @property
+    def num_checksums(self) -> int:
+        """The number of chunks of all fields."""
+        return sum(map(len, self.checksums.values())) // CHECKSUM_BYTES
+
+    @property
+    def checksum_bytes(self) -> dict[str, int]:
+        """Bytes of the checksums of each field."""
+        return {
+            column.field.name: CHECKSUM_BYTES * num_chunks(column, self.chunk_bytes)
+            for column in self.columns
+        }
+
+    @cached_property
+    def chunks(self) -> tuple[ColumnChunks, ...]:
+        """The chunks of each field, in the order of the fields."""
+        return tuple(
+            ColumnChunks(column, self.chunk_bytes, self.checksums[column.field.name])
+            for column in self.columns
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""
@@ -140,16 +171,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def draft(cls, num_rows: int, num_shards: int, schema: Schema, **more: Any) -> "Manifest":
         """What a store is to contain that is not written yet, and that can be opened then."""
-        found = cls(
+        draft = cls(
             generation="g-" + "0" * 16,
             num_rows=num_rows,
             num_shards=num_shards,
-            checksums={field.name: bytes(_SUM_BYTES * num_shards) for field in schema.fields},
+            checksums={},
             structure=schema.structure,
             **{"probes": (), "source": {}, **more},
         )
-        found.encode()
-        return found
+        draft.encode()
+        return draft
 
     def write(self, directory: Path, name: str = MANIFEST) -> None:
         """Write the manifest at once; in its place it makes the directory a store."""
@@ -168,6 +199,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Convert the manifest to the bytes of its file."""
         try:
             stated = replace(self, items=shard_items(self.columns))
+            if not self.checksums:  # A draft.
+                sizes = stated.checksum_bytes
+                stated = replace(stated, checksums={name: bytes(n) for name, n in sizes.items()})
             data = sign(msgspec.json.encode(stated, enc_hook=dtype_name))
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ValueError(
@@ -237,16 +271,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         counts = {field.name: self.num_shards for field in self.schema.fields if field.num_variable}
         if {name: len(each) for name, each in self.items.items()} != counts:
             raise ValueError("its columns are not those of its fields")
-        if len(names) * self.num_shards > _MAX_CHECKSUMS:
+        if len(names) * self.num_shards > _MAX_FIELD_SHARDS:
             raise ValueError(
-                f"{self.num_shards} shards of {len(names)} fields have more than the"
-                f" {_MAX_CHECKSUMS} checksums that a manifest holds: use fewer shards"
+                f"num_shards={self.num_shards}: fields times shards may be at most"
+                f" {_MAX_FIELD_SHARDS}, and there are {len(names)} fields: use fewer shards"
             )
-        if list(self.checksums) != names:
-            raise ValueError("its checksums are not those of its fields")
-        for name, sums in self.checksums.items():
-            if len(sums) != _SUM_BYTES * self.num_shards:
-                raise ValueError(f"the checksums of {name!r} are not one for each shard")
+        if {name: len(sums) for name, sums in self.checksums.items()} != self.checksum_bytes:
+            raise ValueError("its checksums are not those of its fields, one for each chunk")
         if any(row >= self.num_rows for row, _ in self.probes):
             raise ValueError(f"its probes are not among its {self.num_rows} rows")
         # Codes that control a terminal are not printable.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,28 +21,37 @@ from lightning_memmap.sampling.rows import Integers, Rows, StoreRows
 from lightning_memmap.schema.fields import Field, field_name, name_as_stored
 from lightning_memmap.schema.kinds import Duration, Text
 from lightning_memmap.schema.schema import Schema
-from lightning_memmap.store.columns import Column, compute_checksums
-from lightning_memmap.store.manifest import MANIFEST, Manifest
+from lightning_memmap.store.checksums import compute_checksums, merge_chunks
+from lightning_memmap.store.columns import Column
+from lightning_memmap.store.manifest import Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
 from lightning_memmap.store.tensordicts import Source, rows_of_shards
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A shard of a field whose bytes have changed since they were written.
+    """A range of bytes of one shard and field that differ from their checksums.
 
     Args:
         field: Name of the field.
         shard: Index of the shard.
-        path: The first of the field's files; of a store at a URL, the URL.
+        path: The file, or its URL.
+        start: The first byte of the range in the file. Ranges are made of chunks of 8 MiB, each of
+            which has a checksum.
+        stop: One past the last byte.
     """
 
     field: str
     shard: int
     path: Path | str
+    start: int
+    stop: int
 
     def __str__(self) -> str:
-        return f"field {self.field!r}, shard {self.shard} is damaged ({self.path})"
+        return (
+            f"field {self.field!r}, shard {self.shard} is damaged: bytes {self.start} to"
+            f" {self.stop} of {self.path}"
+        )
 
 
 class Supply(Protocol):
@@ -315,15 +324,12 @@ class Store:
 
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         """Compare all files with their checksums; see `lightning_memmap.store.verify_store`."""
-        columns, hashes = self.manifest.columns, partial(np.frombuffer, dtype=np.uint64)
+        columns = self.manifest.columns
         sums = compute_checksums(self.files, columns, num_threads=num_threads, advance=advance)
         return [
-            # A field without bytes has no file, only its checksums in the manifest.
-            Damage(name, shard, self.files / next(iter(column.file_bytes), f"../{MANIFEST}"))
-            for column, (name, found) in zip(columns, sums.items(), strict=True)
-            for shard in np.flatnonzero(
-                hashes(found) != hashes(self.manifest.checksums[name])
-            ).tolist()
+            Damage(field, shard, self.files / file, start, stop)
+            for chunks, (field, found) in zip(self.manifest.chunks, sums.items(), strict=True)
+            for shard, file, start, stop in merge_chunks(chunks.differing(found))
         ]
 
     def __len__(self) -> int:

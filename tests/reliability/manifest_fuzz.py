@@ -10,12 +10,16 @@ import math
 import random
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_memmap.errors import StoreError
 from lightning_memmap.schema.fields import field_name
+from lightning_memmap.store.checksums import CHUNK_BYTES, MAX_CHECKSUMS
 from lightning_memmap.store.manifest import MANIFEST, Manifest
 from tests.unit.store.layout import files_of
 from tests.unit.store.signing import encode_signed
@@ -146,8 +150,6 @@ def _double_any(random_state: random.Random, body: dict[str, Any]) -> None:
 
 def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
     """Other sizes, with the number of checksums that they need."""
-    if not isinstance(body.get("checksums"), dict):
-        return
     body["num_rows"] = random_state.choice(_NUMBERS)
     for container, key in places(body):
         field = container[key]
@@ -155,9 +157,30 @@ def _resize(random_state: random.Random, body: dict[str, Any]) -> None:
             field["shape"] = random_state.choices(_NUMBERS, k=random_state.choice((0, 1, 2, 3, 99)))
     num_shards = random_state.randint(1, 200)
     body["num_shards"] = num_shards
+    _put_checksums(body)
+
+
+def _put_checksums(body: dict[str, Any]) -> None:
+    """Give each field the number of checksums that it needs."""
+    fields = [container[key] for container, key in places(body) if key == "field"]
+    counts = [_num_chunks(field, body.get("num_rows"), body.get("num_shards")) for field in fields]
+    names = [str(field.get("name")) if isinstance(field, dict) else "" for field in fields]
     body["checksums"] = {
-        name: b64encode(bytes(8 * num_shards)).decode() for name in body["checksums"]
+        name: b64encode(bytes(8 * count)).decode()
+        for name, count in zip(names, counts, strict=True)
     }
+
+
+def _num_chunks(field: Any, num_rows: Any, num_shards: Any) -> int:
+    """The checksums that a field needs, if its sizes are numbers and a manifest can hold them."""
+    with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
+        row_bytes = math.prod(field["shape"]) * getattr(torch, field["dtype"]).itemsize
+        shards = range(min(num_shards, 2**16))
+        shard_rows = (len(range(shard, num_rows, num_shards)) for shard in shards)
+        count = sum(-(-rows * row_bytes // CHUNK_BYTES) for rows in shard_rows)
+        if 0 <= count <= MAX_CHECKSUMS:
+            return int(count)
+    return 1
 
 
 def _rename(random_state: random.Random, body: dict[str, Any]) -> None:
@@ -173,8 +196,7 @@ def _rename(random_state: random.Random, body: dict[str, Any]) -> None:
         "keys": keys,
         "children": [{"kind": "leaf", "field": {"name": name, **field}} for name in names],
     }
-    if isinstance(body.get("checksums"), dict):
-        body["checksums"] = dict(zip(names, body["checksums"].values(), strict=False))
+    _put_checksums(body)
 
 
 def _nest(random_state: random.Random, body: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from lightning_memmap.host_memory import available_bytes
 from lightning_memmap.sampling.rows import Integers
 from lightning_memmap.sizes import format_bytes, parse_bytes
 from lightning_memmap.store.building import unfinished_build
+from lightning_memmap.store.checksums import merge_chunks
 from lightning_memmap.store.files import check_plain, open_plain, read_plain
 from lightning_memmap.store.manifest import MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.open_columns import ItemRows, OpenColumn, Supplied
@@ -188,12 +189,17 @@ class RemoteStore(Store):
     @override
     def damage(self, num_threads: int, advance: Callable[[int], None]) -> list[Damage]:
         # Shards that are not here are read from the server.
-        verify = partial(self._shards.verify, advance=advance)
+        verify = partial(self._shards.damaged_chunks, advance=advance)
         with threads(num_threads) as pool:
-            are_right = list(pool.map(verify, range(len(self._shards.num_bytes))))
-        wrong = np.flatnonzero(~np.array(are_right)).tolist()
-        fields, found = self.schema.fields, (divmod(number, self.num_shards) for number in wrong)
-        return [Damage(fields[field].name, shard, self.location) for field, shard in found]
+            damaged = list(pool.map(verify, range(len(self._shards.num_bytes))))
+        files = self._shards.files.url / self.manifest.generation
+        return [
+            Damage(
+                self.schema.fields[number // self.num_shards].name, shard, files / file, start, stop
+            )
+            for number, chunks in enumerate(damaged)
+            for shard, file, start, stop in merge_chunks(chunks)
+        ]
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,9 +271,10 @@ class _CachedShards(RemoteShards):
         here = numbers[self.records()[numbers] > 0]
         if not len(here) or self.num_bytes[here].sum() > available_bytes():
             return
+        verify = partial(self.damaged_chunks, advance=lambda _: None)
         with threads(min(_NUM_CHECKS, len(here))) as pool:
-            are_right = list(pool.map(partial(self.verify, advance=lambda _: None), here.tolist()))
-        if num_wrong := are_right.count(False):
+            damaged = list(pool.map(verify, here.tolist()))
+        if num_wrong := sum(map(bool, damaged)):
             _log.warning(
                 "%s of %s shards in the cache at %s have other bytes than those of their checksums,"
                 " and are fetched again: see that its disk works",

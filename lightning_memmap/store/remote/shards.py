@@ -13,7 +13,7 @@ import os
 import random
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, as_completed
 from contextlib import closing
 from functools import cached_property
@@ -25,7 +25,8 @@ import xxhash
 
 from lightning_memmap.errors import MemmapError, StoreError, StoreNotFoundError
 from lightning_memmap.sampling.rows import Integers
-from lightning_memmap.store.columns import FileRange
+from lightning_memmap.store.checksums import Chunk
+from lightning_memmap.store.columns import RaggedColumn
 from lightning_memmap.store.files import TEMPORARY, OpenFiles, open_plain, write_all
 from lightning_memmap.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from lightning_memmap.store.progress import show_progress
@@ -64,15 +65,13 @@ class RemoteShards:
         return (np.asarray(shards, np.int64)[:, None] + firsts).ravel()
 
     @cached_property
-    def _pieces(self) -> list[tuple[FileRange, ...]]:
-        """The pieces of files of each shard."""
-        return [tuple(shard) for column in self.manifest.columns for shard in column.shard_ranges()]
-
-    @cached_property
     def num_bytes(self) -> Integers:
         """The bytes of each shard, at least 1, int64 of shape (fields x shards,)."""
-        sums = [sum(end - start for _, start, end in pieces) for pieces in self._pieces]
-        return np.maximum(np.array(sums, np.int64), 1)
+        sizes = np.zeros((len(self.manifest.columns), self.manifest.num_shards), np.int64)
+        for field, column in enumerate(self.manifest.columns):
+            for bounds in column.bounds.values():
+                sizes[field] += np.diff(bounds)
+        return np.maximum(sizes.ravel(), 1)
 
     def records(self, first: int = 0, count: int | None = None) -> Integers:
         """What is here of each shard, int64: see above."""
@@ -138,87 +137,105 @@ class RemoteShards:
             if self._is_here(number):
                 return
 
-            def written() -> Iterator[bytes]:
-                for name, first, data in self._read(number):
-                    # A program waits for these threads at its end.
-                    if stop.is_set() or not main_thread().is_alive():
-                        raise CancelledError
-                    write_all(files.open(name), memoryview(data), first)
-                    yield data
+            def receive(file: str, start: int, data: bytes) -> None:
+                # A program waits for these threads at its end.
+                if stop.is_set() or not main_thread().is_alive():
+                    raise CancelledError
+                write_all(files.open(file), memoryview(data), start)
+                advance(len(data))
 
-            # Twice: what lies between may have changed them.
-            if not any(self._is_right(number, written(), advance) for _ in range(2)):
-                raise self._damaged(number)
+            for chunk in self._chunks(number):
+                # Twice: the bytes may have changed on their way.
+                if not any(self._is_right(number, chunk, receive) for _ in range(2)):
+                    raise self._damaged(number)
             field, shard = divmod(number, self.manifest.num_shards)
             for name, first, data in self.manifest.columns[field].edge_bytes(shard):
                 write_all(files.open(name), memoryview(data), first)
             files.sync()
             self.record([number], sign=1)
 
-    def verify(self, number: int, advance: Callable[[int], None]) -> bool:
-        """Whether a shard has the bytes of its checksum, here or at its server."""
+    def damaged_chunks(self, number: int, advance: Callable[[int], None]) -> list[Chunk]:
+        """Compare a shard, here or at its server, with its checksums: return what differs."""
+
+        def receive(file: str, start: int, data: bytes) -> None:
+            advance(len(data))
+
         is_here = self._is_here(number)
-        is_right = self._is_right(number, (data for _, _, data in self._read(number)), advance)
-        if is_here and not is_right:
+        chunks = self._chunks(number)
+        damaged = [chunk for chunk in chunks if not self._is_right(number, chunk, receive)]
+        if is_here and damaged:
             self.record([number], sign=0)
-        return is_right
+        return damaged
 
     def read_index(self, field: int) -> Integers:
-        """Read where the rows of a field end that differ in length."""
+        """Read the index of a field whose rows differ in length, and compare its checksums."""
+        column = self.manifest.columns[field]
+        assert isinstance(column, RaggedColumn)
 
         def read(number: int) -> bytes:
-            return b"".join(data for _, _, data in self._read(number, 1))
+            chunks = [chunk for chunk in self._chunks(number) if chunk.file == column.index_name]
+            return b"".join(self._read_chunk(number, chunk) for chunk in chunks)
 
         numbers = self.numbers([field], range(self.manifest.num_shards))
         with threads(_NUM_THREADS) as pool:
             index = b"".join(pool.map(read, numbers.tolist()))
-        for shard, number in enumerate(numbers.tolist()):
-            for _, first, end in self.manifest.columns[field].edge_bytes(shard):
-                if index[first : first + len(end)] != end:
-                    raise self._damaged(number - 1)
         return np.frombuffer(index, np.int64)
+
+    def _read_chunk(self, number: int, chunk: Chunk) -> bytes:
+        data = list[bytes]()
+        for _ in range(2):
+            data.clear()
+            if self._is_right(number, chunk, lambda file, start, some: data.append(some)):
+                return b"".join(data)
+        raise self._damaged(number)
+
+    def _chunks(self, number: int) -> list[Chunk]:
+        field, shard = divmod(number, self.manifest.num_shards)
+        return self.manifest.chunks[field].of_shard(shard)
 
     def _is_here(self, number: int) -> bool:
         return bool(self.records(number, 1)[0] > 0)
 
     def _is_right(
-        self, number: int, pieces: Iterable[bytes], advance: Callable[[int], None]
+        self, number: int, chunk: Chunk, receive: Callable[[str, int, bytes], None]
     ) -> bool:
-        """Compare a shard with its checksum. It is an error where its store was replaced."""
+        """Compare a chunk with its checksum. It is an error where its store was replaced.
+
+        ``receive`` is called with the file, the first byte and the data of each read.
+        """
         digest = xxhash.xxh3_64()
-        for data in pieces:
+        is_here = self._is_here(number)
+        for start in range(chunk.start, chunk.stop, _READ_BYTES):
+            data = self._read(chunk.file, start, min(start + _READ_BYTES, chunk.stop), is_here)
             digest.update(data)
-            advance(len(data))
-        field, shard = divmod(number, self.manifest.num_shards)
-        name = self.manifest.columns[field].field.name
-        size = digest.digest_size
-        if digest.digest() == self.manifest.checksums[name][size * shard : size * (shard + 1)]:
+            receive(chunk.file, start, data)
+        if digest.digest() == chunk.checksum:
             return True
-        if not self._is_here(number):
+        if not is_here:
             if error := self.changed():
                 raise error
-            _log.warning("field %r, shard %s: other bytes than those of its checksum", name, shard)
+            _log.warning(
+                "%s: bytes %s to %s are not those of their checksum",
+                self.files.url / self.manifest.generation / chunk.file,
+                chunk.start,
+                chunk.stop,
+            )
         return False
 
-    def _read(self, number: int, count: int | None = None) -> Iterator[tuple[str, int, bytes]]:
-        """Read a shard, or its first pieces: from here, or from its server."""
-        is_here = self._is_here(number)
-        for name, start, end in self._pieces[number][:count]:
-            for first in range(start, end, _READ_BYTES):
-                last = min(first + _READ_BYTES, end)
-                if is_here:
-                    with open(open_plain(self.directory / name), "rb", buffering=0) as file:
-                        yield name, first, os.pread(file.fileno(), last - first, first)
-                    continue
-                try:
-                    at = f"{self.manifest.generation}/{name}"
-                    yield name, first, self.files.read(at, first, last)
-                except StoreNotFoundError as error:
-                    raise self.changed() or StoreError(
-                        f"the store at {self.files.url} is not whole: {at} is missing there, which"
-                        " its manifest names: push the store again, with overwrite=True, or let"
-                        " its owner restore the file"
-                    ) from error
+    def _read(self, name: str, start: int, stop: int, is_here: bool) -> bytes:
+        """Read bytes of a file: from here, or from its server."""
+        if is_here:
+            with open(open_plain(self.directory / name), "rb", buffering=0) as file:
+                return os.pread(file.fileno(), stop - start, start)
+        at = f"{self.manifest.generation}/{name}"
+        try:
+            return self.files.read(at, start, stop)
+        except StoreNotFoundError as error:
+            raise self.changed() or StoreError(
+                f"the store at {self.files.url} is not whole: {at} is missing there, which its"
+                " manifest names: push the store again, with overwrite=True, or let its owner"
+                " restore the file"
+            ) from error
 
     def changed(self) -> MemmapError | None:
         """What has become of the store since its manifest was read; None where it is the same."""

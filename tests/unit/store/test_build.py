@@ -348,7 +348,7 @@ def test_build_bad_argument_is_named(
     ("sample", "num_rows", "num_shards", "message"),
     [
         ({str(index): index for index in range(4097)}, 1, 24, "4097 fields: a store has 1 to 4096"),
-        (list(range(3)), 9, 2**16, "65536 shards of 3 fields have more than the 131072 checksums"),
+        (list(range(3)), 9, 2**16, "num_shards=65536: .* 131072"),
         (torch.zeros([1] * 32 + [0]), 2**20 + 1, 24, "1048577 rows without a byte"),
     ],
 )

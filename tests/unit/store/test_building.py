@@ -203,8 +203,9 @@ def test_verify_names_field_shard_and_file(tmp_path: Path) -> None:
     file.write_bytes(data)
     for place, num_threads in ((path, 1), (str(path), 8)):
         (damage,) = verify_store(place, num_threads=num_threads)
-        assert damage == Damage("label", 1, file)
-        assert str(damage) == f"field 'label', shard 1 is damaged ({file})"
+        # All of the shard, which is smaller than a chunk.
+        assert damage == Damage("label", 1, file, 15 * 8, 30 * 8)
+        assert str(file) in str(damage)
     # Opening reads no rows, so that it stays fast.
     assert len(open_store(path)) == 100
 

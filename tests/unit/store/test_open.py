@@ -15,7 +15,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.loading.row_file import open_row_files
 from lightning_memmap.sampling import Pool
 from lightning_memmap.store import Store, build_store, open_store, verify_store
-from lightning_memmap.store.manifest import MANIFEST, Manifest
+from lightning_memmap.store.manifest import MANIFEST, VERSION, Manifest
 from lightning_memmap.store.recognition import check_dataset
 from tests.datasets import Numbered, holds
 from tests.rows import StridedRows
@@ -152,7 +152,7 @@ def test_field_file_that_became_no_plain_file_is_not_streamed(
         b'"manifest"',
         b"\xff\xfe",
         b'{"format": "lightning_memmap store"}',
-        b'{"format": "lightning_memmap store", "version": 5}',
+        b'{"format": "lightning_memmap store", "version": 6}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"1" * 10_000,
@@ -168,14 +168,14 @@ def test_open_manifest_that_is_no_manifest_is_refused(path: Path, text: bytes) -
         open_store(path)
 
 
-@pytest.mark.parametrize("version", [0, 4, "5", None, [5]])
+@pytest.mark.parametrize("version", [0, 5, "6", None, [6]])
 def test_store_of_another_format_version_is_refused_and_left_alone(
     path: Path, version: Any
 ) -> None:
     sign_manifest(path, lambda body: body.update(version=version))
     names = {*os.listdir(path), ".lock"}
     for act in (open_store, verify_store, partial(build_store, DATASET, overwrite=True)):
-        with pytest.raises(StoreError, match=r"has format version .* version .*build"):
+        with pytest.raises(StoreError, match=rf"version .* {VERSION}: .*build it again$"):
             act(path)
     assert {*os.listdir(path), ".lock"} == names
 
@@ -227,21 +227,26 @@ def rename_field(name: str) -> Callable[[dict[str, Any]], None]:
 
 def empty_shape(*shape: int) -> Callable[[dict[str, Any]], None]:
     """A field of no bytes, which needs no file, of a shape that no tensor can have."""
-    return put(*FIRST, "shape", value=list(shape))
+
+    def edit(body: dict[str, Any]) -> None:
+        put(*FIRST, "shape", value=list(shape))(body)
+        body["checksums"]["x"] = ""
+
+    return edit
 
 
 SUM = "0123456789abcdef"
 
 
-def sums(num_shards: int) -> str:
-    return b64encode(bytes(8 * num_shards)).decode()
+def sums(num_chunks: int) -> str:
+    return b64encode(bytes(8 * num_chunks)).decode()
 
 
 def replace_fields(body: dict[str, Any], names: list[str]) -> None:
     field = {"dtype": "int64", "shape": [0]}
     leaves = [{"kind": "leaf", "field": {"name": name, **field}} for name in names]
     body["structure"] = {"kind": "dict", "keys": names, "children": leaves}
-    body["checksums"] = {name: sums(body["num_shards"]) for name in names}
+    body["checksums"] = dict.fromkeys(names, "")
 
 
 def many_fields(num_fields: int, num_shards: int) -> Callable[[dict[str, Any]], None]:
@@ -283,6 +288,8 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no checksums": drop("checksums"),
     "checksums of another field": put("checksums", value={"y": sums(3), "label": sums(3)}),
     "too few checksums": put("checksums", "x", value=sums(2)),
+    "too many checksums": put("checksums", "x", value=sums(4)),
+    "half a checksum": put("checksums", "x", value=b64encode(bytes(20)).decode()),
     "checksums not in Base64": put("checksums", "x", value="!" + sums(3)[1:]),
     "no probes": drop("probes"),
     "probe beyond the rows": put("probes", value=[[100, SUM]]),

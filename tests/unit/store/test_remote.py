@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -115,9 +116,7 @@ def test_row_of_a_url_fetches_its_shard_alone_and_once(
     reads.clear()
     assert is_row(store[6], 6)
     # An index that two fields share is read with each.
-    expected = [
-        pieces for column in store.manifest.columns for pieces in column.shard_ranges()[6 % 4]
-    ]
+    expected = [chunk[1:4] for field in store.manifest.chunks for chunk in field.of_shard(6 % 4)]
     assert sorted(reads) == sorted(expected)
     reads.clear()
     assert is_row(store[10], 10)
@@ -154,6 +153,18 @@ def test_lengths_of_a_url_read_the_index_alone(
     reads.clear()
     store.lengths("name")
     assert reads == []
+
+
+def test_lengths_of_a_url_with_a_damaged_index_are_not_returned(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(url)
+    (path,) = (tmp_path / "far" / "s").rglob("name.index")
+    data = bytearray(path.read_bytes())
+    data[8] ^= 1  # Where the second row ends: the shard still ends where it should.
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="'name', shard 0"):
+        store.lengths("name")
 
 
 def test_store_of_a_url_is_sent_to_a_process_by_its_url_until_it_is_replaced(
@@ -215,10 +226,8 @@ def test_process_fetches_the_shards_that_it_owns(
         {"train": size}, topology, residency, budget_bytes={cpu: 2**30}
     ).splits["train"]
     load_split(store, topology, placement)
-    ranges = [column.shard_ranges() for column in store.manifest.columns]
-    assert sorted(reads) == sorted(
-        pieces for field in ranges for s in (1, 4) for pieces in field[s]
-    )
+    chunks = [field.of_shard(s) for field in store.manifest.chunks for s in (1, 4)]
+    assert sorted(reads) == sorted(chunk[1:4] for chunk in chain(*chunks))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
@@ -355,10 +364,9 @@ def test_shards_that_several_want_at_once_are_fetched_once(
     reads.clear()
     with ThreadPoolExecutor(3) as pool:
         columns = list(pool.map(lambda store: store.provide(None, range(NUM_SHARDS)), stores))
-    ranges = [column.shard_ranges() for column in stores[0].manifest.columns]
-    assert sorted(reads) == sorted(
-        pieces for field in ranges for shard in field for pieces in shard
-    )
+    fields = stores[0].manifest.chunks
+    chunks = [field.of_shard(shard) for field in fields for shard in range(NUM_SHARDS)]
+    assert sorted(reads) == sorted(chunk[1:4] for chunk in chain(*chunks))
     for found in zip(*columns, strict=True):
         assert len({tuple(column.row(7).flatten().tolist()) for column in found}) == 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_memmap.cli import main
 from lightning_memmap.errors import StoreError
-from lightning_memmap.store import Damage, build_store, open_store, verify_store
+from lightning_memmap.store import build_store, open_store, verify_store
 from lightning_memmap.store.remote import cache as module
 from lightning_memmap.store.remote.cache import DIRECTORY, LIMIT
 from lightning_memmap.store.remote.files import OFFLINE, RemoteFiles
@@ -108,7 +108,8 @@ def test_bit_flipped_in_the_cache_is_found_and_fetched_again(
     flip(path)
     assert verify(there.url) == 1
     said = capsys.readouterr().out
-    assert f"field 'x', shard 0 is damaged ({there.url})" in said
+    assert "field 'x', shard 0 " in said
+    assert there.url in said
     assert "what is damaged in the cache is fetched again" in said
     assert holds(open_store(there.url), there.dataset)
     assert verify(there.url) == 0
@@ -139,7 +140,7 @@ def test_cache_beyond_the_memory_is_not_read_twice(
     def fail(*_: Any, **__: Any) -> bool:
         raise AssertionError("a shard was compared")
 
-    monkeypatch.setattr(module._CachedShards, "verify", fail)
+    monkeypatch.setattr(module._CachedShards, "damaged_chunks", fail)
     monkeypatch.setattr(module, "available_bytes", lambda: 8)
     assert holds(open_store(there.url), there.dataset)
 
@@ -155,7 +156,9 @@ def test_verify_of_a_url_reads_what_is_not_in_the_cache_from_its_server(
     assert verify_store(there.url) == []
     shutil.rmtree(cache)
     counts: list[int] = []
-    assert verify_store(there.url, advance=counts.append) == [Damage("x", 0, there.url)]
+    (damage,) = verify_store(there.url, advance=counts.append)
+    assert (damage.field, damage.shard) == ("x", 0)
+    assert str(damage.path) == path.as_uri()
     assert sum(counts) == there.num_bytes
 
 

@@ -20,6 +20,7 @@ from lightning_memmap.errors import StoreError, StoreNotFoundError
 from lightning_memmap.store import (
     Store,
     build_store,
+    checksums,
     open_store,
     pull_store,
     push_store,
@@ -103,6 +104,19 @@ def test_answer_that_is_always_spoilt_says_so(
     if num_asked is not None:
         assert sum(path.endswith("/x.memmap") for path in web.asked) == num_asked
     web.fault = lambda path: None
+    assert holds(opened, Numbered(NUM_ROWS))
+
+
+def test_chunk_that_is_spoilt_once_is_the_only_one_read_again(
+    web: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "CHUNK_BYTES", 64)
+    store(web.directory / "train")
+    web.fault = only(GARBLED, "x.memmap", times=1)
+    opened = open_store(f"{web.url}/train")
+    opened.provide(["x"], [0])
+    # 640 bytes.
+    assert sum(path.endswith("/x.memmap") for path in web.asked) == 10 + 1
     assert holds(opened, Numbered(NUM_ROWS))
 
 
