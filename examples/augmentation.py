@@ -2,12 +2,8 @@
 
 They run on the data devices, on whole batches, and each row moves independently of the others.
 
-A ``Compose`` of Albumentations works per sample and on numpy arrays. It would be used like this,
-with ``PerSample`` from `lightning_memmap.transforms`::
-
-    compose = A.Compose([A.HorizontalFlip(p=0.5), A.RandomRotate90(p=1), A.Rotate(limit=15)])
-    augment, convert = PerSample(compose, {"image": "image", "mask": "mask"}), ToTraining()
-    MemmapDataModule(..., transform=lambda batch: convert(augment(batch)))
+A ``Compose`` of Albumentations works per sample and on numpy arrays: docs/guides/albumentations.md
+shows how to use one.
 """
 
 import torch

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: The channels of each mode. Of "P" they are the indices of a palette, such as class labels.
-CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1, "P": 1}
+#: The channels of each mode.
+CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 #: Endings of the names of image files.
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
@@ -118,12 +118,10 @@ def _pixels(
         raise ImageError(
             f"its mode {image.mode!r} has more than 8 bits, which would be lost: store it decoded"
         )
-    if mode == "P" and image.mode not in ("P", "L"):
-        raise ImageError(f"its mode is {image.mode!r}, and only 'P' and 'L' have palette indices")
     image.load()
     if image.getexif().get(_ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
-    if mode not in (image.mode, "P"):
+    if mode != image.mode:
         if mode != "RGBA":
             # Pillow would warn that it is lost.
             image.info.pop("transparency", None)
@@ -134,8 +132,7 @@ def _pixels(
         rows, columns = size or (height, width)
         place[:] = scale, (columns - scale * width) / 2, (rows - scale * height) / 2
     if size is not None and image.size != size[::-1]:
-        method = Image.Resampling.NEAREST if mode == "P" else Image.Resampling.BILINEAR
-        image = ImageOps.fit(image, size[::-1], method)
+        image = ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image)
     pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     if shape is not None and pixels.shape != shape:

@@ -227,7 +227,7 @@ class Decode(Form):
 
     Args:
         mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, grey values, to which images of other modes are
-            converted; or ``"P"``, the indices of a palette, such as class labels.
+            converted.
         size: Height and width, or one number for both. Each image is scaled to fill them, and what
             sticks out on two sides is cut off. By default all images must have one size.
         num_threads: Threads that decode; by default the cores of this process, or its share of

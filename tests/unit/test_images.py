@@ -70,23 +70,13 @@ def test_transparency_is_left_out_or_kept() -> None:
 
 
 @pytest.mark.parametrize("transparency", [1, bytes([255, 0, 100])])
-def test_palette_gives_colours_or_indices(transparency: int | bytes) -> None:
+def test_palette_becomes_its_colours(transparency: int | bytes) -> None:
     image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     image.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
     data = saved(image, transparency=transparency)
     assert decode_image(data, "RGB")[:, 0].T.tolist() == [[10, 20, 30], [40, 50, 60], [70, 80, 90]]
-    assert decode_image(data, "P").tolist() == [[[0, 1, 2]]]
     alpha = [255, 0, 255] if transparency == 1 else [255, 0, 100]
     assert decode_image(data, "RGBA")[3].tolist() == [alpha]
-
-
-def test_indices_are_those_of_palettes_and_gray_values_alone() -> None:
-    gray = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    assert decode_image(encoded(gray), "P").tolist() == [gray.tolist()]
-    # Never a value between two of them.
-    assert set(decode_image(encoded(gray * 50), "P", (7, 9)).ravel()) <= set((gray * 50).ravel())
-    with pytest.raises(ImageError, match="its mode is 'RGB', and only 'P' and 'L' have palette"):
-        decode_image(encoded(np.zeros((2, 3, 3), np.uint8)), "P")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

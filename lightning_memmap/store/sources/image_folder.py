@@ -28,7 +28,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
 
     Args:
         root: The folder of the classes.
-        mode: ``"RGB"``, ``"RGBA"``, ``"L"`` or ``"P"``, as of `lightning_memmap.schema.Decode`.
+        mode: ``"RGB"``, ``"RGBA"`` or ``"L"``, as of `lightning_memmap.schema.Decode`.
             With None the bytes of each file are given, after a test that they can be decoded.
         size: Height and width in pixels, or one number for both, as of `Decode`. By default images
             keep their sizes.
