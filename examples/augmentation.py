@@ -15,7 +15,7 @@ class ToTraining(nn.Module):
     """Batch transform: stored bytes to the dtypes that the network and the losses need."""
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give images from -1 to 1, masks as int64 of shape (B, H, W), and labels as float32."""
+        """Return images from -1 to 1, masks as int64 of shape (B, H, W), and labels as float32."""
         return {
             "image": batch["image"].float().div_(127.5).sub_(1),
             "mask": batch["mask"][:, 0].long(),
@@ -43,20 +43,23 @@ class MirrorAndTurn(ToTraining):
         self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Move ``image`` and ``mask``, then convert the batch as `ToTraining` does."""
-        image, mask = batch["image"].float(), batch["mask"].float()
+        image = batch["image"].float()
+        mask = batch["mask"].float()
         rows, _, height, width = image.shape
         chance = torch.rand(3, rows, generator=generator, device=image.device)
         mirror = torch.where(chance[0] < 0.5, -1.0, 1.0)
         quarters = (chance[1] * 4).floor() * (torch.pi / 2)
         angle = quarters + torch.deg2rad((chance[2] * 2 - 1) * self.max_degrees)
         # Maps points of the result to points of the input; both axes run from -1 to 1.
-        cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
-        to_x = torch.stack([mirror * cos, -mirror * sin * (height / width), none], dim=1)
-        to_y = torch.stack([sin * (width / height), cos, none], dim=1)
+        cos = angle.cos()
+        sin = angle.sin()
+        zero = torch.zeros_like(angle)
+        to_x = torch.stack([mirror * cos, -mirror * sin * (height / width), zero], dim=1)
+        to_y = torch.stack([sin * (width / height), cos, zero], dim=1)
         turn = torch.stack([to_x, to_y], dim=1)
         points = F.affine_grid(turn, list(image.shape), align_corners=False)
         moved = {
-            name: F.grid_sample(each, points, mode, "reflection", align_corners=False)
-            for name, each, mode in (("image", image, "bilinear"), ("mask", mask, "nearest"))
+            name: F.grid_sample(pixels, points, mode, "reflection", align_corners=False)
+            for name, pixels, mode in (("image", image, "bilinear"), ("mask", mask, "nearest"))
         }
         return super().forward({**batch, **moved})

@@ -1,4 +1,4 @@
-"""How well boxes were found."""
+"""A metric for predicted boxes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,27 +9,31 @@ from torchmetrics import Metric
 
 
 def iou(first: Tensor, second: Tensor) -> Tensor:
-    """Intersections over unions.
+    """Compute the intersection over union of each pair of boxes.
 
     Args:
         first: Boxes of shape (A, 4): left, top, right, bottom.
         second: Boxes of shape (B, 4).
 
     Returns:
-        Those of each box with each, of shape (A, B).
+        Values of shape (A, B).
     """
-    first, second = first[:, None], second[None]
-    corner = torch.maximum(first[..., :2], second[..., :2])
-    common = (torch.minimum(first[..., 2:], second[..., 2:]) - corner).clamp(min=0).prod(2)
-    areas = [(boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(2) for boxes in (first, second)]
-    return common / (areas[0] + areas[1] - common)
+    corner = torch.maximum(first[:, None, :2], second[None, :, :2])
+    opposite = torch.minimum(first[:, None, 2:], second[None, :, 2:])
+    common = (opposite - corner).clamp(min=0).prod(2)
+    return common / (area(first)[:, None] + area(second)[None] - common)
+
+
+def area(boxes: Tensor) -> Tensor:
+    """Compute the areas of boxes of shape (N, 4)."""
+    return (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
 
 
 class BoxF1(Metric):
-    """The F1 score of found objects: 1 if each is found, in the right class, and nothing else.
+    """The F1 score of predicted objects: 1 if exactly the true objects are predicted.
 
-    An object is found if the intersection over union of a box of its class and its own is above
-    0.5. Such a box can belong to one object only, as long as the objects do not overlap.
+    A true object counts as predicted if a box of its class has an intersection over union above 0.5
+    with its box. Such a box can match only one object, because objects don't overlap.
     """
 
     full_state_update = False
@@ -41,19 +45,22 @@ class BoxF1(Metric):
         self.add_state("num_hits", torch.tensor(0), "sum")
         self.add_state("num_boxes", torch.tensor(0), "sum")
 
-    def update(self, found: Sequence[dict[str, Tensor]], true: Sequence[dict[str, Tensor]]) -> None:
+    def update(
+        self, predicted: Sequence[dict[str, Tensor]], true: Sequence[dict[str, Tensor]]
+    ) -> None:
         """Count a batch.
 
         Args:
-            found: For each image, ``box`` of shape (found, 4) and ``label`` of shape (found,).
-            true: The same of the objects that are there.
+            predicted: For each image, ``box`` of shape (objects, 4) and ``label`` of shape
+                (objects,).
+            true: ``box`` and ``label`` of the true objects of each image.
         """
-        for given, wanted in zip(found, true, strict=True):
-            is_hit = iou(wanted["box"], given["box"]) > 0.5
-            is_hit &= wanted["label"][:, None] == given["label"]
+        for prediction, target in zip(predicted, true, strict=True):
+            is_hit = iou(target["box"], prediction["box"]) > 0.5
+            is_hit &= target["label"][:, None] == prediction["label"]
             self.num_hits += is_hit.any(dim=1).sum()
             self.num_boxes += sum(is_hit.shape)
 
     def compute(self) -> Any:
-        """The score, a scalar; 0 where there are no boxes at all."""
+        """Compute the score, a scalar; 0 without any boxes."""
         return 2 * self.num_hits / self.num_boxes.clamp(min=1)

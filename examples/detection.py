@@ -1,10 +1,10 @@
-"""Find handwritten digits: images with as many boxes as each of them has.
+"""Find handwritten digits: images with different numbers of boxes.
 
     python examples/detection.py
     lightning-memmap fit --config examples/configs/detection.yaml
 
-The store keeps the boxes and labels of all images one after the other, and where each image's end.
-A batch has a list of them, with one dict for each image, as detectors expect it.
+The store keeps the boxes and labels of all images in one array each, with the offsets of the
+images. A batch has a list with one dict for each image, as detectors expect it.
 
 The detector divides an image into cells, four pixels wide and high. The cell in which a digit has
 its center names the digit, and says how far the edges of its box are.
@@ -22,11 +22,11 @@ from examples.boxes import BoxF1
 from examples.data.scenes import Scenes
 from examples.digits import Normalize
 from examples.networks import convolution
-from examples.shared import train_and_test
 from lightning_memmap import MemmapDataModule
 
-#: Pixels of a cell in each direction, and the class of cells without a digit's center.
-CELL, BACKGROUND = 4, 10
+#: Pixels of a cell in each direction; and the class of cells without a digit's center.
+CELL = 4
+BACKGROUND = 10
 
 
 class Detector(L.LightningModule):
@@ -47,7 +47,8 @@ class Detector(L.LightningModule):
             *(convolution(size, width) for size in (width // 2, width, width, width)),
             nn.Conv2d(width, BACKGROUND + 1 + 4, 1),
         )
-        self.val_f1, self.test_f1 = BoxF1(), BoxF1()
+        self.val_f1 = BoxF1()
+        self.test_f1 = BoxF1()
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, 11, H / 4, W / 4) and boxes in pixels (B, 4, H / 4, W / 4)."""
@@ -57,11 +58,11 @@ class Detector(L.LightningModule):
         return logits, (middle.repeat(2, 1, 1) + edges) * CELL
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The loss of all cells' classes and of the boxes, logged as ``train_loss``."""
+        """Compute the loss of all cells' classes and of the boxes, logged as ``train_loss``."""
         logits, boxes = self(batch["image"])
-        objects, rows = batch["objects"], len(batch["objects"])
-        box, label = (torch.cat([each[name] for each in objects]) for name in ("box", "label"))
-        row = torch.cat([torch.full_like(each["label"], row) for row, each in enumerate(objects)])
+        objects = batch["objects"]
+        box, label = (torch.cat([image[name] for image in objects]) for name in ("box", "label"))
+        row = torch.cat([torch.full_like(image["label"], row) for row, image in enumerate(objects)])
         x, y = ((box[:, :2] + box[:, 2:]) / (2 * CELL)).long().T
         classes = torch.full_like(logits[:, 0], BACKGROUND, dtype=torch.long)
         classes[row, y, x] = label
@@ -69,7 +70,14 @@ class Detector(L.LightningModule):
         weight = torch.tensor([1.0] * BACKGROUND + [0.02], device=label.device)
         distance = F.smooth_l1_loss(boxes[row, :, y, x], box, reduction="sum") / CELL
         loss = F.cross_entropy(logits, classes, weight) + distance / max(box.numel(), 1)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
+        self.log(
+            "train_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(objects),
+        )
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -83,14 +91,16 @@ class Detector(L.LightningModule):
         self.log("test_f1", self.test_f1, batch_size=len(batch["objects"]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[dict[str, Tensor]]:
-        """For each image, the ``box`` (found, 4) and ``label`` (found,) of its digits."""
+        """Predict ``box`` (objects, 4) and ``label`` (objects,) of the digits of each image."""
         logits, boxes = self(batch["image"])
         score, label = logits.softmax(1)[:, :BACKGROUND].max(1)
-        # Next to the cell of a center, others may name the digit as well: the surest is right.
-        is_surest = score == F.max_pool2d(score, 3, stride=1, padding=1)
-        is_found = is_surest & (logits.argmax(1) != BACKGROUND)
-        found = zip(boxes, label, is_found, strict=True)
-        return [{"box": box[:, cells].T, "label": of[cells]} for box, of, cells in found]
+        # Cells next to the center's may predict the digit, too: keep the highest score.
+        is_highest = score == F.max_pool2d(score, 3, stride=1, padding=1)
+        is_digit = is_highest & (logits.argmax(1) != BACKGROUND)
+        return [
+            {"box": image_boxes[:, cells].T, "label": image_label[cells]}
+            for image_boxes, image_label, cells in zip(boxes, label, is_digit, strict=True)
+        ]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
@@ -98,10 +108,10 @@ class Detector(L.LightningModule):
 
 
 def main(devices: int = 2, max_epochs: int = 10) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_epochs: Epochs to train.
     """
     L.seed_everything(0)
@@ -112,7 +122,16 @@ def main(devices: int = 2, max_epochs: int = 10) -> None:
         transform=Normalize(mean=0.04, std=0.16),
         eval_transform=Normalize(mean=0.04, std=0.16),
     )
-    train_and_test(Detector(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = Detector()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

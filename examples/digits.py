@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
+from examples.classifier import Classifier
 from examples.data.digits import Digits
 from examples.networks import convolution
-from examples.shared import Classifier, train_and_test
 from lightning_memmap import MemmapDataModule
 
 
@@ -29,7 +29,8 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: float, std: float) -> None:
         super().__init__()
-        self.mean, self.std = mean, std
+        self.mean = mean
+        self.std = std
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert ``image``, uint8 of shape (B, C, H, W), to float32 of the same shape."""
@@ -54,14 +55,16 @@ class ShiftAndNormalize(Normalize):
         self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> dict[str, Tensor]:
         """Transform ``image``, uint8 of shape (B, C, H, W); each row moves independently."""
-        image, most = batch["image"], self.max_shift
-        (rows, channels, height, width), device = image.shape, image.device
-        shift = torch.randint(2 * most + 1, (2, rows, 1), generator=generator, device=device)
+        image = batch["image"]
+        device = image.device
+        rows, channels, height, width = image.shape
+        num_shifts = 2 * self.max_shift + 1
+        shift = torch.randint(num_shifts, (2, rows, 1), generator=generator, device=device)
         y = (torch.arange(height, device=device) + shift[0])[:, None, :, None]
         x = (torch.arange(width, device=device) + shift[1])[:, None, None, :]
         row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
         channel = torch.arange(channels, device=device).view(-1, 1, 1)
-        shifted = F.pad(image, [most] * 4)[row, channel, y, x]
+        shifted = F.pad(image, [self.max_shift] * 4)[row, channel, y, x]
         return super().forward({**batch, "image": shifted})
 
 
@@ -92,10 +95,10 @@ class DigitsClassifier(Classifier):
 
 
 def main(devices: int = 4, max_epochs: int = 10) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_epochs: Epochs to train.
     """
     L.seed_everything(0)
@@ -106,7 +109,16 @@ def main(devices: int = 4, max_epochs: int = 10) -> None:
         transform=ShiftAndNormalize(mean=0.305, std=0.376),
         eval_transform=Normalize(mean=0.305, std=0.376),
     )
-    train_and_test(DigitsClassifier(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = DigitsClassifier()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

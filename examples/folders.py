@@ -15,7 +15,7 @@ def made_at_once(directory: Path) -> Iterator[Path]:
         directory: The folder, which does not exist yet.
 
     Yields:
-        An empty folder beside it. It gets the name of ``directory`` when the block has filled it.
+        An empty folder with another name. It is renamed to ``directory`` at the end of the block.
         If another process was faster, its folder is kept and this one is removed.
     """
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples.data.text import Text
-from examples.shared import train_and_test
 from examples.transformer import divide, layers_of_gpt
 from lightning_memmap import MemmapDataModule
 
@@ -45,7 +44,7 @@ class GPT(L.LightningModule):
         self.layers = layers_of_gpt(num_blocks, width, length)
 
     def stages(self) -> list[nn.Module]:
-        """The consecutive modules of `forward`."""
+        """Return the consecutive modules of `forward`."""
         return list(self.layers)
 
     def configure_model(self) -> None:
@@ -60,18 +59,25 @@ class GPT(L.LightningModule):
         return logits
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The mean cross-entropy of the next byte, in nats."""
+        """Compute the mean cross-entropy of the next byte, in nats."""
         return F.cross_entropy(output.flatten(0, 1), batch["tokens"][:, 1:].long().flatten())
 
     def step(self, batch: dict[str, Tensor], stage: str) -> Tensor:
-        """The loss of a batch. The mean over all rows of an epoch is logged."""
+        """Compute the loss of a batch, and log its mean over all rows of an epoch."""
         loss: Tensor = self.loss(self(batch["tokens"][:, :-1].long()), batch)
-        how: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=len(batch["tokens"]), **how)
+        self.log(
+            f"{stage}_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+            prog_bar=True,
+            batch_size=len(batch["tokens"]),
+        )
         return loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The loss of a batch, logged as ``train_loss``."""
+        """Compute the loss of a batch, logged as ``train_loss``."""
         return self.step(batch, "train")
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -83,7 +89,7 @@ class GPT(L.LightningModule):
         self.step(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The most likely next byte at each position, int64 of shape (B, T)."""
+        """Predict the most likely next byte at each position, int64 of shape (B, T)."""
         return torch.argmax(self(batch["tokens"][:, :-1].long()), dim=-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -92,10 +98,10 @@ class GPT(L.LightningModule):
 
 
 def main(devices: int = 4, max_steps: int = 250, file: str | None = None) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_steps: The most steps to train.
         file: A text file; by default the help texts of Python.
     """
@@ -105,7 +111,17 @@ def main(devices: int = 4, max_steps: int = 250, file: str | None = None) -> Non
         store_dir="stores/gpt",
         batch_size=8,
     )
-    train_and_test(GPT(), data, devices=devices, max_epochs=1, max_steps=max_steps)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=1,
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model: Any = GPT()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
+from examples.classifier import Classifier
 from examples.data.breast_cancer import BreastCancer
-from examples.shared import Classifier
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.sampling import KFold
 from lightning_memmap.strategies import IndependentStrategy

@@ -1,4 +1,4 @@
-"""Networks of the examples, and what they are made of."""
+"""Networks of the examples, and their layers."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ def convolution(
     stride: int = 1,
     activation: Callable[[], nn.Module] = nn.ReLU,
 ) -> nn.Module:
-    """A convolution, group norm, and an activation.
+    """Make a convolution with group norm and an activation.
 
     Args:
         channels_in: Channels of the input.
@@ -23,7 +23,7 @@ def convolution(
     """
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False),
-        # Not over the batch: so the result does not depend on which process has which rows.
+        # Unlike batch norm, the result does not depend on the rows of the same process.
         nn.GroupNorm(4, channels_out),
         activation(),
     )
@@ -45,13 +45,13 @@ class UNet(nn.Module):
         self.up = nn.ModuleList([_block(6 * width, 2 * width), _block(3 * width, width)])
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Features at full and at a quarter of the resolution.
+        """Compute features at full and at a quarter of the resolution.
 
         Args:
             image: float32 of shape (B, channels, H, W), H and W divisible by 4.
 
         Returns:
-            Of shape (B, width, H, W), and (B, 4 * width, H / 4, W / 4).
+            Tensors of shape (B, width, H, W) and (B, 4 * width, H / 4, W / 4).
         """
         full = self.down[0](image)
         half = self.down[1](F.max_pool2d(full, 2))

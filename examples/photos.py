@@ -1,13 +1,17 @@
-"""Classify patches of photographs that lie in PNG files.
+"""Classify patches of photographs in PNG files, in several processes.
 
     python examples/photos.py
     lightning-memmap fit --config examples/configs/photos.yaml
     lightning-memmap compare --config examples/configs/photos.yaml
 
 Decoding a file takes longer than training on it, and a DataLoader decodes every file again in every
-epoch. A store has them decoded, once, and what is left to each epoch is the augmentation. Where the
-decoded images do not fit, ``--encoded true`` keeps the files, which threads decode while the model
-trains. The classes are the photograph that a patch is of, and whether it is upside down.
+epoch. The store has the decoded images, so each epoch only augments them. If the decoded images
+don't fit into memory, use ``--encoded true``: the store then keeps the files, and threads decode
+them while the model trains. The classes are the photograph of a patch, and whether it is upside
+down.
+
+Lightning's own ``ddp`` starts a process for each device. Each process keeps its part of the store
+on its device.
 """
 
 import lightning as L
@@ -15,9 +19,9 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
+from examples.classifier import Classifier
 from examples.data.photographs import CLASSES, Photos
 from examples.networks import convolution
-from examples.shared import Classifier, train_and_test
 from lightning_memmap import MemmapDataModule
 
 
@@ -40,7 +44,8 @@ class CropAndNormalize(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Turn ``image``, uint8 of (B, C, H, W), into float32 of (B, C, size, size)."""
         height, width = batch["image"].shape[2:]
-        y, x = (height - self.size) // 2, (width - self.size) // 2
+        y = (height - self.size) // 2
+        x = (width - self.size) // 2
         crop = batch["image"][:, :, y : y + self.size, x : x + self.size]
         return {**batch, "image": normalize(crop)}
 
@@ -55,13 +60,13 @@ class RandomCropAndFlip(CropAndNormalize):
     def forward(  # type: ignore[override]  # a generator makes a transform random
         self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Transform ``image`` as `CropAndNormalize`, each row at a place of its own."""
+        """Transform ``image`` like `CropAndNormalize`, with a random position for each row."""
         image = batch["image"]
         rows, _, height, width = image.shape
         drawn = torch.rand(3, rows, generator=generator, device=image.device)
         y = (drawn[0] * (height - self.size + 1)).long()
         x = (drawn[1] * (width - self.size + 1)).long()
-        # A view of every possible crop, of which one is copied for each row.
+        # A view of every possible crop; one crop is copied for each row.
         crops = image.unfold(2, self.size, 1).unfold(3, self.size, 1)
         chosen = crops[torch.arange(rows, device=image.device), :, y, x]
         mirrored = (drawn[2] < 0.5)[:, None, None, None]
@@ -94,13 +99,16 @@ class PhotoClassifier(Classifier):
         return self.network(image)  # type: ignore[no-any-return]
 
 
-def main(devices: int = 2, max_epochs: int = 5, encoded: bool = False) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+def main(
+    devices: int = 2, max_epochs: int = 5, encoded: bool = False, strategy: str = "ddp"
+) -> None:
+    """Train and test in several processes.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of processes, each with a GPU if there is one.
         max_epochs: Epochs to train.
         encoded: Keep the images encoded in the stores.
+        strategy: Another strategy trains on the same rows in every step.
     """
     L.seed_everything(0)
     data = MemmapDataModule(
@@ -111,7 +119,16 @@ def main(devices: int = 2, max_epochs: int = 5, encoded: bool = False) -> None:
         eval_transform=CropAndNormalize(),
         variable={"image": "decode"} if encoded else None,
     )
-    train_and_test(PhotoClassifier(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = PhotoClassifier()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

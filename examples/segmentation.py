@@ -21,7 +21,6 @@ from torchmetrics.classification import BinaryAccuracy, MultilabelAccuracy
 from examples.augmentation import MirrorAndTurn, ToTraining
 from examples.data.shapes import KINDS, Shapes
 from examples.networks import UNet
-from examples.shared import train_and_test
 from lightning_memmap import MemmapDataModule
 
 
@@ -53,7 +52,7 @@ class Segmenter(L.LightningModule):
         }
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The sum of the three losses, logged as ``train_loss``."""
+        """Compute the sum of the three losses, logged as ``train_loss``."""
         logits = self(batch["image"])
         loss = F.cross_entropy(logits["mask"], batch["mask"])
         for name in ("striped", "kinds"):
@@ -70,7 +69,7 @@ class Segmenter(L.LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The most likely class of each pixel, int64 of shape (B, H, W)."""
+        """Predict the most likely class of each pixel, int64 of shape (B, H, W)."""
         return torch.argmax(self(batch["image"])["mask"], dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -87,7 +86,7 @@ class Segmenter(L.LightningModule):
 
 
 def _metrics() -> nn.ModuleDict:
-    """Metrics; the name of each starts with its field."""
+    """Make the metrics. Each name starts with the field."""
     iou: Metric = JaccardIndex("multiclass", num_classes=1 + len(KINDS))
     accuracies = {
         "striped_accuracy": BinaryAccuracy(),
@@ -97,10 +96,10 @@ def _metrics() -> nn.ModuleDict:
 
 
 def main(devices: int = 4, max_epochs: int = 12) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_epochs: Epochs to train.
     """
     L.seed_everything(0)
@@ -111,7 +110,16 @@ def main(devices: int = 4, max_epochs: int = 12) -> None:
         transform=MirrorAndTurn(),
         eval_transform=ToTraining(),
     )
-    train_and_test(Segmenter(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = Segmenter()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

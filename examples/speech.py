@@ -18,8 +18,8 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
+from examples.classifier import Classifier
 from examples.data.prompts import FOLDER, LANGUAGES, Prompts
-from examples.shared import Classifier, train_and_test
 from lightning_memmap import MemmapDataModule
 from lightning_memmap.loading import Padded
 
@@ -57,7 +57,7 @@ class LanguageClassifier(Classifier):
     def forward(self, sound: Padded) -> Tensor:
         """Logits of shape (B, 3) for padded spectrograms of at least 9 frames."""
         features: Tensor = self.network(sound.values.mT)
-        # The convolutions need four frames on either side: what touches the padding is left out.
+        # The convolutions need four frames on either side: skip frames next to the padding.
         count = (sound.lengths - 8)[:, None]
         is_sound = torch.arange(features.shape[2], device=count.device) < count
         mean = (features * is_sound[:, None]).sum(2) / count
@@ -65,11 +65,11 @@ class LanguageClassifier(Classifier):
 
 
 def main(folder: str = FOLDER, devices: int = 2, max_epochs: int = 6) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
         folder: Folder of the recordings.
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_epochs: Epochs to train.
     """
     L.seed_everything(0)
@@ -80,7 +80,16 @@ def main(folder: str = FOLDER, devices: int = 2, max_epochs: int = 6) -> None:
         transform=Spectrogram(),
         eval_transform=Spectrogram(),
     )
-    train_and_test(LanguageClassifier(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = LanguageClassifier()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

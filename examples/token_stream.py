@@ -29,12 +29,12 @@ LENGTH = 64
 def text_stream(
     start: float = 0.0, stop: float = 1.0, stride: int = 8, file: str | Path | None = None
 ) -> TokenStream:
-    """The bytes of a text, or of a part of it, for windows of `LENGTH` and one more.
+    """Make a stream of the bytes of a text, or of a part of it, for windows of `LENGTH` + 1.
 
     Args:
-        start: The share of the text before this part.
-        stop: The share of the text before its end.
-        stride: Bytes from the beginning of a window to that of the next one.
+        start: The fraction of the text at which this part starts.
+        stop: The fraction of the text at which it stops.
+        stride: Bytes from the start of a window to the start of the next one.
         file: A text file. By default the help texts of Python, by topic in alphabetical order.
     """
     text: Any = file
@@ -44,12 +44,12 @@ def text_stream(
 
 
 def continued(model: GPT, text: str, num_bytes: int = 80) -> str:
-    """A text, and what the model thinks comes next.
+    """Continue a text with the bytes that the model predicts.
 
     Args:
         model: The model.
-        text: The beginning.
-        num_bytes: How much to add.
+        text: The start of the text.
+        num_bytes: Number of bytes to add.
     """
     tokens = list(text.encode())
     for _ in range(num_bytes):
@@ -67,12 +67,12 @@ def main(
     batch_size: int = 16,
     max_steps: int = 300,
 ) -> None:
-    """Train on windows of a text, validate on those of its end, and let the model write.
+    """Train on windows of a text, validate on windows of its end, and let the model write.
 
     Args:
         file: A text file; by default the help texts of Python.
         store_dir: Directory of the stores.
-        stride: Bytes from the beginning of a window to that of the next one.
+        stride: Bytes from the start of a window to the start of the next one.
         devices: GPUs, or logical data devices on a CPU.
         batch_size: Windows per data device and step.
         max_steps: The most steps to train.
@@ -99,9 +99,10 @@ def main(
     model: Any = GPT()
     trainer.fit(model, datamodule=data)
     assert data.order is not None
-    num_windows, stored = data.order.num_positions, data.stores["train"].manifest.num_bytes
-    print(f"{num_windows} windows of {LENGTH + 1} bytes over {stored} that are stored:")
-    print(f"one by one they would be {num_windows * (LENGTH + 1) / stored:.1f} times as many")
+    num_windows = data.order.num_positions
+    num_stored = data.stores["train"].manifest.num_bytes
+    print(f"{num_windows} windows of {LENGTH + 1} bytes over {num_stored} stored bytes:")
+    print(f"one by one they would be {num_windows * (LENGTH + 1) / num_stored:.1f} times as many")
     print(f"val_loss {trainer.callback_metrics['val_loss']:.3f}")
     print(continued(model, "The following "))
 

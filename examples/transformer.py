@@ -1,4 +1,4 @@
-"""The layers of a small GPT over bytes, and how they are divided over processes."""
+"""The layers of a small GPT over bytes, and their division over processes."""
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 def layers_of_gpt(num_blocks: int, width: int, length: int) -> nn.Sequential:
-    """An embedding, blocks, and the logits of the next byte.
+    """Make an embedding, blocks, and the head that returns the logits of the next byte.
 
     Args:
         num_blocks: Number of blocks.
@@ -77,7 +77,7 @@ def divide(layers: nn.Sequential, mesh: DeviceMesh) -> None:
     """Apply tensor parallelism inside the blocks, and FSDP2 over data-parallel processes.
 
     Args:
-        layers: Those of `layers_of_gpt`.
+        layers: The layers that `layers_of_gpt` has made.
         mesh: A mesh with the axes ``data_parallel`` and ``tensor_parallel``.
     """
     plan = {

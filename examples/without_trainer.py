@@ -22,11 +22,11 @@ from lightning_memmap import MemmapDataModule
 
 
 def accuracy(model: Any, loader: Any) -> tuple[int, int]:
-    """Count the rows that a model gets right, and all rows, of this process.
+    """Count the rows of this process that a model classifies correctly, and all rows.
 
     Args:
-        model: Gives logits of images.
-        loader: Gives batches.
+        model: Computes the logits of images.
+        loader: Yields batches.
     """
     right = rows = 0
     with torch.inference_mode():

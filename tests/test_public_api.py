@@ -27,7 +27,7 @@ NAMES = {
         build_store finish_store open_store pull_store push_store verify_store
     """,
     "lightning_memmap.callbacks": """
-        PredictionTable RunSummary
+        PredictionTable
     """,
     "lightning_memmap.compare": """
         compare

@@ -46,7 +46,7 @@ class Photos(ImageFolder):
 
 
 def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:
-    """Write patches of scikit-learn's photographs. The same seed gives the same patches.
+    """Write patches of scikit-learn's photographs. The same seed makes the same patches.
 
     Args:
         directory: The folder of one split, with the layout that `Photos` reads.
@@ -55,9 +55,9 @@ def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:
     """
     temple, flower = load_sample_images().images
     rng = np.random.default_rng(seed)
-    with made_at_once(directory) as made:
+    with made_at_once(directory) as partial:
         for name in CLASSES:
-            (made / name).mkdir()
+            (partial / name).mkdir()
         for row in range(num_rows):
             name = CLASSES[row % len(CLASSES)]
             photo = temple if name.startswith("temple") else flower
@@ -67,4 +67,4 @@ def make_photos(directory: Path, *, num_rows: int, seed: int) -> None:
                 patch = patch[::-1]
             image = Image.fromarray(np.ascontiguousarray(patch))
             # Written in a third of the time, and read as fast.
-            image.save(made / name / f"{row:04}.png", compress_level=1)
+            image.save(partial / name / f"{row:04}.png", compress_level=1)

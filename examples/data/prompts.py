@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-#: Where Debian's packages asterisk-core-sounds-*-wav put the files.
+#: The folder of Debian's packages asterisk-core-sounds-*-wav.
 FOLDER = "/usr/share/asterisk/sounds"
 #: Class ``k`` is ``LANGUAGES[k]``.
 LANGUAGES = ("en", "es", "fr")
@@ -26,7 +26,7 @@ class Prompts(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: An unknown split.
-        FileNotFoundError: There are no files.
+        FileNotFoundError: The folder has no such files.
     """
 
     def __init__(self, split: str, folder: str = FOLDER) -> None:

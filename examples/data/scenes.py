@@ -15,11 +15,11 @@ _NUM_ROWS = {"train": 1600, "val": 256, "test": 256}
 
 
 class Scenes(Dataset[dict[str, Any]]):
-    """Digits of several sizes on a canvas. No two of them overlap, and some scenes have none.
+    """Up to five digits of several sizes on a canvas, which don't overlap.
 
     A sample is ``{"image": uint8 tensor of shape (1, 48, 48), "objects": [{"box": float32
     tensor of left, top, right, bottom in pixels, "label": int from 0 to 9}, ...]}``. A box
-    goes around the ink of its digit. The digits of a split come from the same split of `Digits`.
+    goes around the ink of its digit. A split has the digits of the same split of `Digits`.
 
     Args:
         split: ``train``, ``val`` or ``test``.
@@ -44,14 +44,14 @@ class Scenes(Dataset[dict[str, Any]]):
         for _ in range(rng.integers(6)):
             digit = self.digits[int(rng.integers(len(self.digits)))]
             size = int(rng.integers(10, 19))
-            top, left = rng.integers(SIZE - size + 1, size=2).tolist()
-            place = (slice(top, top + size), slice(left, left + size))
-            if taken[place].any():
+            y0, x0 = rng.integers(SIZE - size + 1, size=2).tolist()
+            square = (slice(y0, y0 + size), slice(x0, x0 + size))
+            if taken[square].any():
                 continue
-            taken[place] = True
+            taken[square] = True
             grey = F.interpolate(digit["image"][None].float(), (size, size), mode="bilinear")
-            image[0][place] = grey[0, 0].byte()
-            y, x = image[0][place].nonzero().T
-            box = [left + x.min(), top + y.min(), left + x.max() + 1, top + y.max() + 1]
+            image[0][square] = grey[0, 0].byte()
+            y, x = image[0][square].nonzero().T
+            box = [x0 + x.min(), y0 + y.min(), x0 + x.max() + 1, y0 + y.max() + 1]
             objects.append({"box": torch.tensor(box).float(), "label": digit["label"]})
         return {"image": image, "objects": objects}

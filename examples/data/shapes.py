@@ -60,7 +60,7 @@ class Shapes(Dataset[dict[str, Any]]):
         with Image.open(self.directory / "masks" / name) as file:
             if file.mode not in ("L", "P"):
                 raise ValueError(
-                    f"the mask {name} has mode {file.mode}: give one class index per pixel (L or P)"
+                    f"the mask {name} has mode {file.mode}; it needs a class index per pixel (L, P)"
                 )
             mask = torch.from_numpy(np.array(file))[None]
         kinds = torch.tensor([int(labels[kind]) for kind in KINDS], dtype=torch.uint8)
@@ -68,7 +68,7 @@ class Shapes(Dataset[dict[str, Any]]):
 
 
 def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
-    """Make synthetic images with masks and labels. The same seed gives the same images.
+    """Make synthetic images with masks and labels. The same seed makes the same images.
 
     Args:
         directory: The folder of one split, with the layout that `Shapes` reads.
@@ -76,24 +76,24 @@ def make_shapes(directory: Path, *, num_rows: int, seed: int) -> None:
         seed: Seed of all random numbers.
     """
     rng = np.random.default_rng(seed)
-    with made_at_once(directory) as made:
+    with made_at_once(directory) as partial:
         for kind in ("images", "masks"):
-            (made / kind).mkdir()
-        with open(made / "labels.csv", "w", newline="", encoding="utf-8") as file:
+            (partial / kind).mkdir()
+        with open(partial / "labels.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["name", "striped", *KINDS])
             for row in range(num_rows):
                 striped = bool(rng.random() < 0.5)
                 image, mask = _draw(rng, striped)
-                image.save(made / "images" / f"{row:04}.png")
-                mask.save(made / "masks" / f"{row:04}.png")
+                image.save(partial / "images" / f"{row:04}.png")
+                mask.save(partial / "masks" / f"{row:04}.png")
                 visible = set(np.unique(np.array(mask)).tolist())
                 present = [int(index in visible) for index in range(1, len(KINDS) + 1)]
                 writer.writerow([f"{row:04}", int(striped), *present])
 
 
 def _draw(rng: np.random.Generator, striped: bool) -> tuple[Image.Image, Image.Image]:
-    """One RGB image and its mask."""
+    """Draw one RGB image and its mask."""
     base = rng.uniform(80, 170, 3)
     background = base + rng.normal(0, 20, (_SIZE, _SIZE, 3))
     if striped:

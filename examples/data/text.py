@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 
 def python_help() -> bytes:
-    """The help texts of Python, by topic in alphabetical order."""
+    """Return the help texts of Python, by topic in alphabetical order."""
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 

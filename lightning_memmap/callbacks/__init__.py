@@ -1,9 +1,8 @@
-"""Callbacks of this pack, one file each."""
+"""Callbacks of this pack."""
 
 from lightning_memmap.callbacks.prediction_table import PredictionTable
-from lightning_memmap.callbacks.run_summary import RunSummary
 
-__all__ = ["PredictionTable", "RunSummary"]
+__all__ = ["PredictionTable"]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the examples share: the steps of a classifier, and how a model is trained and tested."""
+"""The steps of a classifier, which several examples share."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
-
-from lightning_memmap import MemmapDataModule
-from lightning_memmap.callbacks import RunSummary
 
 
 class Classifier(L.LightningModule):
@@ -20,8 +17,8 @@ class Classifier(L.LightningModule):
     Args:
         num_classes: Number of classes.
         lr: Learning rate.
-        field: The field of a batch that it looks at. The classes are the field ``label``.
-        average: How accuracies count rows: ``micro`` all alike, ``macro`` all classes alike.
+        field: The field of a batch that is the input. The classes are the field ``label``.
+        average: ``micro`` for the accuracy of all rows, ``macro`` for the mean over classes.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class Classifier(L.LightningModule):
         self.test_accuracy = MulticlassAccuracy(num_classes, average=average)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The cross-entropy of a batch, logged as ``train_loss``."""
+        """Compute the cross-entropy of a batch, logged as ``train_loss``."""
         loss = F.cross_entropy(self(batch[self.field]), batch["label"])
         rows = len(batch["label"])
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
@@ -46,7 +43,8 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log ``val_loss`` and ``val_accuracy``."""
-        logits, label = self(batch[self.field]), batch["label"]
+        logits = self(batch[self.field])
+        label = batch["label"]
         loss = F.cross_entropy(logits, label)
         self.val_accuracy(logits, label)
         self.log("val_loss", loss, sync_dist=True, batch_size=len(label))
@@ -58,35 +56,9 @@ class Classifier(L.LightningModule):
         self.log("test_accuracy", self.test_accuracy)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The most likely class of each row, int64 of shape (B,)."""
+        """Predict the most likely class of each row, int64 of shape (B,)."""
         return torch.argmax(self(batch[self.field]), dim=1)
 
     def configure_optimizers(self) -> Any:
         """Adam."""
         return torch.optim.Adam(self.parameters(), lr=self.lr)
-
-
-def train_and_test(
-    model: L.LightningModule, data: MemmapDataModule, *, devices: int, **options: Any
-) -> None:
-    """Train with memmap_superbatch, test, and print a summary.
-
-    Args:
-        model: The model.
-        data: Its data.
-        devices: GPUs; without one, logical data devices on the CPU.
-        options: More arguments of the Trainer, such as ``max_epochs``.
-    """
-    if torch.cuda.is_available():
-        devices = min(devices, torch.cuda.device_count())
-    trainer = L.Trainer(
-        strategy="memmap_superbatch",
-        devices=devices,
-        callbacks=[RunSummary()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(model, datamodule=data)
-    trainer.test(model, datamodule=data, verbose=False)
